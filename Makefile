@@ -1,0 +1,40 @@
+# Everything a person types. `make demo` and `make test` set themselves up: Python 3.11+, pip and make are enough.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.setup-done
+
+.PHONY: help setup demo test test-fast lint generate clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Create .venv and install everything, pinned by constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): a few minutes the first time, then never again"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: setup ## Train a language model on the embedded cluster, lose a worker midway, finish
+	@exec $(VENV)/bin/meshwright demo
+
+test: setup lint ## Lint, type-check and run every test
+	$(VENV)/bin/python -m pytest
+
+test-fast: setup ## Only tests that take seconds
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+lint: setup ## ruff, mypy, import-linter
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+generate: setup ## Write generated files (CRD, API reference) again
+	$(VENV)/bin/python -m meshwright.crd
+
+clean: ## Remove what setup and tests made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .demo

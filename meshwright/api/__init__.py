@@ -1,0 +1,1 @@
+"""The ParallelTrainingJob API: the one source of CRD, operator, worker and command line."""

@@ -1,0 +1,42 @@
+"""Conditions: the names this API promises, and the one way to change a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.api.status import Condition
+
+READY = "Ready"
+RECONCILING = "Reconciling"
+STALLED = "Stalled"
+PLACED = "Placed"
+COMPLETE = "Complete"
+FAILED = "Failed"
+SUSPENDED = "Suspended"
+
+ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
+
+
+def find(conditions: Sequence[Condition], kind: str) -> Condition | None:
+    """The condition of this type, if it was ever set."""
+    return next((c for c in conditions if c.type == kind), None)
+
+
+def is_true(conditions: Sequence[Condition], kind: str) -> bool:
+    """Whether the condition of this type stands at True."""
+    condition = find(conditions, kind)
+    return condition is not None and condition.status == "True"
+
+
+def with_condition(conditions: Sequence[Condition], new: Condition) -> list[Condition]:
+    """The list with `new` in the place of its type.
+
+    `lastTransitionTime` moves only when `status` changes (Kubernetes API conventions), so the same observation twice
+    gives the same list and nothing is written.
+    """
+    old = find(conditions, new.type)
+    if old is None:
+        return [*conditions, new]
+    if old.status == new.status:
+        new = new.model_copy(update={"last_transition_time": old.last_transition_time})
+    return [new if c.type == new.type else c for c in conditions]

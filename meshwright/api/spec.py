@@ -1,0 +1,247 @@
+"""`spec` of a ParallelTrainingJob. A field stands here only when its behaviour does."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+from meshwright.api.labels import GPU_RESOURCE
+
+Degree = Annotated[int, Field(ge=1, le=65536)]
+ShortText = Annotated[str, Field(min_length=1, max_length=253)]
+Quantity = Annotated[
+    str,
+    Field(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"),
+]
+
+
+class ModelSpec(ApiModel):
+    """The model to train: a preset by name, or a Llama-style decoder by its numbers."""
+
+    preset: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """A known architecture, such as `llama-3-8b`. Excludes every other field of `model`."""
+    layers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of decoder layers."""
+    hidden_size: Annotated[int, Field(ge=1, le=131072)] | None = None
+    """Width of the residual stream."""
+    intermediate_size: Annotated[int, Field(ge=1, le=1048576)] | None = None
+    """Width of the SwiGLU feed-forward layer."""
+    heads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of query heads. Must be divisible by `parallelism.tensor`."""
+    kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of key and value heads (grouped-query attention); `heads` when left out."""
+    vocab_size: Annotated[int, Field(ge=2, le=1048576)] | None = None
+    """Size of the vocabulary. Must hold every token of the tokenizer."""
+    rope_theta: Annotated[int, Field(ge=1, le=1000000000)] | None = None
+    """Base of the rotary position embedding; 10000 when left out."""
+    tie_embeddings: bool | None = None
+    """Whether the output projection reuses the token embedding; false when left out. Needs `parallelism.pipeline: 1`."""
+
+
+class DataSource(StrEnum):
+    """Where training text comes from."""
+
+    PYTHON_STDLIB = "PythonStdlib"
+    FILES = "Files"
+
+
+class Tokenizer(StrEnum):
+    """How text becomes tokens."""
+
+    BYTE = "Byte"
+
+
+class DataSpec(ApiModel):
+    """The text to train on."""
+
+    source: DataSource = DataSource.FILES
+    """`PythonStdlib`: the source code of the Python standard library in the image. `Files`: the files of a volume."""
+    claim_name: ShortText | None = None
+    """PersistentVolumeClaim that holds the files, mounted read-only. Required when `source` is `Files`."""
+    pattern: Annotated[str, Field(min_length=1, max_length=253)] = "**/*"
+    """Glob, relative to the volume's root, of the files to read when `source` is `Files`."""
+    tokenizer: Tokenizer = Tokenizer.BYTE
+    """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257."""
+
+
+class Precision(StrEnum):
+    """The number format of compute; parameters, gradients' reduction and optimizer state are fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class OptimizerSpec(ApiModel):
+    """AdamW (arXiv 1711.05101) with linear warm-up and cosine decay."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 3e-4
+    """Peak learning rate."""
+    min_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Learning rate at the end of the cosine decay."""
+    warmup_steps: Annotated[int, Field(ge=0, le=1000000000)] = 0
+    """Steps of linear warm-up from 0 to the peak."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """Decoupled weight decay; applied to matrices, not to norms."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    gradient_clip: Annotated[float, Field(ge=0, le=1000000)] = 1.0
+    """Largest global gradient norm, over all dimensions of the mesh; 0 clips nothing."""
+
+
+class TrainingSpec(ApiModel):
+    """How long and how to train."""
+
+    steps: Annotated[int, Field(ge=1, le=1000000000)]
+    """Optimizer steps of the whole run."""
+    global_batch_size: Annotated[int, Field(ge=1, le=16777216)]
+    """Sequences per optimizer step, over all replicas. Must be divisible by `replicas`."""
+    sequence_length: Annotated[int, Field(ge=8, le=16777216)]
+    """Tokens per sequence. Must be divisible by `parallelism.tensor` when `parallelism.sequence` is true."""
+    seed: Annotated[int, Field(ge=0, le=2147483647)] = 0
+    """Seed of initial weights and of the data order: the same seed gives the same run in every layout."""
+    precision: Precision = Precision.FP32
+    """Number format of compute."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """Optimizer and learning-rate schedule."""
+
+
+class PipelineSchedule(StrEnum):
+    """The order in which a pipeline runs its micro-batches."""
+
+    ONE_F_ONE_B = "1F1B"
+
+
+class ParallelismSpec(ApiModel):
+    """How one replica of the model is split. What is left out the planner chooses."""
+
+    tensor: Degree | None = None
+    """Tensor-parallel degree: every layer split over this many GPUs of one NVLink domain."""
+    pipeline: Degree | None = None
+    """Pipeline-parallel degree: number of stages the layers are split into."""
+    sequence: bool = True
+    """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    """Pipeline schedule (PipeDream-Flush, arXiv 2006.09503)."""
+    micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Micro-batches per replica and step. `training.globalBatchSize` must be divisible by `replicas` times this."""
+    zero_stage: Literal[0, 2, 3] = 0
+    """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none (DDP), 2 gradients and optimizer state, 3 parameters
+    too (both FSDP2)."""
+
+
+class Toleration(ApiModel):
+    """A taint the worker pods tolerate."""
+
+    key: Annotated[str, Field(min_length=1, max_length=316)] | None = None
+    """Taint key; empty with operator `Exists` matches every taint."""
+    operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=6)] = "Equal"
+    """`Exists` or `Equal`."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Taint value to match when the operator is `Equal`."""
+    effect: Annotated[str, Field(pattern="^(NoSchedule|PreferNoSchedule|NoExecute)$", max_length=16)] | None = None
+    """Taint effect to match; all effects when left out."""
+    toleration_seconds: Annotated[int, Field(ge=0, le=2147483647)] | None = None
+    """How long a `NoExecute` taint is tolerated."""
+
+
+class EnvVar(ApiModel):
+    """An environment variable of the worker container."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    """Name. Names that begin with `MESHWRIGHT_` are reserved."""
+    value: Annotated[str, Field(max_length=4096)] = ""
+    """Value."""
+
+
+class ResourcesSpec(ApiModel):
+    """CPU and memory of one worker pod."""
+
+    cpu: Quantity | None = None
+    """CPU request of the pod, such as `16` or `500m`."""
+    memory: Quantity | None = None
+    """Memory request and limit of the pod, such as `64Gi`."""
+
+
+class WorkersSpec(ApiModel):
+    """The worker pods. One pod holds the consecutive ranks of `gpusPerWorker` GPUs on one node."""
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Container image with the worker runtime, or with the command of `runtime.command`."""
+    gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 8
+    """GPUs, and so ranks, of one pod. The world size must be divisible by it."""
+    gpu_resource: Annotated[str, Field(min_length=3, max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = (
+        GPU_RESOURCE
+    )
+    """Extended resource that stands for one GPU."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """CPU and memory of each pod."""
+    env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-list-map-key": "name"})] = []
+    """Further environment variables of the worker container."""
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
+    """Labels that a node must carry."""
+    tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
+    """Taints that the pods tolerate."""
+    service_account_name: ShortText | None = None
+    """Service account of the pods; its token is not mounted."""
+    termination_grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    """Time to write a checkpoint after SIGTERM before the pod is killed."""
+
+
+class RuntimeSpec(ApiModel):
+    """What the ranks run: Meshwright's own runtime, or the user's command."""
+
+    command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
+    """A torchrun-style command, started once per rank with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
+    the rank's mesh coordinates in its environment. Excludes `model`, `data` and `training`."""
+
+
+class CheckpointSpec(ApiModel):
+    """Where and how often the state of training is saved."""
+
+    claim_name: ShortText
+    """PersistentVolumeClaim, writable from every node that runs workers (ReadWriteMany), for this job's checkpoints."""
+    every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
+    """Steps between checkpoints of Meshwright's own runtime. Not allowed with `runtime.command`."""
+    keep: Annotated[int, Field(ge=1, le=10000)] = 2
+    """Newest complete checkpoints to keep. Not allowed with `runtime.command`."""
+
+
+class RecoverySpec(ApiModel):
+    """What to do when ranks fail."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=1000000)] = 10
+    """Restarts after failures of the job's own processes before the job fails. Lost or deleted pods do not count."""
+
+
+class ParallelTrainingJobSpec(ApiModel):
+    """What to train, how to split it and what it runs on."""
+
+    replicas: Degree = 1
+    """Data-parallel replicas of the model."""
+    model: ModelSpec | None = None
+    """The model. Required unless `runtime.command` is set."""
+    data: DataSpec | None = None
+    """The training data. Required unless `runtime.command` is set."""
+    training: TrainingSpec | None = None
+    """Length, batch, precision and optimizer. Required unless `runtime.command` is set."""
+    parallelism: ParallelismSpec = ParallelismSpec()
+    """How one replica is split over GPUs."""
+    workers: WorkersSpec
+    """The worker pods."""
+    runtime: RuntimeSpec = RuntimeSpec()
+    """What the ranks run."""
+    checkpoint: CheckpointSpec | None = None
+    """Checkpoints; without it a restarted run begins at step 0."""
+    recovery: RecoverySpec = RecoverySpec()
+    """What to do when ranks fail."""
+    suspend: bool = False
+    """Whether the job gives its pods back and waits; training goes on from the last checkpoint when it is false again."""
+    active_deadline_seconds: Annotated[int, Field(ge=1, le=2147483647)] | None = None
+    """Longest time from the first start to the end, suspended time not counted; then the job fails."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2147483647)] | None = None
+    """How long a finished job is kept before it is deleted; for ever when left out."""

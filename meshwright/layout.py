@@ -1,0 +1,107 @@
+"""Rank <-> mesh coordinates: the one definition that planner, operator and worker share.
+
+The world is `data x pipeline x tensor`, tensor innermost. Consecutive ranks form a tensor-parallel group, so a worker
+that holds consecutive ranks keeps the group that talks most on one node; the stages of a replica follow each other;
+replicas are outermost (the order of Llama 3, arXiv 2407.21783, section 3.3.2). Ints only: nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """Where a rank sits in the mesh, one index per dimension, each counted from 0."""
+
+    data: int
+    pipeline: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parallel degrees of a run. Each is at least 1; their product is the world size.
+
+    Raises:
+        ValueError: a degree is below 1.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.pipeline * self.tensor
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The mesh coordinates of `rank`.
+
+        Raises:
+            ValueError: `rank` is not in `range(world_size)`.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        rest, tensor = divmod(rank, self.tensor)
+        data, pipeline = divmod(rest, self.pipeline)
+        return Coordinates(data, pipeline, tensor)
+
+    def rank(self, data: int, pipeline: int, tensor: int) -> int:
+        """The rank at these coordinates: the inverse of `coordinates`."""
+        return (data * self.pipeline + pipeline) * self.tensor + tensor
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Every tensor-parallel group, as lists of ranks: the ones that must share an NVLink domain."""
+        return [
+            [self.rank(d, p, t) for t in range(self.tensor)] for d in range(self.data) for p in range(self.pipeline)
+        ]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Every pipeline, as lists of ranks in stage order."""
+        return [
+            [self.rank(d, p, t) for p in range(self.pipeline)] for d in range(self.data) for t in range(self.tensor)
+        ]
+
+    def data_groups(self) -> list[list[int]]:
+        """Every data-parallel group: ranks that hold the same shard and reduce its gradients."""
+        return [
+            [self.rank(d, p, t) for d in range(self.data)] for p in range(self.pipeline) for t in range(self.tensor)
+        ]
+
+    def workers(self, gpus_per_worker: int) -> list[range]:
+        """The consecutive ranks of each worker pod, by worker index.
+
+        Raises:
+            ValueError: the world does not divide into workers of that size.
+        """
+        if gpus_per_worker < 1 or self.world_size % gpus_per_worker:
+            raise ValueError(f"a world of {self.world_size} ranks does not divide into workers of {gpus_per_worker}")
+        return [range(first, first + gpus_per_worker) for first in range(0, self.world_size, gpus_per_worker)]
+
+
+def split_layers(layers: int, stages: int) -> list[range]:
+    """The consecutive layers of each pipeline stage; the first stages take the remainder.
+
+    Every layer belongs to exactly one stage, whatever the numbers (a split that silently drops layers is a known
+    fault of other runtimes).
+
+    Raises:
+        ValueError: there are more stages than layers, or fewer than one.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be split into {stages} stages: each stage needs at least one")
+    size, extra = divmod(layers, stages)
+    bounds = [stage * size + min(stage, extra) for stage in range(stages + 1)]
+    return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,1 @@
+"""Model descriptions: architectures, presets and counts. Pure: planner and worker share them."""

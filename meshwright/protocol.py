@@ -1,0 +1,202 @@
+"""The messages between a worker pod's agent and the operator's coordinator, version 1.
+
+HTTP and JSON. Every request carries `Authorization: Bearer TOKEN`, the job's HMAC token. Paths, under
+`/v1/jobs/{namespace}/{name}/{uid}`:
+
+    POST .../mesh      MeshRequest  -> 200 MeshDocument | 204 nothing new within `wait_seconds` | 410 superseded
+    POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
+
+401: no or wrong token. 404: no such job. 410: a newer incarnation of this worker exists, or the job wants no pods:
+the agent ends its ranks and exits. Everything else is retried: a coordinator that is away stops nobody's training.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+from meshwright.api.spec import CheckpointSpec, DataSpec, ParallelismSpec, TrainingSpec
+from meshwright.models.architecture import Architecture
+
+PROTOCOL_VERSION = 1
+
+
+class RunConfig(ApiModel):
+    """What the ranks of one mesh generation run, resolved by the planner: nothing is left to choose."""
+
+    tensor: int
+    """Tensor-parallel degree."""
+    pipeline: int
+    """Pipeline-parallel degree."""
+    data_parallel: int
+    """Data-parallel degree."""
+    micro_batches: int
+    """Micro-batches per replica and step."""
+    parallelism: ParallelismSpec
+    """Schedule, sequence parallelism and ZeRO stage."""
+    architecture: Architecture | None = None
+    """The model; None with `command`."""
+    data: DataSpec | None = None
+    """The training text; None with `command`."""
+    training: TrainingSpec | None = None
+    """Length, batch, precision and optimizer; None with `command`."""
+    checkpoint: CheckpointSpec | None = None
+    """Checkpoint interval and retention; None when the job keeps no checkpoints."""
+    command: list[str] | None = None
+    """The user's own command, run once per rank; None for Meshwright's runtime."""
+
+
+class MeshRequest(ApiModel):
+    """An agent's long poll: "I am here; tell me when the mesh is newer than `generation`"."""
+
+    worker: Annotated[int, Field(ge=0)]
+    """Worker index."""
+    incarnation: Annotated[int, Field(ge=0)]
+    """Incarnation of the worker's pod."""
+    generation: Annotated[int, Field(ge=0)] = 0
+    """The generation this agent runs or ran last; 0 before its first."""
+    address: Annotated[str, Field(min_length=1, max_length=64)]
+    """IP address of the pod."""
+    store_port: Annotated[int, Field(ge=1, le=65535)]
+    """Port this agent holds free for the rendezvous store of the next generation."""
+    wait_seconds: Annotated[float, Field(ge=0, le=60)] = 25.0
+    """How long the coordinator may hold the request."""
+
+
+class MeshMember(ApiModel):
+    """One worker of a generation."""
+
+    worker: int
+    """Worker index."""
+    incarnation: int
+    """Incarnation."""
+    address: str
+    """IP address of the pod."""
+    first_rank: int
+    """Its first rank."""
+    ranks: int
+    """How many consecutive ranks it holds."""
+
+
+class MeshDocument(ApiModel):
+    """A mesh generation: who takes part, where they meet and what they run."""
+
+    generation: int
+    """Number of the generation, growing by one."""
+    world_size: int
+    """Number of ranks."""
+    master_address: str
+    """Address of rank 0's pod."""
+    master_port: int
+    """Port of the rendezvous store there."""
+    members: list[MeshMember]
+    """Every worker, by index."""
+    run: RunConfig
+    """What to run."""
+
+
+class WorkerState(StrEnum):
+    """What an agent does with its ranks."""
+
+    IDLE = "Idle"
+    """No ranks run: before the first generation, or paused at a step because a peer drains."""
+    STARTING = "Starting"
+    """Ranks are forked and meet, build or load."""
+    RUNNING = "Running"
+    """Every local rank has begun to train."""
+    FAILED = "Failed"
+    """A local rank failed; all local ranks are stopped."""
+    DRAINING = "Draining"
+    """The pod is going away: ranks save a checkpoint and stop."""
+    COMPLETE = "Complete"
+    """Every local rank finished the run."""
+
+
+class FailureKind(StrEnum):
+    """Whose fault a rank's failure looks like, from where it happened."""
+
+    PEER_LOST = "PeerLost"
+    """A connection to another rank broke: the cause is elsewhere."""
+    ERROR = "Error"
+    """The rank itself raised, was killed or exited with a code."""
+
+
+class RankProcess(ApiModel):
+    """One rank's process."""
+
+    rank: int
+    """Global rank."""
+    pid: int
+    """Process id, as the agent sees it."""
+    exit_code: int | None = None
+    """Exit code; minus the signal's number when killed; None while it lives."""
+
+
+class Progress(ApiModel):
+    """How training stands. Reported by the worker of rank 0."""
+
+    step: int
+    """Last finished step."""
+    loss: float
+    """Mean loss per token of that step."""
+    tokens_per_second: float = 0.0
+    """Recent throughput of the whole job."""
+    step_seconds: float = 0.0
+    """Recent mean time of a step."""
+    samples: int = 0
+    """Sequences consumed since the beginning of the run."""
+
+
+class CheckpointCommit(ApiModel):
+    """A checkpoint became complete."""
+
+    step: int
+    """Step after which it was taken."""
+    time: str
+    """When, RFC 3339."""
+    path: str
+    """Its directory, as the workers see it."""
+
+
+class Phase(ApiModel):
+    """Time spent in one phase of starting a generation, such as `spawn`, `rendezvous`, `load`, `first-step`."""
+
+    name: Annotated[str, Field(max_length=32)]
+    """Name of the phase."""
+    seconds: float
+    """How long it took."""
+
+
+class WorkerReport(ApiModel):
+    """A heartbeat: sent every few seconds and at once when `state` changes or a checkpoint is committed."""
+
+    worker: Annotated[int, Field(ge=0)]
+    """Worker index."""
+    incarnation: Annotated[int, Field(ge=0)]
+    """Incarnation."""
+    generation: Annotated[int, Field(ge=0)]
+    """The generation the ranks below belong to."""
+    state: WorkerState
+    """What the agent does."""
+    ranks: Annotated[list[RankProcess], Field(max_length=1024)] = []
+    """Its ranks' processes."""
+    failure: FailureKind | None = None
+    """Set when `state` is `Failed`."""
+    message: Annotated[str, Field(max_length=2048)] = ""
+    """The failure for people: the exception's last line, the exit code."""
+    progress: Progress | None = None
+    """From the worker of rank 0."""
+    checkpoint: CheckpointCommit | None = None
+    """Newest complete checkpoint; from the worker of rank 0."""
+    phases: Annotated[list[Phase], Field(max_length=16)] = []
+    """Where the start of this generation spent its time; from the worker of rank 0."""
+
+
+class ReportReply(ApiModel):
+    """The coordinator's answer to a report."""
+
+    generation: int
+    """The newest announced generation."""

@@ -1,0 +1,74 @@
+"""What passes between the agent and one rank's process: the task it gets, the events it tells, how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from meshwright.protocol import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """One rank of one mesh generation. Picklable: it travels to the forked process."""
+
+    run: RunConfig
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    worker: int
+    master_address: str
+    master_port: int
+    pod_address: str
+    checkpoint_dir: str | None
+    """Directory of this job's checkpoints; None when it keeps none."""
+    data_dir: str | None
+    """Mounted root of the data volume; None when the data is in the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished optimizer step, as every rank knows it. Times in seconds."""
+
+    step: int
+    loss: float
+    """Mean loss per token over the global batch."""
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    """Tokens of the global batch."""
+    samples: int
+    """Sequences consumed since the beginning of the run."""
+    seconds: float
+    data_seconds: float
+
+
+class RankEvents(Protocol):
+    """What a training rank tells its agent, and asks of it. Called from the rank's main thread."""
+
+    def phase(self, name: str, seconds: float) -> None:
+        """A phase of the start is over: `rendezvous`, `build`, `load`, `first-step`."""
+
+    def running(self, step: int) -> None:
+        """Start-up is over; the next step to run is `step + 1`."""
+
+    def step(self, report: StepReport) -> None:
+        """A step is finished."""
+
+    def checkpoint(self, step: int, path: str, seconds: float) -> None:
+        """The checkpoint of `step` is durable and complete. Told by rank 0 alone."""
+
+    def stop_requested(self) -> bool:
+        """Whether this pod was told to go away (SIGTERM)."""
+
+
+class Outcome(StrEnum):
+    """How training ended without an error."""
+
+    COMPLETE = "Complete"
+    """Every step is done and the last checkpoint is durable."""
+    STOPPED = "Stopped"
+    """A pod of the job drains: all ranks stopped after the same step and saved it."""
