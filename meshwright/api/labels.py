@@ -30,6 +30,7 @@ METRICS_PORT = 9464
 COORDINATOR_PORT = 9470
 CHECKPOINT_MOUNT = "/meshwright/checkpoints"
 DATA_MOUNT = "/meshwright/data"
+SCRIPTS_MOUNT = "/meshwright/scripts"
 
 # What the operator sets in a worker pod's environment; the agent reads these and nothing else of the cluster.
 ENV_JOB_NAME = "MESHWRIGHT_JOB_NAME"

@@ -198,6 +198,8 @@ class RuntimeSpec(ApiModel):
     command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """A torchrun-style command, started once per rank with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
     the rank's mesh coordinates in its environment. Excludes `model`, `data` and `training`."""
+    scripts: ShortText | None = None
+    """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, such as the command's script."""
 
 
 class CheckpointSpec(ApiModel):
