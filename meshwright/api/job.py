@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,9 @@ from pydantic import ValidationError
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+
+# Each repair removes something; more rounds than a damaged status can need.
+MAX_REPAIRS = 32
 
 
 class InvalidSpecError(ValueError):
@@ -30,11 +34,38 @@ def parse_spec(obj: Mapping[str, Any]) -> ParallelTrainingJobSpec:
 
 
 def parse_status(obj: Mapping[str, Any]) -> ParallelTrainingJobStatus:
-    """The status of a job object; an empty one where nothing usable stands, since the operator alone writes it."""
+    """The status of a job object: everything usable in it.
+
+    The operator alone writes it, but a status may come from another version or from a hand that slipped. What does not
+    fit is left out as narrowly as it can be (a field, or the list item that cannot stand without it), so that a damaged
+    time or number never takes the mesh generation or the workers' incarnations with it.
+    """
+    status = obj.get("status")
+    raw: Any = copy.deepcopy(dict(status)) if isinstance(status, Mapping) else {}
+    for _ in range(MAX_REPAIRS):
+        try:
+            return ParallelTrainingJobStatus.model_validate(raw)
+        except ValidationError as error:
+            locations = {e["loc"] for e in error.errors(include_url=False, include_input=False, include_context=False)}
+            # Deepest and last first: removing a list item must not move one that is still to be removed.
+            for location in sorted(locations, key=lambda loc: [str(part).rjust(8, "0") for part in loc], reverse=True):
+                _drop(raw, location)
+    return ParallelTrainingJobStatus()
+
+
+def _drop(raw: dict[str, Any], location: tuple[int | str, ...]) -> None:
+    """Removes what stands at `location`; when nothing does (a required field is missing), the object that lacks it."""
+    holder: Any = raw
+    for part in location[:-1]:
+        try:
+            holder = holder[part]
+        except (KeyError, IndexError, TypeError):
+            return
     try:
-        return ParallelTrainingJobStatus.model_validate(obj.get("status") or {})
-    except ValidationError:
-        return ParallelTrainingJobStatus()
+        del holder[location[-1]]
+    except (KeyError, IndexError, TypeError):
+        if len(location) > 1:
+            _drop(raw, location[:-1])
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

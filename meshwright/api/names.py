@@ -1,4 +1,4 @@
-"""Names of child objects: pure functions of job, worker index and incarnation, so that a repeated create is harmless."""
+"""Names of child objects: pure functions of job, worker and incarnation, so that a repeated create is harmless."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ModelSpec(ApiModel):
     rope_theta: Annotated[int, Field(ge=1, le=1000000000)] | None = None
     """Base of the rotary position embedding; 10000 when left out."""
     tie_embeddings: bool | None = None
-    """Whether the output projection reuses the token embedding; false when left out. Needs `parallelism.pipeline: 1`."""
+    """Whether the output projection is the token embedding; false when left out. Needs `parallelism.pipeline: 1`."""
 
 
 class DataSource(StrEnum):
@@ -207,10 +207,20 @@ class CheckpointSpec(ApiModel):
 
     claim_name: ShortText
     """PersistentVolumeClaim, writable from every node that runs workers (ReadWriteMany), for this job's checkpoints."""
-    every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
-    """Steps between checkpoints of Meshwright's own runtime. Not allowed with `runtime.command`."""
-    keep: Annotated[int, Field(ge=1, le=10000)] = 2
-    """Newest complete checkpoints to keep. Not allowed with `runtime.command`."""
+    every_steps: Annotated[int, Field(ge=1, le=1000000000)] | None = None
+    """Steps between checkpoints of Meshwright's own runtime; 100 when left out. Not allowed with `runtime.command`."""
+    keep: Annotated[int, Field(ge=1, le=10000)] | None = None
+    """Newest complete checkpoints to keep; 2 when left out. Not allowed with `runtime.command`."""
+
+    @property
+    def interval(self) -> int:
+        """Steps between checkpoints. No default stands in the schema: with a command the field must be absent."""
+        return 100 if self.every_steps is None else self.every_steps
+
+    @property
+    def retained(self) -> int:
+        """How many complete checkpoints are kept."""
+        return 2 if self.keep is None else self.keep
 
 
 class RecoverySpec(ApiModel):
@@ -242,7 +252,7 @@ class ParallelTrainingJobSpec(ApiModel):
     recovery: RecoverySpec = RecoverySpec()
     """What to do when ranks fail."""
     suspend: bool = False
-    """Whether the job gives its pods back and waits; training goes on from the last checkpoint when it is false again."""
+    """Whether the job gives its pods back and waits; when false again it goes on from the last checkpoint."""
     active_deadline_seconds: Annotated[int, Field(ge=1, le=2147483647)] | None = None
     """Longest time from the first start to the end, suspended time not counted; then the job fails."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2147483647)] | None = None

@@ -53,6 +53,8 @@ class PlanStatus(ApiModel):
     """The layout in one line, such as `TP 2 x PP 2 x DP 2`."""
     reasons: Annotated[list[Text], Field(max_length=16)] = []
     """Why each degree was chosen."""
+    revision: Annotated[str, Field(max_length=64)] = ""
+    """Hash of the parts of `spec` that the plan and the pods were made from; another one restarts the workers."""
 
 
 class WorkerPlacement(ApiModel):
@@ -77,7 +79,9 @@ class WorkerPlacement(ApiModel):
 class PlacementStatus(ApiModel):
     """Where every worker runs, and what the choice costs."""
 
-    workers: Annotated[list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})] = []
+    workers: Annotated[
+        list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})
+    ] = []
     """Worker by worker."""
     cost: Annotated[str, Field(max_length=64)] = ""
     """Cost of the placement in the planner's unit (weighted domain crossings); lower is better, 0 crosses nothing."""
@@ -98,6 +102,10 @@ class MeshStatus(ApiModel):
     """When this generation was announced."""
     cause: Annotated[str, Field(max_length=128)] = ""
     """Why it was formed: `Start`, `PodLost`, `RankFailure`, `Resume` and the like."""
+    pending_cause: Annotated[str, Field(max_length=128)] = ""
+    """Why this generation is over and the next one is being formed; empty while it holds."""
+    pending_since: Time | None = None
+    """Since when the next generation is being formed."""
 
 
 class CheckpointStatus(ApiModel):

@@ -1,0 +1,19 @@
+"""What a spec must hold beyond its schema: each rule once in CEL, for the API server, and once in Python, beside it.
+
+The CRD carries the CEL (`x-kubernetes-validations` of `spec`), `meshwright.api.validation` runs the Python; a test
+feeds both the same specs. A degree that is left out is chosen later, so a rule about it holds until then; with
+`runtime.command` no planner chooses and such a degree is 1. Messages name the field and the fix.
+"""
+
+from __future__ import annotations
+
+from meshwright.api.rules.model import MODEL_RULES
+from meshwright.api.rules.parallelism import PARALLELISM_RULES
+from meshwright.api.rules.rule import Rule
+from meshwright.api.rules.runtime import RUNTIME_RULES
+from meshwright.api.rules.training import TRAINING_RULES
+from meshwright.api.rules.workers import WORKERS_RULES
+
+__all__ = ["SPEC_RULES", "Rule"]
+
+SPEC_RULES: tuple[Rule, ...] = (*RUNTIME_RULES, *MODEL_RULES, *PARALLELISM_RULES, *TRAINING_RULES, *WORKERS_RULES)

@@ -1,0 +1,141 @@
+"""Rules on the degrees: what each must divide, and how they meet workers and model."""
+
+from __future__ import annotations
+
+from meshwright.api.rules.rule import Rule, divides
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+
+MAX_WORLD_SIZE = 65536
+MAX_WORKERS = 1024
+"""`status.placement.workers` lists each of them, and an object must stay small."""
+
+_WORLD = (
+    "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
+    " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.replicas"
+)
+_WORLD_IS_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
+
+
+def least_world_size(spec: Spec) -> int:
+    """The number of ranks, a degree that is left out counted as 1."""
+    return (spec.parallelism.tensor or 1) * (spec.parallelism.pipeline or 1) * spec.replicas
+
+
+def _world_size(spec: Spec) -> int | None:
+    """The number of ranks, where the spec alone decides it."""
+    p = spec.parallelism
+    known = spec.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
+    return least_world_size(spec) if known else None
+
+
+def _whole_workers(spec: Spec) -> bool:
+    return divides(spec.workers.gpus_per_worker, _world_size(spec))
+
+
+def _few_workers(spec: Spec) -> bool:
+    world = _world_size(spec)
+    return world is None or world <= MAX_WORKERS * spec.workers.gpus_per_worker
+
+
+def _aligned_groups(spec: Spec) -> bool:
+    tensor, gpus = spec.parallelism.tensor, spec.workers.gpus_per_worker
+    return tensor is None or tensor % gpus == 0 or gpus % tensor == 0
+
+
+def _heads_split(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.heads)
+
+
+def _kv_heads_split(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.kv_heads)
+
+
+def _feed_forward_splits(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.intermediate_size)
+
+
+def _stages_have_layers(spec: Spec) -> bool:
+    layers = spec.model.layers if spec.model is not None else None
+    return layers is None or layers >= (spec.parallelism.pipeline or 1)
+
+
+def _tied_on_one_stage(spec: Spec) -> bool:
+    tied = spec.model is not None and bool(spec.model.tie_embeddings)
+    return not tied or (spec.parallelism.pipeline or 1) == 1
+
+
+def _sequence_splits(spec: Spec) -> bool:
+    length = spec.training.sequence_length if spec.training is not None else None
+    return not spec.parallelism.sequence or divides(spec.parallelism.tensor, length)
+
+
+PARALLELISM_RULES = (
+    Rule(
+        "replicas",
+        "`replicas` times `parallelism.tensor` times `parallelism.pipeline` must be at most 65536: lower one of them",
+        f"{_WORLD} <= {MAX_WORLD_SIZE}",
+        lambda spec: least_world_size(spec) <= MAX_WORLD_SIZE,
+    ),
+    Rule(
+        "workers.gpusPerWorker",
+        "must divide the world size, `replicas` times `parallelism.tensor` times `parallelism.pipeline`",
+        f"!{_WORLD_IS_KNOWN} || ({_WORLD}) % self.workers.gpusPerWorker == 0",
+        _whole_workers,
+    ),
+    Rule(
+        "workers.gpusPerWorker",
+        "must be at least the world size divided by 1024: a job has at most 1024 workers",
+        f"!{_WORLD_IS_KNOWN} || {_WORLD} <= {MAX_WORKERS} * self.workers.gpusPerWorker",
+        _few_workers,
+    ),
+    Rule(
+        "workers.gpusPerWorker",
+        "must be a multiple or a divisor of `parallelism.tensor`: a worker holds whole tensor-parallel groups, or a "
+        "group has whole workers",
+        "!has(self.parallelism.tensor) || self.parallelism.tensor % self.workers.gpusPerWorker == 0"
+        " || self.workers.gpusPerWorker % self.parallelism.tensor == 0",
+        _aligned_groups,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.heads`: attention is split by heads",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.heads)"
+        " || self.model.heads % self.parallelism.tensor == 0",
+        _heads_split,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.kvHeads`: attention is split by heads",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.kvHeads)"
+        " || self.model.kvHeads % self.parallelism.tensor == 0",
+        _kv_heads_split,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.intermediateSize`: the feed-forward layer is split by its width",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.intermediateSize)"
+        " || self.model.intermediateSize % self.parallelism.tensor == 0",
+        _feed_forward_splits,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `training.sequenceLength` when `parallelism.sequence` is true: change one of the three",
+        "!has(self.parallelism.tensor) || !has(self.training) || !self.parallelism.sequence"
+        " || self.training.sequenceLength % self.parallelism.tensor == 0",
+        _sequence_splits,
+    ),
+    Rule(
+        "parallelism.pipeline",
+        "must be at most `model.layers`: each stage needs at least one layer",
+        "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
+        " || self.model.layers >= self.parallelism.pipeline",
+        _stages_have_layers,
+    ),
+    Rule(
+        "model.tieEmbeddings",
+        "needs `parallelism.pipeline: 1`: with more stages the embedding and the output are on different ranks",
+        "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
+        " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1",
+        _tied_on_one_stage,
+    ),
+)

@@ -1,0 +1,65 @@
+"""Rules on what the ranks run: Meshwright's runtime, or the user's command."""
+
+from __future__ import annotations
+
+from meshwright.api.rules.rule import Rule
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+
+
+def _command_excludes_model(spec: Spec) -> bool:
+    return spec.runtime.command is None or (spec.model is None and spec.data is None and spec.training is None)
+
+
+def _command_or_model(spec: Spec) -> bool:
+    described = spec.model is not None and spec.data is not None and spec.training is not None
+    return spec.runtime.command is not None or described
+
+
+def _command_owns_checkpoints(spec: Spec) -> bool:
+    checkpoint = spec.checkpoint
+    stated = checkpoint is not None and (checkpoint.every_steps is not None or checkpoint.keep is not None)
+    return spec.runtime.command is None or not stated
+
+
+def _command_owns_schedule(spec: Spec) -> bool:
+    p = spec.parallelism
+    return spec.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and p.sequence)
+
+
+RUNTIME_RULES = (
+    Rule(
+        "runtime.command",
+        "`runtime.command` excludes `model`, `data` and `training`: remove them, or remove the command",
+        "!has(self.runtime.command) || !(has(self.model) || has(self.data) || has(self.training))",
+        _command_excludes_model,
+    ),
+    Rule(
+        "runtime.command",
+        "must be set unless `model`, `data` and `training` are all given: add what is missing of the three, "
+        "or a command",
+        "has(self.runtime.command) || (has(self.model) && has(self.data) && has(self.training))",
+        _command_or_model,
+    ),
+    Rule(
+        "runtime.scripts",
+        "may only be set with `runtime.command`, which runs them: remove it, or add a command",
+        "!has(self.runtime.scripts) || has(self.runtime.command)",
+        lambda spec: spec.runtime.scripts is None or spec.runtime.command is not None,
+    ),
+    Rule(
+        "checkpoint",
+        "`checkpoint.everySteps` and `checkpoint.keep` may not be set with `runtime.command`, which saves its own "
+        "checkpoints: remove them",
+        "!has(self.runtime.command) || !has(self.checkpoint)"
+        " || !(has(self.checkpoint.everySteps) || has(self.checkpoint.keep))",
+        _command_owns_checkpoints,
+    ),
+    Rule(
+        "parallelism",
+        "`parallelism.microBatches`, `zeroStage` and `sequence` may not be set with `runtime.command`, which does "
+        "these itself: remove them",
+        "!has(self.runtime.command) || (!has(self.parallelism.microBatches)"
+        " && self.parallelism.zeroStage == 0 && self.parallelism.sequence)",
+        _command_owns_schedule,
+    ),
+)

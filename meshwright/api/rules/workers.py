@@ -1,0 +1,59 @@
+"""Rules on the worker pods: what Kubernetes would refuse later, and what the runtime sets itself."""
+
+from __future__ import annotations
+
+from meshwright.api.rules.rule import Rule
+from meshwright.api.spec import Toleration
+
+RESERVED_PREFIXES = ("MESHWRIGHT_", "TORCHELASTIC_")
+RESERVED_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def _well_formed(toleration: Toleration) -> bool:
+    if toleration.operator == "Exists":
+        return toleration.value is None
+    return toleration.key is not None
+
+
+def _seconds_for_no_execute(toleration: Toleration) -> bool:
+    return toleration.toleration_seconds is None or toleration.effect == "NoExecute"
+
+
+WORKERS_RULES = (
+    Rule(
+        "workers.env",
+        "must not set names that begin with MESHWRIGHT_ or TORCHELASTIC_: these are reserved, rename them",
+        "!self.workers.env.exists(e, e.name.startsWith('MESHWRIGHT_') || e.name.startsWith('TORCHELASTIC_'))",
+        lambda spec: not any(e.name.startswith(RESERVED_PREFIXES) for e in spec.workers.env),
+    ),
+    Rule(
+        "workers.env",
+        f"must not set {', '.join(RESERVED_NAMES)}: each rank gets its own",
+        f"!self.workers.env.exists(e, e.name in [{', '.join(repr(name) for name in RESERVED_NAMES)}])",
+        lambda spec: not any(e.name in RESERVED_NAMES for e in spec.workers.env),
+    ),
+    Rule(
+        "workers.tolerations",
+        "must have a `key` with operator `Equal`, and no `value` with operator `Exists`",
+        "self.workers.tolerations.all(t, t.operator == 'Exists' ? !has(t.value) : has(t.key))",
+        lambda spec: all(_well_formed(t) for t in spec.workers.tolerations),
+    ),
+    Rule(
+        "workers.tolerations",
+        "must have `effect: NoExecute` where `tolerationSeconds` is set",
+        "self.workers.tolerations.all(t, !has(t.tolerationSeconds) || (has(t.effect) && t.effect == 'NoExecute'))",
+        lambda spec: all(_seconds_for_no_execute(t) for t in spec.workers.tolerations),
+    ),
+)

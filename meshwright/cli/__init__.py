@@ -1,0 +1,1 @@
+"""The `meshwright` command. It talks to clusters and starts programs; it never imports an image's package."""

@@ -1,0 +1,59 @@
+"""Looks at a job through the API server, and at rank 0's metrics for what is newer than the status."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import aiohttp
+
+from meshwright.api import labels
+from meshwright.cli.demo.snapshot import PodView, Sample, Snapshot, snapshot
+from meshwright.local.client import ApiClient
+from meshwright.local.resources import EVENTS, JOBS, PODS
+
+METRICS_TIMEOUT = aiohttp.ClientTimeout(total=2)
+
+
+class Observer:
+    """Takes snapshots of one job."""
+
+    def __init__(self, client: ApiClient, namespace: str, name: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._name = name
+
+    async def look(self) -> Snapshot:
+        """The job now.
+
+        Raises:
+            ApiError: the API server refused, such as 404 when the job is gone.
+        """
+        job = await self._client.get(JOBS, self._name, self._namespace)
+        selector = f"{labels.LABEL_JOB}={self._name}"
+        pods = await self._client.list(PODS, self._namespace, label_selector=selector)
+        about = f"involvedObject.name={self._name},involvedObject.kind={labels.KIND}"
+        events = await self._client.list(EVENTS, self._namespace, field_selector=about)
+        now = snapshot(job, pods.items, events.items)
+        first = next((pod for pod in now.pods if pod.worker == 0 and pod.state == "Running" and pod.address), None)
+        return now if first is None else replace(now, sample=await self._sample(first, now.generation))
+
+    async def _sample(self, pod: PodView, generation: int) -> Sample | None:
+        """What rank 0's pod says of itself; None while it says nothing of this generation."""
+        url = f"http://{pod.address}:{labels.METRICS_PORT}/metrics"
+        try:
+            # A session of its own: the API server's credentials are none of a pod's business.
+            async with aiohttp.ClientSession(timeout=METRICS_TIMEOUT) as session, session.get(url) as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        if gauge(text, "ptj_mesh_generation") != generation:
+            return None
+        step, loss = gauge(text, "ptj_step"), gauge(text, "ptj_loss")
+        return None if not step or loss is None else Sample(int(step), loss)
+
+
+def gauge(text: str, name: str) -> float | None:
+    """The value of a metric's first series in Prometheus text format; None where there is none."""
+    found = re.search(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return float(found.group(1)) if found else None

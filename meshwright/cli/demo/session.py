@@ -1,0 +1,189 @@
+"""One demo from beginning to end: set up, train, lose a worker, recover, finish, tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.api import conditions
+from meshwright.api.job import parse_spec
+from meshwright.api.labels import KIND
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.cli import manifest
+from meshwright.cli.demo import diagnosis, display, drawing, evidence, setup
+from meshwright.cli.demo.display import Display
+from meshwright.cli.demo.fault import Fault
+from meshwright.cli.demo.loss import LossCurve
+from meshwright.cli.demo.observer import Observer
+from meshwright.cli.demo.snapshot import Snapshot
+from meshwright.cli.demo.summary import Ending, summary
+from meshwright.cli.programs import Programs
+from meshwright.local.client import ApiClient
+
+NAMESPACE = "default"
+POLL_SECONDS = 0.5
+PROMPT = "def "
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for."""
+
+    directory: Path
+    """An empty directory for everything the demo makes."""
+    manifest: Path
+    """The job and what it needs."""
+    fault: bool
+    """Whether a worker pod is deleted midway."""
+    keep_running: bool
+    """Whether the cluster stays up after the end, until a signal."""
+    seconds: float
+    """Longest time for the job."""
+    shape: setup.Shape = field(default_factory=setup.Shape)
+
+
+class DemoError(Exception):
+    """The demo did not show what it claims. The message says what is missing."""
+
+
+async def run(options: Options, console: Console) -> None:
+    """Run a demo; everything it started is gone when this returns or raises.
+
+    Raises:
+        DemoError: the job did not complete, or the recovery did not happen.
+        ManifestError, SetupError, ProgramEndedError, ApiError: a step before that failed.
+    """
+    started = time.monotonic()
+    items = manifest.read(options.manifest)
+    job = the_job(items, options.manifest)
+    hint = f"look from another terminal:  export KUBECONFIG={options.directory}/cluster/kubeconfig"
+    async with Programs() as programs:
+        with display.choose(console, hint) as shown:
+            shown.say(f"starting an embedded cluster with {options.shape.gpus} simulated GPUs in {options.directory}")
+            kubeconfig = await setup.start_cluster(programs, options.directory, options.shape)
+            async with setup.connect(kubeconfig) as client:
+                shown.say(hint)
+                await prepare(programs, client, options, kubeconfig, items, shown)
+                fault = Fault() if options.fault else None
+                curve = LossCurve()
+                end = await follow(programs, client, options, job, fault, curve, shown)
+                saved = read_saved(end)
+                problems = evidence.lacking(end, fault, saved, total_samples(job))
+                if problems:
+                    logs = await diagnosis.logs(client, NAMESPACE, end, options.directory)
+                    raise DemoError("\n".join([*problems, "", logs]))
+                placed = await drawing.placement(client, end)
+        text = await sample_text(programs, end, options.directory)
+        seconds = time.monotonic() - started
+        console.print(summary(Ending(end, curve, fault, saved, placed, PROMPT, text, seconds)), soft_wrap=True)
+        if options.keep_running:
+            console.print(f"\nthe cluster stays up until Ctrl-C; {hint}", soft_wrap=True, highlight=False)
+            with contextlib.suppress(asyncio.CancelledError):  # the expected end: the demo itself went well
+                await asyncio.Event().wait()
+
+
+async def prepare(
+    programs: Programs,
+    client: ApiClient,
+    options: Options,
+    kubeconfig: Path,
+    items: list[dict[str, Any]],
+    shown: Display,
+) -> None:
+    """Install the CRD, start the operator, apply the manifest."""
+    shown.say("installing the CustomResourceDefinition")
+    await setup.install_crd(client)
+    shown.say("starting the operator")
+    await setup.start_operator(programs, options.directory, kubeconfig)
+    for item in items:
+        shown.say(f"applying {item['kind']} {item['metadata']['name']}")
+        await manifest.apply(client, item, NAMESPACE)
+
+
+async def follow(
+    programs: Programs,
+    client: ApiClient,
+    options: Options,
+    job: Mapping[str, Any],
+    fault: Fault | None,
+    curve: LossCurve,
+    shown: Display,
+) -> Snapshot:
+    """Follow the job to its end, and delete a worker pod on the way if there is to be a fault.
+
+    Raises:
+        DemoError: it took longer than it may.
+    """
+    observer = Observer(client, job["metadata"].get("namespace", NAMESPACE), job["metadata"]["name"])
+    deadline = time.monotonic() + options.seconds
+    while True:
+        programs.check()
+        now = await observer.look()
+        if now.loss is not None:
+            curve.add(now.step, now.loss)
+        shown.show(now, curve)
+        if fault is not None:
+            await disturb(client, fault, now, shown)
+        if now.holds(conditions.COMPLETE) or now.holds(conditions.FAILED) or now.holds(conditions.STALLED):
+            return now
+        if time.monotonic() > deadline:
+            logs = await diagnosis.logs(client, NAMESPACE, now, options.directory)
+            late = f"the job did not finish within {options.seconds:.0f} s: {now.state} {now.message}"
+            raise DemoError(f"{late}\n\n{logs}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def disturb(client: ApiClient, fault: Fault, now: Snapshot, shown: Display) -> None:
+    """Delete the worker pod when it is time; say so, and say when the job is back."""
+    if fault.due(now):
+        struck = await fault.strike(client, NAMESPACE, now)
+        shown.say(f"FAULT: deleting worker pod {struck.name} on {struck.node}, as kubectl delete pod does")
+    elif fault.observe(now) and fault.seconds is not None:
+        shown.say(f"RECOVERED: every rank trains again, {fault.seconds:.1f} s after the pod was deleted")
+
+
+def the_job(items: list[dict[str, Any]], path: Path) -> dict[str, Any]:
+    """The one job of a manifest.
+
+    Raises:
+        ManifestError: there is none, or more than one.
+    """
+    jobs = [item for item in items if item["kind"] == KIND]
+    if len(jobs) != 1:
+        raise manifest.ManifestError(f"{path}: must hold exactly one {KIND}, not {len(jobs)}")
+    return jobs[0]
+
+
+def total_samples(job: Mapping[str, Any]) -> int:
+    """Sequences that the whole run consumes: each exactly once, whatever happens to its workers."""
+    spec: ParallelTrainingJobSpec = parse_spec(job)
+    return spec.training.steps * spec.training.global_batch_size if spec.training else 0
+
+
+def read_saved(end: Snapshot) -> evidence.Saved | None:
+    """The manifest of the job's newest checkpoint; None where there is none."""
+    if end.status.checkpoint is None:
+        return None
+    try:
+        found = json.loads((Path(end.status.checkpoint.path) / "meshwright.json").read_text())
+        return evidence.Saved(int(found["step"]), int(found["samples"]), str(found["digest"]))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+async def sample_text(programs: Programs, end: Snapshot, directory: Path) -> str:
+    """Text that the trained model writes after a prompt."""
+    if end.status.checkpoint is None:
+        return ""
+    argv = [sys.executable, "-m", "meshwright_worker.generate", "--checkpoint", end.status.checkpoint.path]
+    argv += ["--prompt", PROMPT, "--tokens", "240"]
+    return (await programs.output("text sampler", argv, directory / "generate.log")).rstrip()

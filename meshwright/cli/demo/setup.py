@@ -1,0 +1,138 @@
+"""What a demo runs on: the embedded cluster, the CRD and the operator, each waited for until it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from meshwright import crd
+from meshwright.cli import manifest
+from meshwright.cli.programs import Program, Programs
+from meshwright.local.client import ApiClient
+from meshwright.local.connection import Connection
+from meshwright.local.resources import CRDS
+
+READY_SECONDS = 60.0
+POLL_SECONDS = 0.1
+
+
+class SetupError(Exception):
+    """A part did not become ready in time. The message says which, with the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The simulated cluster."""
+
+    racks: int = 2
+    nodes_per_rack: int = 2
+    gpus_per_node: int = 2
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole cluster."""
+        return self.racks * self.nodes_per_rack * self.gpus_per_node
+
+
+async def start_cluster(programs: Programs, directory: Path, shape: Shape) -> Path:
+    """Start the embedded cluster and return its kubeconfig file.
+
+    Raises:
+        SetupError: it did not become ready.
+        ProgramEndedError: it ended.
+    """
+    home = directory / "cluster"
+    home.mkdir()
+    argv = [sys.executable, "-m", "meshwright.local.daemon", "--directory", str(home)]
+    argv += ["--racks", str(shape.racks), "--nodes-per-rack", str(shape.nodes_per_rack)]
+    argv += ["--gpus-per-node", str(shape.gpus_per_node)]
+    program = await programs.start("embedded cluster", argv, directory / "cluster.log")
+
+    async def ready() -> bool:
+        return (home / "ready").exists()
+
+    await until(ready, program)
+    return home / "kubeconfig"
+
+
+async def install_crd(client: ApiClient) -> None:
+    """Apply the CRD and wait until the API server serves it.
+
+    Raises:
+        SetupError: it was not established in time.
+    """
+    definition = crd.definition()
+    await manifest.apply(client, definition, "")
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            while True:
+                found = await client.get(CRDS, definition["metadata"]["name"])
+                conditions = found.get("status", {}).get("conditions", [])
+                if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise SetupError(f"the API server did not establish {definition['metadata']['name']}") from None
+
+
+async def start_operator(programs: Programs, directory: Path, kubeconfig: Path) -> str:
+    """Start the operator, wait until it leads and watches, and return its metrics address.
+
+    Raises:
+        SetupError: it did not become ready.
+        ProgramEndedError: it ended.
+    """
+    coordinator, metrics = free_port(), free_port()
+    argv = [sys.executable, "-m", "meshwright_operator", "--kubeconfig", str(kubeconfig)]
+    argv += ["--coordinator-listen", f"127.0.0.1:{coordinator}", "--metrics-listen", f"127.0.0.1:{metrics}"]
+    argv += ["--key-file", str(directory / "coordinator.key")]
+    program = await programs.start("operator", argv, directory / "operator.log")
+    url = f"http://127.0.0.1:{metrics}"
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+
+        async def ready() -> bool:
+            try:
+                async with session.get(f"{url}/readyz") as response:
+                    return response.status == 200
+            except (aiohttp.ClientError, TimeoutError):
+                return False
+
+        await until(ready, program)
+    return url
+
+
+async def until(ready: Callable[[], Awaitable[bool]], program: Program) -> None:
+    """Wait until a program is ready.
+
+    Raises:
+        SetupError: it was not in time.
+        ProgramEndedError: it ended.
+    """
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            while not await ready():
+                program.check()
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise SetupError(
+            f"the {program.name} was not ready after {READY_SECONDS:.0f} s; its last lines:\n{program.tail(20)}"
+        ) from None
+
+
+def connect(kubeconfig: Path) -> ApiClient:
+    """A client for the cluster of a kubeconfig file."""
+    return ApiClient(Connection.from_kubeconfig(kubeconfig), user_agent="meshwright-cli")
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""The CustomResourceDefinition and the field reference, generated from the API models."""

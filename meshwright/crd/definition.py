@@ -1,0 +1,112 @@
+"""The CustomResourceDefinition of ParallelTrainingJob."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api import labels
+from meshwright.api.names import MAX_JOB_NAME
+from meshwright.api.rules import SPEC_RULES
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.crd.schema import Schema, structural_schema
+
+NAME = f"{labels.PLURAL}.{labels.GROUP}"
+
+_NAME_RULE = {
+    "rule": f"size(self.metadata.name) <= {MAX_JOB_NAME} && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+    "message": f"`metadata.name` must be at most {MAX_JOB_NAME} characters, begin with a letter and hold only "
+    "lower-case letters, digits and `-`: pods and their host names are named after it",
+}
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The CRD as the API server takes it.
+
+    Raises:
+        SchemaError: a model of the API has no structural form.
+    """
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": NAME},
+        "spec": {
+            "group": labels.GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": labels.KIND,
+                "listKind": f"{labels.KIND}List",
+                "plural": labels.PLURAL,
+                "singular": labels.SINGULAR,
+                "shortNames": [labels.SHORT_NAME],
+                "categories": [labels.CATEGORY],
+            },
+            "versions": [
+                {
+                    "name": labels.VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": _root_schema()},
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "additionalPrinterColumns": _printer_columns(),
+                }
+            ],
+        },
+    }
+
+
+def _root_schema() -> Schema:
+    spec = structural_schema(ParallelTrainingJobSpec)
+    spec["x-kubernetes-validations"] = [
+        {
+            "rule": rule.cel,
+            "message": rule.message,
+            "fieldPath": f".{rule.field}",
+            "reason": "FieldValueInvalid",
+        }
+        for rule in SPEC_RULES
+    ]
+    status = structural_schema(ParallelTrainingJobStatus, defaults=False)
+    # The one default, so that a job nobody has acted on is never taken for an observed one.
+    status["default"] = {"observedGeneration": -1}
+    return {
+        "type": "object",
+        "description": "A training run split over GPUs: one model, planned, placed, run and kept running.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": "Version of this representation of the object."},
+            "kind": {"type": "string", "description": "Kind of the object."},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": status,
+        },
+        "x-kubernetes-validations": [_NAME_RULE],
+    }
+
+
+def _printer_columns() -> list[dict[str, Any]]:
+    ready = '.status.conditions[?(@.type=="Ready")]'
+    columns = [
+        ("Ready", "string", ".status.readyRanks", 0, "Ranks that train, of all."),
+        ("Status", "string", f"{ready}.reason", 0, "Reason of the Ready condition."),
+        ("Plan", "string", ".status.plan.summary", 0, "Parallel degrees in effect."),
+        ("Step", "integer", ".status.step", 0, "Last finished step."),
+        ("Loss", "string", ".status.loss", 0, "Mean loss per token of that step."),
+        ("Restarts", "integer", ".status.restartCount", 0, "Restarts of all causes."),
+        ("Ckpt-Age", "date", ".status.checkpoint.time", 0, "Age of the newest durable checkpoint."),
+        ("Age", "date", ".metadata.creationTimestamp", 0, "Age of the job."),
+        ("Tokens/s", "integer", ".status.tokensPerSecond", 1, "Recent throughput of the whole job."),
+        ("ETA-Seconds", "integer", ".status.etaSeconds", 1, "Estimated time to the last step."),
+        ("Message", "string", f"{ready}.message", 1, "Message of the Ready condition."),
+    ]
+    return [
+        {"name": name, "type": kind, "jsonPath": path, "priority": priority, "description": text}
+        for name, kind, path, priority, text in columns
+    ]

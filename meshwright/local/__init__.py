@@ -1,0 +1,1 @@
+"""The embedded cluster: API server, scheduler, controllers and node agents as plain processes, for one machine."""

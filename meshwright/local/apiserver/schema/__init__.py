@@ -1,0 +1,1 @@
+"""Schemas: reading them, defaulting, pruning and validating objects by them, CEL rules."""

@@ -1,0 +1,94 @@
+"""How to reach an API server: address, credentials, trust; also read from a kubeconfig file."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class KubeconfigError(Exception):
+    """A kubeconfig file that cannot be used; the message names the file and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Address and credentials of an API server. `repr` shows no secret."""
+
+    url: str
+    token: str | None = None
+    ca_pem: str | None = None
+    """Certificates to trust; None: the system's."""
+    client_pem: str | None = None
+    """Client certificate and private key, concatenated; None without one."""
+    verify: bool = True
+
+    def __repr__(self) -> str:
+        return f"Connection({self.url!r})"
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """The TLS settings, or None over plain HTTP."""
+        if not self.url.startswith("https://"):
+            return None
+        context = ssl.create_default_context(cadata=self.ca_pem)
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.client_pem:
+            # The ssl module takes key pairs from files only; this one is private to us and gone at once.
+            with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+                file.write(self.client_pem)
+                file.flush()
+                context.load_cert_chain(file.name)
+        return context
+
+    @classmethod
+    def from_kubeconfig(cls, path: Path, context: str | None = None) -> Connection:
+        """Read one context (default: the current one) of a kubeconfig file.
+
+        Raises:
+            KubeconfigError: No such file or context, or credentials by a plugin, which are not supported.
+        """
+        try:
+            config = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise KubeconfigError(f"{path}: cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise KubeconfigError(f"{path}: is no kubeconfig")
+        chosen = _entry(config, path, "contexts", "context", context or config.get("current-context") or "")
+        cluster = _entry(config, path, "clusters", "cluster", chosen.get("cluster", ""))
+        user = _entry(config, path, "users", "user", chosen["user"]) if chosen.get("user") else {}
+        if "exec" in user or "auth-provider" in user:
+            raise KubeconfigError(f"{path}: users[].user.exec is not supported here: use a token or a certificate")
+        token = user.get("token")
+        if token is None and user.get("tokenFile"):
+            token = (path.parent / user["tokenFile"]).read_text().strip()
+        certificate, key = _pem(user, "client-certificate", path), _pem(user, "client-key", path)
+        return cls(
+            url=str(cluster["server"]).rstrip("/"),
+            token=token,
+            ca_pem=_pem(cluster, "certificate-authority", path),
+            client_pem=f"{certificate}\n{key}" if certificate and key else None,
+            verify=not cluster.get("insecure-skip-tls-verify", False),
+        )
+
+
+def _entry(config: dict[str, Any], path: Path, section: str, field: str, name: str) -> dict[str, Any]:
+    for entry in config.get(section) or ():
+        if entry.get("name") == name:
+            found = entry.get(field) or {}
+            return dict(found)
+    raise KubeconfigError(f"{path}: {section} has no entry named {name!r}")
+
+
+def _pem(section: dict[str, Any], field: str, path: Path) -> str | None:
+    if data := section.get(f"{field}-data"):
+        return base64.b64decode(str(data)).decode()
+    if file := section.get(field):
+        return (path.parent / str(file)).read_text()
+    return None

@@ -1,0 +1,1 @@
+"""What kube-controller-manager does and a training job needs: garbage, namespaces, claims, nodes."""

@@ -1,0 +1,129 @@
+"""Who owns whom: the graph that garbage collection works on, and its decisions (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from meshwright.local.resources import Object, Resource
+
+FOREGROUND = "foregroundDeletion"
+ORPHAN = "orphan"
+
+
+class OwnerState(Enum):
+    """What is known of an owner."""
+
+    SOLID = 0
+    """It exists."""
+    LEAVING = 1
+    """It waits, in foreground deletion, for the dependents that block it."""
+    GONE = 2
+    """It does not exist under that uid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One object of the cluster, reduced to what ownership needs."""
+
+    resource: Resource
+    namespace: str
+    name: str
+    uid: str
+    owners: tuple[Object, ...]
+    finalizers: frozenset[str]
+    deleting: bool
+
+    @classmethod
+    def of(cls, resource: Resource, item: Object) -> Node:
+        """Reduce an object."""
+        metadata = item["metadata"]
+        return cls(
+            resource,
+            metadata.get("namespace") or "",
+            metadata["name"],
+            metadata["uid"],
+            tuple(metadata.get("ownerReferences") or ()),
+            frozenset(metadata.get("finalizers") or ()),
+            bool(metadata.get("deletionTimestamp")),
+        )
+
+    @property
+    def in_foreground(self) -> bool:
+        """Whether it is being deleted after its dependents."""
+        return self.deleting and FOREGROUND in self.finalizers
+
+    @property
+    def orphaning(self) -> bool:
+        """Whether it is being deleted without its dependents."""
+        return self.deleting and ORPHAN in self.finalizers
+
+
+class Graph:
+    """Objects by uid and dependents by owner's uid."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self._dependents: dict[str, set[str]] = defaultdict(set)
+
+    def put(self, node: Node) -> Node | None:
+        """Store an object as it is now; returns what was known before."""
+        old = self.remove(node.uid)
+        self.nodes[node.uid] = node
+        for owner in node.owners:
+            self._dependents[owner["uid"]].add(node.uid)
+        return old
+
+    def remove(self, uid: str) -> Node | None:
+        """Forget an object; returns what was known."""
+        old = self.nodes.pop(uid, None)
+        for owner in old.owners if old else ():
+            dependents = self._dependents[owner["uid"]]
+            dependents.discard(uid)
+            if not dependents:
+                del self._dependents[owner["uid"]]
+        return old
+
+    def dependents(self, uid: str) -> list[Node]:
+        """The objects that name this uid as an owner."""
+        return [self.nodes[dependent] for dependent in self._dependents.get(uid, ())]
+
+    def blockers(self, uid: str) -> list[Node]:
+        """The dependents that hold up their owner's foreground deletion."""
+        return [
+            node
+            for node in self.dependents(uid)
+            if any(owner["uid"] == uid and owner.get("blockOwnerDeletion") for owner in node.owners)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a dependent: deleted with a policy, freed of some references, or left alone."""
+
+    delete: str | None = None
+    drop_owners: frozenset[str] = frozenset()
+
+
+def judge(node: Node, states: Mapping[str, OwnerState], has_dependents: bool) -> Verdict:
+    """Kubernetes' rule: an object lives while one owner is solid; then only references to others are dropped.
+
+    Args:
+        node: The dependent.
+        states: State of each owner, by uid.
+        has_dependents: Whether it owns objects itself.
+    """
+    if not node.owners or (node.deleting and not node.in_foreground):
+        return Verdict()
+    not_solid = frozenset(uid for uid, state in states.items() if state is not OwnerState.SOLID)
+    if len(not_solid) < len(states):
+        return Verdict(drop_owners=not_solid)
+    if node.deleting:
+        return Verdict()
+    if OwnerState.LEAVING in states.values() and has_dependents:
+        return Verdict(delete="Foreground")
+    if ORPHAN in node.finalizers:
+        return Verdict(delete="Orphan")
+    return Verdict(delete="Foreground" if FOREGROUND in node.finalizers else "Background")

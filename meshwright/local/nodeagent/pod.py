@@ -1,0 +1,218 @@
+"""One pod's life on a node: volumes, init containers, containers, the end, and the confirmation of its deletion."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator
+
+from meshwright.local import clock
+from meshwright.local.client import ApiClient
+from meshwright.local.nodeagent import volumes
+from meshwright.local.nodeagent.container import Container
+from meshwright.local.nodeagent.context import PodContext
+from meshwright.local.nodeagent.fields import FieldError
+from meshwright.local.nodeagent.references import MissingReferenceError
+from meshwright.local.nodeagent.reporter import StatusReporter
+from meshwright.local.nodeagent.state import ContainerState, PodState, Terminated
+from meshwright.local.nodeagent.volumes import VolumeContext, VolumeError
+from meshwright.local.resources import PODS, Object
+
+logger = logging.getLogger(__name__)
+
+_VOLUME_RETRY_SECONDS = 0.5
+_DEFAULT_GRACE = 30.0
+_LOST = "The container could not be located when the pod was terminated"
+
+
+class PodRunner:
+    """Runs a pod bound to this node. `run` returns when no process of it is left and the API knows."""
+
+    def __init__(self, client: ApiClient, context: PodContext) -> None:
+        self.context = context
+        self._client = client
+        spec = context.pod["spec"]
+        self.state = PodState(
+            pod_ip=context.place.pod_ip,
+            host_ip=context.place.host_ip,
+            start_time=(context.pod.get("status") or {}).get("startTime") or clock.now(),
+            init=[_initial(item, context.pod, "PodInitializing") for item in spec.get("initContainers") or ()],
+            containers=[_initial(item, context.pod, "ContainerCreating") for item in spec["containers"]],
+        )
+        self._reporter = StatusReporter(client, context, self.state)
+        context.changed = self._reporter.changed
+        policy = spec.get("restartPolicy") or "Always"
+        init_policy = "Never" if policy == "Never" else "OnFailure"
+        self.init = self._containers("initContainers", self.state.init, init_policy)
+        self.containers = self._containers("containers", self.state.containers, policy)
+        self._stopping = asyncio.Event()
+        self._kill_at: float | None = None
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._terminating: set[asyncio.Task[None]] = set()
+
+    def all_containers(self) -> Iterator[Container]:
+        """Init containers, then the others."""
+        yield from self.init
+        yield from self.containers
+
+    def update(self, pod: Object) -> None:
+        """The object changed: notice its deletion, also when a later one gives it less time."""
+        self.context.pod = pod
+        metadata = pod["metadata"]
+        if metadata.get("deletionTimestamp"):
+            self.state.deleting = True
+            grace = metadata.get("deletionGracePeriodSeconds")
+            self._stop(_DEFAULT_GRACE if grace is None else float(grace))
+
+    def kill(self) -> None:
+        """End every process at once: the object is gone, or the node ends."""
+        self._stopping.set()
+        for container in self.all_containers():
+            container.kill()
+
+    async def run(self) -> None:
+        """Live."""
+        reporting = asyncio.create_task(self._reporter.run())
+        deadline = self._start_deadline()
+        try:
+            await self._live()
+            self.state.over = True
+            await self._reporter.flush()
+            await self._confirm_deletion()
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:
+            for handle in (deadline, self._kill_timer):
+                if handle is not None:
+                    handle.cancel()
+            reporting.cancel()
+            await asyncio.to_thread(shutil.rmtree, self.context.temporary, ignore_errors=True)
+
+    async def deletion_confirmed(self) -> None:
+        """For a pod that is over and is deleted afterwards."""
+        await self._confirm_deletion()
+
+    async def _live(self) -> None:
+        if self._was_running_before():
+            return
+        for directory in (self.context.home, self.context.temporary):
+            directory.mkdir(parents=True, exist_ok=True)
+        # Whoever reads `status.podIP` may do so from the container's first moment on.
+        await self._reporter.flush()
+        if not await self._prepare_volumes() or not await self._initialize():
+            return
+        self.state.initialized = True
+        self._reporter.changed()
+        async with asyncio.TaskGroup() as group:
+            for container in self.containers:
+                group.create_task(container.run())
+
+    def _was_running_before(self) -> bool:
+        """Take over a pod that an earlier agent ran. Its processes died with that agent.
+
+        Returns:
+            Whether the pod is over because nothing may be restarted.
+        """
+        old = self.context.pod.get("status") or {}
+        before = {item["name"]: item for item in old.get("containerStatuses") or ()}
+        known = [(state, before[state.name]) for state in self.state.containers if state.name in before]
+        begun = [(state, item) for state, item in known if not (item.get("state") or {}).get("waiting")]
+        if not begun:
+            return False
+        for state, item in begun:
+            running = (item["state"].get("running") or item["state"].get("terminated") or {}).get("startedAt", "")
+            lost = Terminated(137, "ContainerStatusUnknown", running or clock.now(), clock.now(), _LOST)
+            if self.context.pod["spec"].get("restartPolicy") == "Never":
+                state.terminated = lost
+            else:
+                state.last, state.restarts = lost, int(item.get("restartCount") or 0) + 1
+        self.state.initialized = True
+        return self.context.pod["spec"].get("restartPolicy") == "Never"
+
+    async def _prepare_volumes(self) -> bool:
+        """Make the volumes, waiting for what is missing; False when the pod was told to stop."""
+        context = self.context
+        told = ""
+        while not self._stopping.is_set():
+            source = VolumeContext(context.pod, context.place, context.references, context.directory / "volumes")
+            try:
+                context.volumes = await volumes.prepare(source)
+                return True
+            except (MissingReferenceError, VolumeError, FieldError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    context.event("Warning", "FailedMount", f"MountVolume.SetUp failed: {error}")
+            except Exception as error:
+                # The server is away; it is asked again.
+                logger.debug("volumes of %s: %r", context.pod["metadata"]["name"], error)
+            try:
+                async with asyncio.timeout(_VOLUME_RETRY_SECONDS):
+                    await self._stopping.wait()
+            except TimeoutError:
+                pass
+        return False
+
+    async def _initialize(self) -> bool:
+        """Run the init containers one after the other; False when one failed or the pod was told to stop."""
+        for container in self.init:
+            await container.run()
+            ended = container.state.terminated
+            if ended is None or ended.exit_code:
+                return False
+            container.state.ready = True
+        return not self._stopping.is_set()
+
+    def _start_deadline(self) -> asyncio.TimerHandle | None:
+        seconds = self.context.pod["spec"].get("activeDeadlineSeconds")
+        if seconds is None:
+            return None
+        begun = clock.parse(self.state.start_time).timestamp()
+        left = begun + seconds - clock.parse(clock.now()).timestamp()
+        return asyncio.get_running_loop().call_later(max(0.0, left), self._deadline_passed)
+
+    def _deadline_passed(self) -> None:
+        self.state.reason = "DeadlineExceeded"
+        self.state.message = "Pod was active on the node longer than the specified deadline"
+        self.context.event("Normal", "DeadlineExceeded", self.state.message)
+        grace = self.context.pod["spec"].get("terminationGracePeriodSeconds")
+        self._stop(_DEFAULT_GRACE if grace is None else float(grace))
+
+    def _stop(self, grace: float) -> None:
+        """Ask every container to end, and kill what is left when the grace period is over."""
+        loop = asyncio.get_running_loop()
+        at = loop.time() + grace
+        if self._kill_at is not None and at >= self._kill_at:
+            return
+        self._kill_at = at
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if grace <= 0:
+            self.kill()
+            return
+        self._kill_timer = loop.call_at(at, self.kill)
+        if not self._stopping.is_set():
+            self._stopping.set()
+            for container in self.all_containers():
+                task = asyncio.create_task(container.terminate())
+                self._terminating.add(task)
+                task.add_done_callback(self._terminating.discard)
+
+    async def _confirm_deletion(self) -> None:
+        """Tell the API that nothing of a deleted pod runs any more; only then does its object go away."""
+        metadata = self.context.pod["metadata"]
+        if self.state.deleting:
+            await self._client.delete(
+                PODS, metadata["name"], metadata["namespace"], grace_seconds=0, uid=metadata["uid"]
+            )
+
+    def _containers(self, section: str, states: list[ContainerState], policy: str) -> list[Container]:
+        specs = self.context.pod["spec"].get(section) or ()
+        return [Container(self.context, spec, state, policy) for spec, state in zip(specs, states, strict=True)]
+
+
+def _initial(spec: Object, pod: Object, waiting: str) -> ContainerState:
+    # Unique per container and stable, like a runtime's; not a hash of content.
+    identity = f"process://{pod['metadata']['uid']}/{spec['name']}"
+    return ContainerState(spec["name"], spec.get("image", ""), identity, (waiting, ""))

@@ -1,0 +1,58 @@
+"""API resources by name: where each kind lives in the URL space of a Kubernetes API server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.api import labels
+
+Object = dict[str, Any]
+"""A raw Kubernetes object, as JSON gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind of object an API server keeps."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`group/version`, or `v1` for the core group."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """The URL path of the collection, of one object, or of its subresource.
+
+        Without `namespace`, a namespaced resource's collection spans all namespaces.
+        """
+        parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts += [self.plural, *(part for part in (name, subresource) if part)]
+        return "/".join(parts)
+
+
+PODS = Resource("", "v1", "pods", "Pod")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+EVENTS = Resource("", "v1", "events", "Event")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+SERVICES = Resource("", "v1", "services", "Service")
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
+CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
+JOBS = Resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND)
+
+
+def key_of(item: Object) -> tuple[str, str]:
+    """`(namespace, name)` of an object; the namespace is empty for cluster-wide ones."""
+    metadata = item["metadata"]
+    return metadata.get("namespace") or "", metadata["name"]

@@ -1,0 +1,130 @@
+"""Choosing what a spec leaves out: tensor and pipeline degree, and the number of micro-batches.
+
+A small search that can be explained. A tensor-parallel group talks in every layer but over NVLink; a pipeline talks
+little but idles (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503). So: one stage as long as the
+model fits an NVLink domain, on the fewest tensor-parallel ranks that hold it; only then more stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, isqrt
+
+from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
+from meshwright.api.spec import ParallelismSpec, TrainingSpec
+from meshwright.layout import Layout
+from meshwright.models.architecture import Architecture
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.memory import StageMemory, Workload, worst_stage
+
+MICRO_BATCHES_PER_STAGE = 4
+"""Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
+MAX_MICRO_BATCHES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Degrees that satisfy the rules, and the memory their fullest rank needs; None when no model is known."""
+
+    layout: Layout
+    micro_batches: int
+    memory: StageMemory | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the fullest rank; 0 when not known."""
+        return self.memory.total if self.memory else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One job's degrees on one kind of hardware."""
+
+    architecture: Architecture
+    training: TrainingSpec
+    parallelism: ParallelismSpec
+    replicas: int
+    gpus_per_worker: int
+    hardware: Hardware
+
+    def best(self) -> Candidate | None:
+        """The first candidate whose every rank finds a GPU that holds it.
+
+        Where the cluster has too few such GPUs for any candidate, the first that some GPU holds: the placement then
+        says what is short. None when no GPU holds any.
+        """
+        fallback: Candidate | None = None
+        for candidate in self.candidates():
+            holding = self.hardware.gpus_that_hold(candidate.needed)
+            if not self.hardware.known or holding >= candidate.layout.world_size:
+                return candidate
+            if holding and fallback is None:
+                fallback = candidate
+        return fallback
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every allowed combination, in order of preference: fewest stages, fewest tensor-parallel ranks."""
+        for pipeline in self.pipelines():
+            for tensor in self.tensors():
+                layout = Layout(tensor, pipeline, self.replicas)
+                if self._fits_workers(layout):
+                    yield self.with_micro_batches(layout)
+
+    def tensors(self) -> list[int]:
+        """Tensor-parallel degrees that split the model evenly and stay in an NVLink domain."""
+        if self.parallelism.tensor is not None:
+            return [self.parallelism.tensor]
+        common = gcd(self.architecture.heads, self.architecture.kv_heads, self.architecture.intermediate_size)
+        if self.parallelism.sequence:
+            common = gcd(common, self.training.sequence_length)
+        widest = self.hardware.domain_gpus or 1
+        gpus = self.gpus_per_worker
+        return [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
+
+    def pipelines(self) -> list[int]:
+        """Pipeline degrees that leave each stage a layer."""
+        if self.parallelism.pipeline is not None:
+            return [self.parallelism.pipeline]
+        return list(range(1, 2 if self.architecture.tie_embeddings else self.architecture.layers + 1))
+
+    def micro_batch_counts(self, pipeline: int) -> list[int]:
+        """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy."""
+        if self.parallelism.micro_batches is not None:
+            return [self.parallelism.micro_batches]
+        possible = [m for m in divisors(self.training.global_batch_size // self.replicas) if m <= MAX_MICRO_BATCHES]
+        if pipeline == 1:
+            return possible
+        enough = [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline]
+        return enough or possible[-1:]
+
+    def with_micro_batches(self, layout: Layout) -> Candidate:
+        """The layout with the first number of micro-batches that fits; with the last, which needs least, if none."""
+        counts = self.micro_batch_counts(layout.pipeline)
+        least = self._candidate(layout, counts[-1])
+        if self.hardware.gpus_that_hold(least.needed) == 0:
+            return self._candidate(layout, counts[0]) if not self.hardware.known else least
+        fitting = (self._candidate(layout, count) for count in counts)
+        return next((c for c in fitting if self.hardware.gpus_that_hold(c.needed) >= layout.world_size), least)
+
+    def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:
+        workload = Workload(
+            architecture=self.architecture,
+            sequence_length=self.training.sequence_length,
+            micro_batch_size=self.training.global_batch_size // (self.replicas * micro_batches),
+            micro_batches=micro_batches,
+            zero_stage=self.parallelism.zero_stage,
+            precision=self.training.precision,
+            sequence_parallel=self.parallelism.sequence,
+        )
+        return Candidate(layout, micro_batches, worst_stage(workload, layout))
+
+    def _fits_workers(self, layout: Layout) -> bool:
+        workers, rest = divmod(layout.world_size, self.gpus_per_worker)
+        return rest == 0 and workers <= MAX_WORKERS and layout.world_size <= MAX_WORLD_SIZE
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,0 +1,237 @@
+"""The cluster as a planner sees it: nodes with free GPUs, and where each sits in the fabric.
+
+Built from raw Kubernetes objects. A malformed object takes only itself out: planning for everyone else goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
+from meshwright.api.spec import Toleration
+from meshwright.planner.catalogue import gpu_memory_bytes
+from meshwright.planner.pods import HOSTNAME_LABEL, Amount, amount_of, is_terminal, node_of, request_of
+from meshwright.planner.topology import Place, TopologyKeys, as_tree, locate
+
+_MIB = 1 << 20
+
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
+"""What reading an object of the wrong shape raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node."""
+
+    name: str
+    place: Place
+    capacity: Amount
+    """What the node offers to pods in all."""
+    free: Amount
+    """What is left of it."""
+    gpu_memory_bytes: int | None = None
+    """Memory of one GPU; None when neither label nor catalogue knows it."""
+    gpu_product: str = ""
+    unusable: str = ""
+    """Why nothing may be placed here, such as `cordoned`; empty for a usable node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Every node that could be read, by name, and what was strange."""
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> list[Node]:
+        """Nodes that may get workers, in order of their names."""
+        return [self.nodes[name] for name in sorted(self.nodes) if not self.nodes[name].unusable]
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        """Node with GPUs -> why it may not get workers."""
+        return {n.name: n.unusable for n in self.nodes.values() if n.unusable and n.capacity.gpus}
+
+    @classmethod
+    def from_objects(
+        cls,
+        nodes: Iterable[Mapping[str, Any]],
+        pods: Iterable[Mapping[str, Any]],
+        *,
+        gpu_resource: str = GPU_RESOURCE,
+        node_selector: Mapping[str, str] | None = None,
+        tolerations: Sequence[Toleration] = (),
+        without_job: str | None = None,
+        keys: TopologyKeys | None = None,
+    ) -> Inventory:
+        """The inventory for one job.
+
+        Args:
+            nodes: raw Node objects.
+            pods: raw Pod objects of all namespaces; those that ended count for nothing.
+            gpu_resource: extended resource that stands for one GPU.
+            node_selector: labels that a node must carry.
+            tolerations: taints that the job tolerates.
+            without_job: uid of a job whose own pods are not counted, because `place` is told of them as `keep`.
+            keys: label keys of the fabric levels.
+        """
+        warnings: list[str] = []
+        reader = _NodeReader(gpu_resource, node_selector or {}, tolerations, keys or TopologyKeys(), warnings)
+        found = {node.name: node for node in reader.read_all(nodes)}
+        used = _used(pods, gpu_resource, without_job, reader.node_by_hostname, warnings)
+        places, conflicts = as_tree({name: node.place for name, node in found.items() if node.capacity.gpus})
+        counted = {
+            name: replace(node, place=places.get(name, node.place), free=node.capacity - used.get(name, Amount()))
+            for name, node in found.items()
+        }
+        return cls(counted, (*warnings, *conflicts, *_unlabelled(counted)))
+
+
+class _NodeReader:
+    """Raw Node objects to `Node`s, under one job's selector and tolerations."""
+
+    def __init__(
+        self,
+        gpu_resource: str,
+        selector: Mapping[str, str],
+        tolerations: Sequence[Toleration],
+        keys: TopologyKeys,
+        warnings: list[str],
+    ) -> None:
+        self._gpu_resource = gpu_resource
+        self._selector = selector
+        self._tolerations = tolerations
+        self._keys = keys
+        self._warnings = warnings
+        self.node_by_hostname: dict[str, str] = {}
+
+    def read_all(self, objects: Iterable[Mapping[str, Any]]) -> list[Node]:
+        found: list[Node] = []
+        for obj in objects:
+            try:
+                found.append(self._read(obj))
+            except MALFORMED as error:
+                self._warnings.append(f"node {_name_of(obj)} was left out: its object is malformed ({error})")
+        return found
+
+    def _read(self, obj: Mapping[str, Any]) -> Node:
+        metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+        name, labels = metadata["name"], metadata.get("labels") or {}
+        if not isinstance(name, str) or not name:
+            raise ValueError("it has no name")
+        capacity = amount_of(status.get("allocatable") or {}, self._gpu_resource)
+        if min(capacity.gpus, capacity.cpu_milli, capacity.memory_bytes, capacity.pods) < 0:
+            raise ValueError("it offers less than nothing")
+        hostname = labels.get(HOSTNAME_LABEL)
+        if isinstance(hostname, str):
+            self.node_by_hostname[hostname] = name
+        product = str(labels.get("nvidia.com/gpu.product") or "")
+        return Node(
+            name=name,
+            place=locate(name, labels, self._keys),
+            capacity=capacity,
+            free=capacity,
+            gpu_memory_bytes=_gpu_memory(labels, product),
+            gpu_product=product,
+            unusable=_unusable(metadata, spec, status, capacity.gpus)
+            or _mismatch(labels, self._selector)
+            or _repelled(spec.get("taints") or (), self._tolerations)
+            or _shared_gpu(labels, product),
+        )
+
+
+def _name_of(obj: object) -> str:
+    metadata = obj.get("metadata") if isinstance(obj, Mapping) else None
+    name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    return name if isinstance(name, str) and name else "(without a name)"
+
+
+def _unusable(metadata: Mapping[str, Any], spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> str:
+    if metadata.get("deletionTimestamp"):
+        return "being deleted"
+    if spec.get("unschedulable"):
+        return "cordoned"
+    conditions = status.get("conditions") or ()
+    if not any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):
+        return "not ready"
+    return "" if gpus > 0 else "no GPU"
+
+
+def _mismatch(labels: Mapping[str, str], selector: Mapping[str, str]) -> str:
+    for key, value in sorted(selector.items()):
+        if labels.get(key) != value:
+            return f"label {key} is not {value}"
+    return ""
+
+
+def _repelled(taints: Iterable[Mapping[str, Any]], tolerations: Sequence[Toleration]) -> str:
+    for taint in taints:
+        if taint.get("effect") in ("NoSchedule", "NoExecute") and not any(_tolerates(t, taint) for t in tolerations):
+            return f"taint {taint.get('key')} is not tolerated"
+    return ""
+
+
+def _tolerates(toleration: Toleration, taint: Mapping[str, Any]) -> bool:
+    if toleration.effect and toleration.effect != taint.get("effect"):
+        return False
+    if toleration.key and toleration.key != taint.get("key"):
+        return False
+    if toleration.operator == "Exists":
+        return True
+    return bool(toleration.key) and (toleration.value or "") == (taint.get("value") or "")
+
+
+def _shared_gpu(labels: Mapping[str, str], product: str) -> str:
+    if "-MIG-" in product or "-SHARED" in product:
+        return f"its GPUs are slices ({product})"
+    replicas = str(labels.get("nvidia.com/gpu.replicas") or "1")
+    return f"its GPUs are shared by {replicas} pods" if replicas.isdigit() and int(replicas) > 1 else ""
+
+
+def _gpu_memory(labels: Mapping[str, str], product: str) -> int | None:
+    stated = str(labels.get("nvidia.com/gpu.memory") or "")
+    return int(stated) * _MIB if stated.isdecimal() and 0 < int(stated) < 1 << 31 else gpu_memory_bytes(product)
+
+
+def _used(
+    pods: Iterable[Mapping[str, Any]],
+    gpu_resource: str,
+    without_job: str | None,
+    node_by_hostname: Mapping[str, str],
+    warnings: list[str],
+) -> dict[str, Amount]:
+    """Node -> what pods hold on it."""
+    used: defaultdict[str, Amount] = defaultdict(Amount)
+    for pod in pods:
+        try:
+            if is_terminal(pod) or (without_job and _job_uid(pod) == without_job):
+                continue
+            node = node_of(pod, node_by_hostname)
+            if node is not None:
+                used[node] += request_of(pod, gpu_resource)
+        except MALFORMED as error:
+            warnings.append(f"pod {_name_of(pod)} was not counted: its object is malformed ({error})")
+    return used
+
+
+def _job_uid(pod: Mapping[str, Any]) -> str | None:
+    return ((pod.get("metadata") or {}).get("labels") or {}).get(LABEL_JOB_UID)
+
+
+def _unlabelled(nodes: Mapping[str, Node]) -> list[str]:
+    usable = [node for node in nodes.values() if not node.unusable]
+    # A level named after the one below it was named by no label (see topology.locate).
+    rackless = sum(1 for node in usable if "/" in node.place.rack)
+    zoneless = sum(1 for node in usable if "/" in node.place.zone)
+    found: list[str] = []
+    if rackless:
+        found.append(
+            f"{rackless} of {len(usable)} GPU nodes carry no rack label: each NVLink domain of theirs counts as a rack"
+        )
+    if zoneless:
+        found.append(f"{zoneless} of {len(usable)} GPU nodes carry no zone label: each rack of theirs counts as a zone")
+    return found

@@ -1,0 +1,211 @@
+"""The plan of a job: the degrees, the schedule and the worker pods, and why each is so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.api.spec import ModelSpec, ParallelTrainingJobSpec, TrainingSpec
+from meshwright.api.status import PlanStatus
+from meshwright.api.validation import check_spec
+from meshwright.layout import Layout
+from meshwright.models.architecture import Architecture
+from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.planner.degrees import Candidate, Search
+from meshwright.planner.errors import PlanError
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.inventory import Inventory
+from meshwright.planner.memory import StageMemory
+from meshwright.planner.pods import Amount, amount_of
+from meshwright.planner.reasons import nothing_fits, reasons_for
+from meshwright.protocol import RunConfig
+
+_MAX_REASONS = 16
+_MAX_REASON_TEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a job runs as. Where it runs is a `Placement`."""
+
+    layout: Layout
+    micro_batches: int
+    gpus_per_worker: int
+    worker_request: Amount
+    """What one worker pod asks of its node."""
+    architecture: Architecture | None = None
+    """None when the job runs a command of the user's."""
+    memory: StageMemory | None = None
+    """Estimate for the fullest stage; None when no model is known."""
+    global_batch_size: int | None = None
+    reasons: tuple[str, ...] = ()
+    """Why each degree is what it is, in sentences."""
+
+    @property
+    def workers(self) -> list[range]:
+        """The consecutive ranks of each worker pod, by worker index."""
+        return self.layout.workers(self.gpus_per_worker)
+
+    @property
+    def summary(self) -> str:
+        """The layout in one line."""
+        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}"
+
+    def allows_replicas(self, replicas: int) -> bool:
+        """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
+        whole_workers = replicas * self.layout.replica_size % self.gpus_per_worker == 0
+        batch = self.global_batch_size
+        return replicas >= 1 and whole_workers and (batch is None or batch % (replicas * self.micro_batches) == 0)
+
+    def to_status(self) -> PlanStatus:
+        """The plan as `status.plan`."""
+        return PlanStatus(
+            tensor=self.layout.tensor,
+            pipeline=self.layout.pipeline,
+            data=self.layout.data,
+            micro_batches=self.micro_batches,
+            world_size=self.layout.world_size,
+            workers=self.layout.world_size // self.gpus_per_worker,
+            memory_per_rank_bytes=self.memory.total if self.memory else None,
+            parameters=self.architecture.parameters if self.architecture else None,
+            summary=self.summary,
+            reasons=[reason[:_MAX_REASON_TEXT] for reason in self.reasons[:_MAX_REASONS]],
+        )
+
+    def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
+        """What the ranks run, with everything the spec left open filled in."""
+        checkpoint = spec.checkpoint
+        if checkpoint is not None and self.architecture is not None:
+            checkpoint = checkpoint.model_copy(
+                update={"every_steps": checkpoint.interval, "keep": checkpoint.retained},
+            )
+        return RunConfig(
+            tensor=self.layout.tensor,
+            pipeline=self.layout.pipeline,
+            data_parallel=self.layout.data,
+            micro_batches=self.micro_batches,
+            parallelism=spec.parallelism.model_copy(
+                update={
+                    "tensor": self.layout.tensor,
+                    "pipeline": self.layout.pipeline,
+                    "micro_batches": self.micro_batches,
+                },
+            ),
+            architecture=self.architecture,
+            data=spec.data,
+            training=spec.training,
+            checkpoint=checkpoint,
+            command=spec.runtime.command,
+        )
+
+
+def make_plan(spec: ParallelTrainingJobSpec, inventory: Inventory, keep: PlanStatus | None = None) -> Plan:
+    """The plan for `spec` on the hardware of `inventory`.
+
+    Degrees that the spec gives are checked; those it leaves out are chosen. `keep` is the plan of a running job: what
+    the spec leaves out then stays as it runs, and the cluster is not asked again, since losing a node must not change
+    a job's layout.
+
+    Raises:
+        PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
+    """
+    architecture = _model_of(spec)
+    _check(spec, architecture)
+    running = _as_it_runs(spec, architecture, keep) if keep is not None else None
+    if running is not None:
+        return running
+    hardware = Hardware.of(inventory, spec.workers.gpus_per_worker)
+    _check_reach(spec, hardware)
+    if architecture is None or spec.training is None:
+        return _command_plan(spec)
+    search = _search(spec, architecture, spec.training, hardware)
+    chosen = search.best()
+    if chosen is None:
+        raise nothing_fits(search)
+    return _plan(spec, architecture, chosen, reasons_for(search, chosen))
+
+
+def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
+    try:
+        return resolve(spec.model) if spec.model is not None else None
+    except UnknownModelError as error:
+        raise PlanError(f"spec: {error}", "InvalidSpec") from None
+
+
+def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> None:
+    """Raises PlanError for the rules the spec breaks. A preset's numbers are checked like written ones."""
+    problems = check_spec(spec) or (check_spec(_in_numbers(spec, architecture)) if architecture else [])
+    if problems:
+        raise PlanError("; ".join(f"spec.{p.field}: {p.message}" for p in problems), "InvalidSpec")
+
+
+def _in_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
+    numbers = architecture.model_dump(exclude={"name", "rope_theta", "norm_epsilon"})
+    return spec.model_copy(update={"model": ModelSpec(**numbers)})
+
+
+def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None, keep: PlanStatus) -> Plan | None:
+    """The plan with a running job's degrees for what the spec leaves out; None where the spec no longer allows them."""
+    if architecture is None or spec.training is None:
+        return _command_plan(spec)
+    asked = spec.parallelism
+    kept = asked.model_copy(
+        update={
+            "tensor": asked.tensor or keep.tensor,
+            "pipeline": asked.pipeline or keep.pipeline,
+            "micro_batches": asked.micro_batches or keep.micro_batches,
+        },
+    )
+    same = spec.model_copy(update={"parallelism": kept})
+    if not (kept.tensor and kept.pipeline and kept.micro_batches) or check_spec(_in_numbers(same, architecture)):
+        return None
+    chosen = _search(same, architecture, spec.training, Hardware()).best()
+    return _plan(spec, architecture, chosen, tuple(keep.reasons)) if chosen is not None else None
+
+
+def _search(
+    spec: ParallelTrainingJobSpec, architecture: Architecture, training: TrainingSpec, hardware: Hardware
+) -> Search:
+    return Search(architecture, training, spec.parallelism, spec.replicas, spec.workers.gpus_per_worker, hardware)
+
+
+def _check_reach(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
+    """Raises PlanError for a worker larger than every node, or a tensor-parallel group wider than NVLink reaches."""
+    gpus, tensor = spec.workers.gpus_per_worker, spec.parallelism.tensor or 1
+    if hardware.node_gpus is not None and gpus > hardware.node_gpus:
+        raise PlanError(
+            f"`workers.gpusPerWorker` is {gpus} and the largest usable node has {hardware.node_gpus} GPUs: lower it, "
+            "or add larger nodes",
+            "NoNodeLargeEnough",
+            depends_on_cluster=True,
+        )
+    if hardware.domain_gpus is not None and tensor > hardware.domain_gpus:
+        raise PlanError(
+            f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {hardware.domain_gpus} GPUs: lower it, "
+            "raise `parallelism.pipeline` instead, or add nodes with a wider domain",
+            "NoDomainWideEnough",
+            depends_on_cluster=True,
+        )
+
+
+def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
+    """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
+    layout = Layout(spec.parallelism.tensor or 1, spec.parallelism.pipeline or 1, spec.replicas)
+    reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
+    return _plan(spec, None, Candidate(layout, 1, None), (reason,))
+
+
+def _plan(
+    spec: ParallelTrainingJobSpec, architecture: Architecture | None, chosen: Candidate, reasons: tuple[str, ...]
+) -> Plan:
+    resources = {"cpu": spec.workers.resources.cpu or "0", "memory": spec.workers.resources.memory or "0"}
+    asked = amount_of(resources, spec.workers.gpu_resource, pods=1)
+    return Plan(
+        layout=chosen.layout,
+        micro_batches=chosen.micro_batches,
+        gpus_per_worker=spec.workers.gpus_per_worker,
+        worker_request=Amount(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
+        architecture=architecture,
+        memory=chosen.memory,
+        global_batch_size=spec.training.global_batch_size if spec.training else None,
+        reasons=reasons,
+    )

@@ -1,0 +1,126 @@
+"""Why a plan is as it is, and why there is none: sentences for people."""
+
+from __future__ import annotations
+
+from meshwright.layout import Layout
+from meshwright.planner.degrees import MICRO_BATCHES_PER_STAGE, Candidate, Search
+from meshwright.planner.errors import PlanError
+from meshwright.planner.memory import StageMemory
+
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def amount_text(count: int) -> str:
+    """Bytes for people, with three digits: `12.3 GiB`."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit} {name}"
+    return f"{count} B"
+
+
+def memory_text(memory: StageMemory) -> str:
+    """The parts of an estimate."""
+    parts = (
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("logits", memory.logits),
+    )
+    return ", ".join(f"{name} {amount_text(size)}" for name, size in parts if size)
+
+
+def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
+    """One sentence for each degree, and one for memory."""
+    sentences = (
+        _tensor_reason(search, chosen),
+        _pipeline_reason(search, chosen),
+        f"DP {chosen.layout.data}: set by `replicas`",
+        _micro_batches_reason(search, chosen),
+        _memory_reason(search, chosen.memory),
+    )
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _tensor_reason(search: Search, chosen: Candidate) -> str:
+    tensor = chosen.layout.tensor
+    if search.parallelism.tensor is not None:
+        return f"TP {tensor}: set by `parallelism.tensor`"
+    smaller = [t for t in search.tensors() if t < tensor]
+    if not smaller:
+        return f"TP {tensor}: the smallest degree that splits the model evenly and fills workers"
+    rejected = search.with_micro_batches(Layout(smaller[-1], chosen.layout.pipeline, chosen.layout.data))
+    limit = search.hardware.largest_memory
+    if limit is not None and rejected.needed > limit:
+        need = f"TP {smaller[-1]} needs {amount_text(rejected.needed)} per GPU, usable are {amount_text(limit)}"
+        return f"TP {tensor}: the smallest degree whose ranks hold their part of the model ({need})"
+    return f"TP {tensor}: the smallest degree that fills workers of {search.gpus_per_worker} GPUs"
+
+
+def _pipeline_reason(search: Search, chosen: Candidate) -> str:
+    pipeline = chosen.layout.pipeline
+    if search.parallelism.pipeline is not None:
+        return f"PP {pipeline}: set by `parallelism.pipeline`"
+    if pipeline == 1:
+        return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
+    widest = search.hardware.domain_gpus or 1
+    return f"PP {pipeline}: the fewest stages that fit; an NVLink domain of {widest} GPUs alone does not hold a replica"
+
+
+def _micro_batches_reason(search: Search, chosen: Candidate) -> str:
+    count, pipeline = chosen.micro_batches, chosen.layout.pipeline
+    idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
+    tail = f"; the pipeline idles {idle} % of a step" if pipeline > 1 else ""
+    if search.parallelism.micro_batches is not None:
+        return f"{count} micro-batches: set by `parallelism.microBatches`{tail}"
+    if pipeline == 1:
+        return f"{count} micro-batches: the fewest whose activations fit"
+    if count >= MICRO_BATCHES_PER_STAGE * pipeline:
+        return f"{count} micro-batches: at least {MICRO_BATCHES_PER_STAGE} per stage{tail}"
+    return f"{count} micro-batches: as many as a replica's share of the batch allows{tail}"
+
+
+def _memory_reason(search: Search, memory: StageMemory | None) -> str:
+    if memory is None:
+        return ""
+    text = (
+        f"memory: stage {memory.stage} is the fullest with {amount_text(memory.total)} per GPU ({memory_text(memory)})"
+    )
+    limit = search.hardware.largest_memory
+    if limit is None:
+        return f"{text}; not compared, since the memory of the GPUs is not known"
+    return f"{text}, usable are {amount_text(limit)}"
+
+
+def nothing_fits(search: Search) -> PlanError:
+    """The error for a search without a result: no candidate at all, or none that a GPU holds."""
+    candidates = list(search.candidates())
+    if not candidates:
+        return _no_candidate(search)
+    closest = min(candidates, key=lambda c: c.needed)
+    detail = f" ({memory_text(closest.memory)})" if closest.memory else ""
+    limit = search.hardware.largest_memory or 0
+    return PlanError(
+        f"the model does not fit: TP {closest.layout.tensor} x PP {closest.layout.pipeline} with "
+        f"{closest.micro_batches} micro-batches comes closest and needs {amount_text(closest.needed)} per GPU"
+        f"{detail}; the GPUs here offer {amount_text(limit)}. Raise `parallelism.zeroStage`, "
+        "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
+        "OutOfMemory",
+        depends_on_cluster=True,
+    )
+
+
+def _no_candidate(search: Search) -> PlanError:
+    gpus = search.gpus_per_worker
+    if not search.hardware.known and search.parallelism.tensor is None:
+        return PlanError(
+            "`parallelism.tensor` is left out and no usable GPU node is there to choose it for: set it, or add nodes",
+            "NoUsableNodes",
+            depends_on_cluster=True,
+        )
+    return PlanError(
+        f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {search.replicas}: change "
+        "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
+        "InvalidSpec",
+        depends_on_cluster=search.parallelism.tensor is None,
+    )

@@ -1,0 +1,121 @@
+"""What the watches saw last: jobs, worker pods by job, nodes by name. Slim, and never the truth.
+
+Objects that the operator itself wrote are put here from the API server's answer, so that the next reconcile does not
+act on a past it made. An older version never replaces a newer one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from meshwright_operator.pods import Pod
+
+Object = dict[str, Any]
+
+
+class JobKey(NamedTuple):
+    """A job by name."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class Cache:
+    """The operator's view of the cluster. Used from one event loop only."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[JobKey, Object] = {}
+        self.nodes: dict[str, Object] = {}
+        self._pods: dict[JobKey, dict[str, Pod]] = defaultdict(dict)
+        self._gone: dict[str, int] = {}
+
+    def put_job(self, obj: Object) -> None:
+        """Takes a job unless a newer version of it is here."""
+        key = key_of(obj)
+        old = self.jobs.get(key)
+        if old is None or _uid(old) != _uid(obj) or _version(old) <= _version(obj):
+            self.jobs[key] = slim_job(obj)
+
+    def remove_job(self, obj: Object) -> None:
+        """Drops a job, unless another object of the same name took its place."""
+        key = key_of(obj)
+        if (old := self.jobs.get(key)) is not None and _uid(old) == _uid(obj):
+            del self.jobs[key]
+
+    def put_pod(self, pod: Pod) -> None:
+        """Takes a pod unless a newer version of it is here, or it was seen to be gone."""
+        pods = self._pods[JobKey(pod.namespace, pod.job)]
+        old = pods.get(pod.name)
+        if pod.uid not in self._gone and (old is None or old.uid != pod.uid or old.version <= pod.version):
+            pods[pod.name] = pod
+
+    def remove_pod(self, pod: Pod) -> None:
+        """Drops a pod, for good: a late event about the same object does not bring it back."""
+        key = JobKey(pod.namespace, pod.job)
+        pods = self._pods[key]
+        if (old := pods.get(pod.name)) is not None and old.uid == pod.uid:
+            del pods[pod.name]
+        if not pods:
+            del self._pods[key]
+        self._gone[pod.uid] = pod.version
+        while len(self._gone) > 4096:
+            del self._gone[next(iter(self._gone))]
+
+    def pods(self, key: JobKey, uid: str) -> list[Pod]:
+        """The job's own pods, by its uid."""
+        return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]
+
+    def all_pods(self) -> Iterable[Pod]:
+        """Every pod with the job label."""
+        return [pod for pods in self._pods.values() for pod in pods.values()]
+
+    def put_node(self, obj: Object) -> bool:
+        """Takes a node; whether anything that placement looks at is different now."""
+        slim = slim_node(obj)
+        name = slim["metadata"]["name"]
+        changed = self.nodes.get(name) != slim
+        self.nodes[name] = slim
+        return changed
+
+    def remove_node(self, name: str) -> bool:
+        """Drops a node; whether it was here."""
+        return self.nodes.pop(name, None) is not None
+
+
+def key_of(obj: Mapping[str, Any]) -> JobKey:
+    """The key of a job object."""
+    return JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
+def slim_job(obj: Object) -> Object:
+    """A job without what nobody here reads."""
+    dropped = ("managedFields", "annotations")
+    return {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k not in dropped}}
+
+
+def slim_node(obj: Object) -> Object:
+    """What placement and recovery look at; no heartbeat times, so that a node that is just alive does not differ."""
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    conditions = [c for c in status.get("conditions") or () if isinstance(c, dict) and c.get("type") == "Ready"]
+    return {
+        "metadata": {k: metadata[k] for k in ("name", "labels", "deletionTimestamp") if k in metadata},
+        "spec": {k: spec[k] for k in ("unschedulable", "taints") if k in spec},
+        "status": {
+            "allocatable": status.get("allocatable") or {},
+            "conditions": [{"type": "Ready", "status": c.get("status")} for c in conditions],
+        },
+    }
+
+
+def _uid(obj: Mapping[str, Any]) -> str:
+    return str(obj["metadata"].get("uid", ""))
+
+
+def _version(obj: Mapping[str, Any]) -> int:
+    text = str(obj["metadata"].get("resourceVersion", ""))
+    return int(text) if text.isdigit() else 0

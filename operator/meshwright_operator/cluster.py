@@ -1,0 +1,196 @@
+"""The API server, as raw JSON: every call bounded in time and number, refused politely, counted.
+
+Raw because typed models of thousands of pods block the event loop for seconds. The verbs used here, and no others, are
+what the operator's role allows: jobs get/list/watch/delete, their `/status` patch; pods get/list/watch/create/patch/
+delete; services and secrets create/patch (server-side apply; neither is ever read); events create/patch; leases
+get/create/update; nodes list/watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import aiohttp
+import orjson
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+
+from meshwright.api.labels import FIELD_MANAGER, GROUP, PLURAL, VERSION
+from meshwright_operator.metrics import OperatorMetrics
+
+Object = dict[str, Any]
+
+JOBS = f"/apis/{GROUP}/{VERSION}"
+CORE = "/api/v1"
+LEASES = "/apis/coordination.k8s.io/v1"
+
+PAGE = 500
+ATTEMPTS = 4
+RETRIED = (429, 503)
+LONGEST_RETRY_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """The API server refused, or could not be reached (code 0)."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(f"{code} {reason}: {message}" if code else message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+
+
+class Cluster:
+    """Calls to the API server. Bodies and answers are plain dicts."""
+
+    def __init__(
+        self, configuration: Configuration, metrics: OperatorMetrics, *, parallel: int = 32, timeout: float = 30.0
+    ) -> None:
+        self._configuration = configuration
+        self._metrics = metrics
+        self._rest = RESTClientObject(configuration)
+        self._slots = asyncio.Semaphore(parallel)
+        self._timeout = timeout
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._rest.close()
+
+    async def get(self, path: str) -> Object:
+        """One object.
+
+        Raises:
+            ApiError: as every call here.
+        """
+        return await self._call("GET", path)
+
+    async def pages(self, path: str, **query: str) -> AsyncIterator[list[Object]]:
+        """A collection, page by page, read consistently: all that was written before the call is in it."""
+        token = ""
+        while True:
+            answer = await self._call("GET", path, {**query, "limit": str(PAGE), "continue": token})
+            yield answer.get("items") or []
+            token = (answer.get("metadata") or {}).get("continue") or ""
+            if not token:
+                return
+
+    async def create(self, path: str, body: Object) -> Object:
+        """POST to a collection."""
+        return await self._call("POST", path, {"fieldManager": FIELD_MANAGER}, body)
+
+    async def replace(self, path: str, body: Object) -> Object:
+        """PUT, with the object's resourceVersion as precondition."""
+        return await self._call("PUT", path, {"fieldManager": FIELD_MANAGER}, body)
+
+    async def apply(self, path: str, body: Object) -> Object:
+        """Server-side apply: makes the object or brings the operator's fields of it in line."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._call("PATCH", path, query, body, "application/apply-patch+yaml")
+
+    async def merge(self, path: str, body: Object) -> Object:
+        """JSON merge patch (RFC 7386); `metadata.resourceVersion` or `uid` in it is a precondition."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._call("PATCH", path, query, body, "application/merge-patch+json")
+
+    async def delete(self, path: str, uid: str) -> None:
+        """Deletes that very object, with its own grace period; one that is gone already is fine."""
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"}  # fmt: skip
+        try:
+            await self._call("DELETE", path, None, body)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+
+    async def _call(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        present = {k: v for k, v in (query or {}).items() if v}
+        url = self._configuration.host + path + (f"?{urlencode(present)}" if present else "")
+        delay = 0.5
+        for attempt in range(ATTEMPTS):
+            try:
+                async with self._slots:
+                    return await self._once(verb, path, url, body, content_type)
+            except ApiError as error:
+                if error.code not in RETRIED or attempt == ATTEMPTS - 1:
+                    raise
+                log.info("the API server asks for patience", extra={"code": error.code, "path": path})
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, LONGEST_RETRY_SECONDS)
+        raise AssertionError("unreachable")
+
+    async def _once(self, verb: str, path: str, url: str, body: Object | None, content_type: str) -> Object:
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": FIELD_MANAGER}
+        token = await self._configuration.get_api_key_with_prefix("BearerToken")
+        if token:
+            headers["Authorization"] = token
+        code = 0
+        try:
+            timeout = aiohttp.ClientTimeout(total=self._timeout)
+            response = await self._rest.request(verb, url, headers=headers, body=body, _request_timeout=timeout)
+            async with response.response:
+                code = response.status
+                data = await response.response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, "Unreachable", f"{verb} {path}: {error or type(error).__name__}") from None
+        finally:
+            self._metrics.api_requests.labels(verb, resource_of(path), str(code)).inc()
+        return _answer(code, data)
+
+
+def _answer(code: int, data: bytes) -> Object:
+    try:
+        answer = orjson.loads(data) if data else {}
+    except json.JSONDecodeError:
+        answer = {"message": data[:200].decode(errors="replace")}
+    if not isinstance(answer, dict):
+        answer = {}
+    if not 200 <= code < 300:
+        raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")))
+    return answer
+
+
+def resource_of(path: str) -> str:
+    """The resource a path names, such as `pods` or `paralleltrainingjobs/status`: a label value of few values."""
+    parts = path.strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    if parts[:1] == ["namespaces"] and len(parts) > 2:
+        parts = parts[2:]
+    return "/".join([parts[0], *parts[2:3]]) if parts else ""
+
+
+def jobs_path(namespace: str | None, name: str | None = None) -> str:
+    """Path of a job, of the jobs of a namespace, or of all jobs."""
+    return _path(JOBS, namespace, PLURAL, name)
+
+
+def pods_path(namespace: str | None, name: str | None = None) -> str:
+    """Path of a pod, of the pods of a namespace, or of all pods."""
+    return _path(CORE, namespace, "pods", name)
+
+
+def core_path(namespace: str | None, resource: str, name: str | None = None) -> str:
+    """Path in the core group."""
+    return _path(CORE, namespace, resource, name)
+
+
+def lease_path(namespace: str, name: str | None = None) -> str:
+    """Path of a Lease."""
+    return _path(LEASES, namespace, "leases", name)
+
+
+def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:
+    where = f"/namespaces/{quote(namespace)}" if namespace else ""
+    return f"{root}{where}/{resource}" + (f"/{quote(name)}" if name else "")

@@ -1,0 +1,48 @@
+"""How the process reaches the API server: one configuration for the client and, in kopf's words, for the watches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import kopf
+from kubernetes.aio import config
+from kubernetes.aio.client import Configuration
+
+SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
+
+
+class ConnectionFailedError(Exception):
+    """No usable configuration; the message names what was tried and the fix."""
+
+
+async def load_configuration(kubeconfig: Path | None) -> Configuration:
+    """The configuration from `kubeconfig`; without one, from the pod's service account, else from the usual kubeconfig.
+
+    Raises:
+        ConnectionFailedError: it cannot be read.
+    """
+    configuration = Configuration()
+    try:
+        if kubeconfig is None and SERVICE_HOST in os.environ:
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            path = str(kubeconfig) if kubeconfig is not None else config.KUBE_CONFIG_DEFAULT_LOCATION
+            await config.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
+    except (config.ConfigException, OSError, ValueError) as error:
+        raise ConnectionFailedError(f"cannot find the cluster: {error}; give --kubeconfig FILE") from None
+    return configuration
+
+
+async def as_kopf(configuration: Configuration) -> kopf.ConnectionInfo:
+    """The same connection for kopf, with the token of this moment."""
+    token = await configuration.get_api_key_with_prefix("BearerToken")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        scheme="Bearer" if token else None,
+        token=token.split(" ", 1)[-1] if token else None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+    )

@@ -1,0 +1,1 @@
+"""The coordinator: tells worker agents the mesh generation and hears from them how training stands."""

@@ -1,0 +1,187 @@
+"""What agents told about one job, and what they are to be told: in memory, and never the truth.
+
+All of it comes again by itself after a restart of the operator: agents poll and report every few seconds, and the mesh
+document is rebuilt from the job's status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from meshwright.protocol import MeshDocument, MeshRequest, WorkerReport, WorkerState
+
+# An agent whose poll ended is expected back at once; after this long it counts as away.
+AWAY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """An agent that waits for the next generation."""
+
+    incarnation: int
+    address: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A worker's last report."""
+
+    report: WorkerReport
+    age: float
+    """Seconds since it arrived."""
+    failing_for: float
+    """Seconds since the first report of this failure; 0 when the state is not Failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """What is known of a job's agents at one moment."""
+
+    hellos: Mapping[int, Hello] = field(default_factory=dict)
+    """By worker index: present and free to start a new generation."""
+    reports: Mapping[int, Heard] = field(default_factory=dict)
+    """By worker index, of every generation."""
+    newest_generation: int = 0
+    """The highest generation any agent ever named."""
+
+
+@dataclass(slots=True)
+class _Presence:
+    request: MeshRequest
+    polls: int = 0
+    """Polls open now."""
+    seen: float = 0.0
+    """When the last one opened or ended."""
+
+
+@dataclass(slots=True)
+class _Report:
+    report: WorkerReport
+    arrived: float
+    failed_since: float | None
+
+
+class Board:
+    """One job's agents and the mesh document they wait for."""
+
+    def __init__(self) -> None:
+        self.document: MeshDocument | None = None
+        """The generation in effect; None while none is, or while the next one is being formed."""
+        self.generation = 0
+        """The newest generation that was announced."""
+        self._incarnations: Mapping[int, int] = {}
+        self._closed = False
+        self._published = False
+        self._presences: dict[int, _Presence] = {}
+        self._reports: dict[int, _Report] = {}
+        self._newest = 0
+        self._changed = asyncio.Condition()
+
+    async def publish(
+        self,
+        document: MeshDocument | None,
+        incarnations: Mapping[int, int],
+        *,
+        generation: int = 0,
+        closed: bool = False,
+    ) -> None:
+        """Sets what agents are told, and wakes those that wait.
+
+        Args:
+            document: the generation in effect.
+            incarnations: current incarnation of every worker the job has.
+            generation: the newest generation that was announced, in effect or not.
+            closed: the job wants no pods (any more).
+        """
+        self.generation = generation
+        same = (document, incarnations, closed) == (self.document, self._incarnations, self._closed)
+        if same and self._published:
+            return
+        self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
+        async with self._changed:
+            self._changed.notify_all()
+
+    def superseded(self, worker: int, incarnation: int) -> bool:
+        """Whether this agent's pod is none of the job's (any more)."""
+        if not self._published:
+            return False
+        current = self._incarnations.get(worker)
+        return self._closed or current is None or incarnation < current
+
+    @contextmanager
+    def polling(self, request: MeshRequest) -> Iterator[None]:
+        """Counts the agent as present while its poll is open."""
+        presence = self._presences.get(request.worker)
+        if presence is None or presence.request != request:
+            presence = self._presences[request.worker] = _Presence(request, presence.polls if presence else 0)
+        presence.polls += 1
+        presence.seen = time.monotonic()
+        self._newest = max(self._newest, request.generation)
+        try:
+            yield
+        finally:
+            # The agent may have said something new meanwhile: then the newer presence holds the count.
+            current = self._presences.get(request.worker, presence)
+            current.polls = max(0, current.polls - 1)
+            current.seen = time.monotonic()
+
+    async def newer(self, request: MeshRequest) -> MeshDocument | None:
+        """The document if it is newer than the agent's generation, once it is; None when superseded or time is up."""
+
+        def done() -> bool:
+            document = self.document
+            newer = document is not None and document.generation > request.generation
+            return newer or self.superseded(request.worker, request.incarnation)
+
+        try:
+            async with asyncio.timeout(request.wait_seconds), self._changed:
+                await self._changed.wait_for(done)
+        except TimeoutError:
+            return None
+        if self.superseded(request.worker, request.incarnation):
+            return None
+        # From now on its store port is in use: it must say hello again before it counts for the next generation.
+        self._presences.pop(request.worker, None)
+        return self.document
+
+    def hear(self, report: WorkerReport) -> bool:
+        """Takes a report; whether it tells something that wants a decision, rather than plain progress."""
+        old = self._reports.get(report.worker)
+        now = time.monotonic()
+        self._newest = max(self._newest, report.generation)
+        if old is not None and (old.report.incarnation, old.report.generation) > (
+            report.incarnation,
+            report.generation,
+        ):
+            return False
+        failed_since = None
+        if report.state is WorkerState.FAILED:
+            again = old is not None and old.report.generation == report.generation and old.failed_since is not None
+            failed_since = old.failed_since if old is not None and again else now
+        self._reports[report.worker] = _Report(report, now, failed_since)
+        return old is None or _telling(old.report) != _telling(report)
+
+    def agents(self) -> Agents:
+        """What is known now."""
+        now = time.monotonic()
+        hellos = {
+            worker: Hello(p.request.incarnation, p.request.address, p.request.store_port)
+            for worker, p in self._presences.items()
+            if p.polls > 0 or now - p.seen <= AWAY_SECONDS
+        }
+        reports = {
+            worker: Heard(r.report, now - r.arrived, now - r.failed_since if r.failed_since is not None else 0.0)
+            for worker, r in self._reports.items()
+        }
+        return Agents(hellos, reports, self._newest)
+
+
+def _telling(report: WorkerReport) -> tuple[object, ...]:
+    """The parts of a report on which a decision may depend."""
+    phases = tuple((phase.name, phase.seconds) for phase in report.phases)
+    return report.incarnation, report.generation, report.state, report.failure, report.message, phases

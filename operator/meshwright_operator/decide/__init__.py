@@ -1,0 +1,1 @@
+"""Decisions: pure functions of what was observed. Each policy has its own module."""

@@ -1,0 +1,65 @@
+"""The job's conditions, so that kstatus-style tools see the truth: running, done or suspended is Ready; failed or
+impossible is Stalled; anything on its way is Reconciling, and never Reconciling and Stalled at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find, with_condition
+from meshwright.api.status import Condition, ParallelTrainingJobStatus
+from meshwright_operator.clock import format_time
+
+MESSAGE_LIMIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where the job stands, in one word and one sentence."""
+
+    reason: str
+    message: str
+    ready: bool = False
+    stalled: bool = False
+
+    @property
+    def reconciling(self) -> bool:
+        """Whether the operator works on changing it."""
+        return not self.ready and not self.stalled
+
+
+def set_condition(
+    status: ParallelTrainingJobStatus, kind: str, value: str, reason: str, message: str, generation: int, now: datetime
+) -> None:
+    """Puts one condition in its place in `status`."""
+    status.conditions = with_condition(
+        status.conditions,
+        Condition(
+            type=kind,
+            status=value,
+            observed_generation=generation,
+            last_transition_time=format_time(now),
+            reason=reason,
+            message=message[:MESSAGE_LIMIT],
+        ),
+    )
+
+
+def set_situation(status: ParallelTrainingJobStatus, situation: Situation, generation: int, now: datetime) -> None:
+    """Ready, Reconciling and Stalled after `situation`; every other condition the API promises exists afterwards."""
+    for kind, value in (
+        (names.READY, situation.ready),
+        (names.RECONCILING, situation.reconciling),
+        (names.STALLED, situation.stalled),
+    ):
+        message = situation.message if value or kind == names.READY else ""
+        set_condition(status, kind, str(value), situation.reason, message, generation, now)
+    if find(status.conditions, names.PLACED) is None:
+        set_condition(status, names.PLACED, "Unknown", "NotPlacedYet", "", generation, now)
+    for kind in (names.COMPLETE, names.FAILED, names.SUSPENDED):
+        if find(status.conditions, kind) is None:
+            set_condition(status, kind, "False", f"Not{kind}", "", generation, now)
+    # What did not change now still holds for this generation of the object.
+    status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]

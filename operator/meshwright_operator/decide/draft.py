@@ -1,0 +1,108 @@
+"""A decision in the making: the next status, and what to do once that status is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
+from meshwright_operator.decide import conditions, lifecycle, recovery
+from meshwright_operator.decide.gang import Place
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.events import WARNING, Note
+from meshwright_operator.pods import Pod
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is to become of the job. Everything but `status` happens only after `status` is persisted."""
+
+    observed: Observed
+    status: ParallelTrainingJobStatus
+    notes: list[Note] = field(default_factory=list)
+    """Events to post."""
+    delete: list[Pod] = field(default_factory=list)
+    """Pods to delete."""
+    ungate: list[Pod] = field(default_factory=list)
+    """Pods whose gang gate comes off."""
+    create: list[int] = field(default_factory=list)
+    """Workers whose pods are to be made as `status.placement` says."""
+    place: Place | None = None
+    """Workers to find nodes for before `status` is written."""
+    delete_job: bool = False
+    requeue: float | None = None
+    """Look again after so many seconds, whatever happens meanwhile."""
+
+    @classmethod
+    def of(cls, observed: Observed) -> Draft:
+        """A draft that changes nothing yet."""
+        status = observed.status.model_copy(deep=True)
+        status.observed_generation = observed.generation
+        return cls(observed, status)
+
+    @property
+    def mesh(self) -> MeshStatus:
+        """`status.mesh`, made when it is not there."""
+        if self.status.mesh is None:
+            self.status.mesh = MeshStatus()
+        return self.status.mesh
+
+    def situation(self, reason: str, message: str, *, ready: bool = False, stalled: bool = False) -> None:
+        """Sets Ready, Reconciling and Stalled."""
+        found = conditions.Situation(reason, message, ready=ready, stalled=stalled)
+        conditions.set_situation(self.status, found, self.observed.generation, self.observed.now)
+
+    def condition(self, kind: str, value: bool, reason: str, message: str = "") -> None:
+        """Sets one other condition."""
+        conditions.set_condition(
+            self.status, kind, str(value), reason, message, self.observed.generation, self.observed.now
+        )
+
+    def note(self, reason: str, message: str, kind: str = "Normal") -> None:
+        """Adds an event."""
+        self.notes.append(Note(reason, message, kind))
+
+    def again_in(self, seconds: float | None) -> None:
+        """Looks again after `seconds` at the latest."""
+        if seconds is not None:
+            self.requeue = seconds if self.requeue is None else min(self.requeue, seconds)
+
+    def delete_live_pods(self) -> None:
+        """Every pod that still runs and is not going yet is to go."""
+        self.delete += [pod for pod in self.observed.live_pods if not pod.deleting]
+
+    def count_restart(self, cause: str) -> None:
+        """Counts one restart, toward the limit too if its cause is the job's own."""
+        counts = {entry.cause: entry.count for entry in self.status.restarts}
+        counts[cause] = counts.get(cause, 0) + 1
+        self.status.restarts = [RestartStatus(cause=name, count=count) for name, count in counts.items()]
+        self.status.restart_count += 1
+        if cause in recovery.COUNTED:
+            self.status.restarts_toward_limit += 1
+
+    def over_limit(self) -> bool:
+        """Whether one more restart that counts is more than `recovery.maxRestarts` allows."""
+        return self.status.restarts_toward_limit + 1 > self.observed.spec.recovery.max_restarts
+
+    def fail(self, reason: str, message: str) -> None:
+        """The job has failed for good: its pods go and it stays as it is."""
+        self.condition("Failed", True, reason, message)
+        self.situation(reason, message, stalled=True)
+        self._finish()
+        self.note("Failed", f"{reason}: {message}", WARNING)
+        self.delete_live_pods()
+
+    def complete(self, message: str) -> None:
+        """The run is over and well."""
+        self.condition("Complete", True, "Completed", message)
+        self.situation("Completed", message, ready=True)
+        self.status.eta_seconds = None
+        self._finish()
+        self.note("Completed", message)
+
+    def _finish(self) -> None:
+        lifecycle.pause(self.status, self.observed.now)
+        self.status.completion_time = conditions.format_time(self.observed.now)
+        self.status.ready_ranks = f"0/{self.observed.plan.layout.world_size}"
+        if self.status.mesh is not None:
+            self.mesh.pending_cause = ""
+            self.mesh.pending_since = None

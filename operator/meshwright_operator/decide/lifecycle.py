@@ -1,0 +1,45 @@
+"""The job's life beside training: how long it was active, its deadline, its end and how long it is kept after that."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import is_true
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.clock import format_time, parse_time, seconds_since
+
+
+def finished(status: ParallelTrainingJobStatus) -> bool:
+    """Whether the job has ended, well or badly. Nothing starts it again."""
+    return is_true(status.conditions, names.COMPLETE) or is_true(status.conditions, names.FAILED)
+
+
+def begin(status: ParallelTrainingJobStatus, now: datetime) -> None:
+    """The job gets its pods: the first time its clock starts, after a suspension it goes on."""
+    if status.start_time is None:
+        status.start_time = format_time(now)
+    if status.active_since is None:
+        status.active_since = format_time(now)
+
+
+def pause(status: ParallelTrainingJobStatus, now: datetime) -> None:
+    """Stops the job's clock."""
+    status.active_seconds += int(seconds_since(status.active_since, now))
+    status.active_since = None
+
+
+def deadline_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
+    """Seconds until `spec.activeDeadlineSeconds` is reached, below 0 afterwards; None when the clock does not run."""
+    if spec.active_deadline_seconds is None or parse_time(status.active_since) is None:
+        return None
+    return spec.active_deadline_seconds - status.active_seconds - seconds_since(status.active_since, now)
+
+
+def keep_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
+    """Seconds until a finished job is deleted, below 0 when it is time; None when it is kept for ever."""
+    ended = parse_time(status.completion_time)
+    if spec.ttl_seconds_after_finished is None or ended is None:
+        return None
+    return spec.ttl_seconds_after_finished - (now - ended).total_seconds()

@@ -1,0 +1,55 @@
+"""Mesh generations: forming the next one, and the document that tells agents about the one in effect."""
+
+from __future__ import annotations
+
+from meshwright.api.status import MeshStatus
+from meshwright.protocol import MeshDocument, MeshMember
+from meshwright_operator.clock import format_time
+from meshwright_operator.decide.observed import Observed
+
+
+def form(observed: Observed, cause: str) -> MeshStatus:
+    """The next generation: one more than any that status or an agent ever named; rank 0's agent holds its store port.
+
+    Every worker must run and have said hello.
+    """
+    master = observed.workers[0].pod
+    hello = observed.agents.hellos[0]
+    assert master is not None
+    return MeshStatus(
+        generation=max(observed.mesh.generation, observed.agents.newest_generation) + 1,
+        master=f"{master.address}:{hello.store_port}",
+        started_time=format_time(observed.now),
+        cause=cause,
+    )
+
+
+def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
+    """The document of the generation in effect, from what is persisted and the pods' addresses.
+
+    None while no generation is in effect, or when a pod or address is not known (any more).
+    """
+    address, _, port = mesh.master.rpartition(":")
+    if mesh.generation == 0 or mesh.pending_cause or not port.isdigit():
+        return None
+    members = []
+    for worker, ranks in zip(observed.workers, observed.plan.workers, strict=True):
+        if worker.pod is None or not worker.pod.address:
+            return None
+        members.append(
+            MeshMember(
+                worker=worker.index,
+                incarnation=worker.incarnation,
+                address=worker.pod.address,
+                first_rank=ranks.start,
+                ranks=len(ranks),
+            )
+        )
+    return MeshDocument(
+        generation=mesh.generation,
+        world_size=observed.plan.layout.world_size,
+        master_address=address,
+        master_port=int(port),
+        members=members,
+        run=observed.plan.run_config(observed.spec),
+    )

@@ -1,0 +1,82 @@
+"""How training stands, from the agents' reports, in the form and within the bounds of the job's status.
+
+Reports come from a tenant's pod: a number out of bounds is left out here, so that the API server never refuses the
+whole status because of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import ValidationError
+
+from meshwright.api.status import CheckpointStatus, ParallelTrainingJobStatus
+from meshwright.protocol import Progress, WorkerReport
+from meshwright.protocol import WorkerState as AgentState
+from meshwright_operator.clock import format_time, parse_time
+from meshwright_operator.decide.observed import Observed, WorkerState
+
+LARGEST = (1 << 53) - 1
+
+THROTTLED = ("step", "loss", "tokens_per_second", "eta_seconds", "checkpoint")
+"""Fields of status that only tell progress: written at most every few seconds."""
+
+
+def note_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
+    """Takes step, loss, throughput and checkpoint from the last report of rank 0's worker of this generation."""
+    training = observed.spec.training
+    status.total_steps = training.steps if training is not None else None
+    heard = observed.agents.reports.get(0)
+    if heard is None or heard.report.generation != observed.mesh.generation:
+        return
+    if heard.report.progress is not None:
+        _note_step(heard.report.progress, status)
+    _note_checkpoint(observed, heard.report, status)
+
+
+def count_ranks(observed: Observed) -> tuple[int, int]:
+    """Ranks that train, and ranks whose agent has not been heard since the operator started."""
+    training = unknown = 0
+    for worker in observed.workers:
+        ranks = observed.plan.gpus_per_worker
+        heard = observed.agents.reports.get(worker.index)
+        if worker.state is WorkerState.SUCCEEDED:
+            training += ranks
+        elif worker.state is not WorkerState.RUNNING:
+            continue
+        elif heard is None or (heard.report.generation, heard.report.incarnation) != (
+            observed.mesh.generation,
+            worker.incarnation,
+        ):
+            unknown += 0 if heard is not None else ranks
+        elif heard.report.state in (AgentState.RUNNING, AgentState.COMPLETE):
+            training += ranks
+    return training, unknown
+
+
+def _note_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
+    step = _count(progress.step)
+    if step is None:
+        return
+    status.step = step
+    status.loss = f"{progress.loss:.6g}"[:32]
+    status.tokens_per_second = _count(progress.tokens_per_second)
+    left = (status.total_steps - step) if status.total_steps is not None else None
+    status.eta_seconds = _count(left * progress.step_seconds) if left is not None else None
+
+
+def _note_checkpoint(observed: Observed, report: WorkerReport, status: ParallelTrainingJobStatus) -> None:
+    commit = report.checkpoint
+    if commit is None or (status.checkpoint is not None and status.checkpoint.step == commit.step):
+        return
+    moment = parse_time(commit.time) or observed.now
+    try:
+        status.checkpoint = CheckpointStatus(step=commit.step, time=format_time(moment), path=commit.path)
+    except ValidationError:
+        return
+
+
+def _count(value: float) -> int | None:
+    if not math.isfinite(value) or not 0 <= value <= LARGEST:
+        return None
+    return int(value)

@@ -1,0 +1,148 @@
+"""What is wrong with a mesh generation, and whose fault it is: the pod's, a rank's or nobody's.
+
+A rank that fails is looked at only after a moment: when a pod goes, its peers' connections break first, and that must
+count as a lost pod (which never uses up `recovery.maxRestarts`), not as a failure of the ranks that noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.protocol import FailureKind
+from meshwright.protocol import WorkerState as AgentState
+from meshwright_operator.clock import parse_time
+from meshwright_operator.coordinator.board import Heard
+from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+
+START = "Start"
+RESUME = "Resume"
+POD_LOST = "PodLost"
+POD_FAILED = "PodFailed"
+RANK_FAILURE = "RankFailure"
+SPEC_CHANGED = "SpecChanged"
+
+COUNTED = frozenset({POD_FAILED, RANK_FAILURE})
+"""Causes that count toward `recovery.maxRestarts`."""
+
+SETTLE_SECONDS = 2.0
+PEER_LOST_SETTLE_SECONDS = 10.0
+LONGEST_BACKOFF_SECONDS = 60.0
+
+GONE = frozenset({WorkerState.MISSING, WorkerState.ENDING, WorkerState.DISRUPTED, WorkerState.LOST})
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """The generation is over."""
+
+    cause: str
+    message: str
+    """What happened, for people."""
+    detected_in: float = 0.0
+    """Seconds from the first sign to this verdict."""
+    lost: tuple[Worker, ...] = ()
+    """Workers on nodes that are down, whose pods must be given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """Something failed; wait before judging."""
+
+    seconds: float
+
+
+def diagnose(observed: Observed) -> Break | Settling | None:
+    """What ended the current generation; None while it holds."""
+    gone = [worker for worker in observed.workers if worker.state in GONE]
+    if gone:
+        return Break(POD_LOST, "; ".join(_loss(worker) for worker in gone[:3]) + _more(gone, 3))
+    crashed = [worker for worker in observed.workers if worker.state is WorkerState.CRASHED]
+    if crashed:
+        return Break(POD_FAILED, "; ".join(_crash(worker) for worker in crashed[:3]) + _more(crashed, 3))
+    return _failed_ranks(observed)
+
+
+def _failed_ranks(observed: Observed) -> Break | Settling | None:
+    failing = failures(observed)
+    if not failing:
+        return None
+    down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is WorkerState.RUNNING)
+    if down:
+        named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
+        return Break(POD_LOST, f"the node is down: {named}", lost=down)
+    root = [heard for heard in failing.values() if heard.report.failure is not FailureKind.PEER_LOST]
+    oldest = max(heard.failing_for for heard in failing.values())
+    wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
+    if oldest < wait:
+        return Settling(wait - oldest)
+    worker, heard = max(failing.items(), key=lambda item: (item[1] in root, item[1].failing_for))
+    return Break(RANK_FAILURE, f"worker {worker}: {heard.report.message or 'a rank failed'}", detected_in=oldest)
+
+
+def failures(observed: Observed) -> dict[int, Heard]:
+    """Reports of failed ranks in the generation in effect, by worker index."""
+    return {
+        worker.index: heard
+        for worker in observed.workers
+        if (heard := observed.agents.reports.get(worker.index)) is not None
+        and heard.report.state is AgentState.FAILED
+        and heard.report.generation == observed.mesh.generation
+        and heard.report.incarnation == worker.incarnation
+    }
+
+
+def fresh_crashes(observed: Observed) -> list[Worker]:
+    """Workers that ended by themselves while the next generation was being formed: no earlier verdict counted them.
+
+    Ending well counts too: without a generation there was nothing to complete, and a container that exits at once must
+    not be started for ever.
+    """
+    since = parse_time(observed.mesh.pending_since)
+    return [
+        worker
+        for worker in observed.workers
+        if worker.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)
+        and worker.pod is not None
+        and (since is None or worker.pod.ended is None or worker.pod.ended > since)
+    ]
+
+
+def crash_wait(observed: Observed, crashed: list[Worker]) -> float:
+    """Seconds to wait before crashed pods are replaced: growing, and long enough to see who else crashes."""
+    ends = [worker.pod.ended for worker in crashed if worker.pod is not None and worker.pod.ended is not None]
+    if not ends:
+        return 0.0
+    wait = min(SETTLE_SECONDS * 2.0 ** min(observed.status.restarts_toward_limit, 10), LONGEST_BACKOFF_SECONDS)
+    return max(0.0, wait - (observed.now - max(ends)).total_seconds())
+
+
+def backoff_seconds(counted: int) -> float:
+    """How long to wait before the start that follows the `counted`-th restart that counts: 0, 2, 4, ... 60."""
+    return 0.0 if counted <= 1 else min(2.0 ** min(counted - 1, 10), LONGEST_BACKOFF_SECONDS)
+
+
+def crash_message(workers: list[Worker]) -> str:
+    """Which workers crashed and how."""
+    return "; ".join(_crash(worker) for worker in workers[:3]) + _more(workers, 3)
+
+
+def _loss(worker: Worker) -> str:
+    pod = worker.pod.name if worker.pod else f"the pod of worker {worker.index}"
+    happened = {
+        WorkerState.MISSING: "is gone",
+        WorkerState.ENDING: "is being deleted",
+        WorkerState.DISRUPTED: "was stopped",
+        WorkerState.LOST: f"was lost with node {worker.node}",
+    }[worker.state]
+    return f"{pod} {happened}"
+
+
+def _crash(worker: Worker) -> str:
+    code = worker.pod.exit_code if worker.pod else None
+    name = worker.pod.name if worker.pod else f"worker {worker.index}"
+    return f"{name} ended with exit code {code}" if code is not None else f"{name} failed"
+
+
+def _more(items: object, shown: int) -> str:
+    count = len(items) if isinstance(items, list | tuple) else 0
+    return f" and {count - shown} more" if count > shown else ""

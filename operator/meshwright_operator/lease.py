@@ -1,0 +1,133 @@
+"""Leadership by a Lease: one operator acts, another may wait.
+
+Every call has its own time limit, the clock is monotonic, and a leader that could not renew for two thirds of the lease
+gives up before anybody else may take it. What remains of an overlap is harmless: status writes carry the
+resourceVersion they were decided on, and names of pods are functions of what was persisted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from meshwright_operator.clock import format_micro_time, utc_now
+from meshwright_operator.cluster import ApiError, Cluster, lease_path
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+
+class LeaseLostError(Exception):
+    """This process leads no longer and must end."""
+
+
+class Lease:
+    """One Lease object and this process's claim to it."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str, identity: str, seconds: float) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._seconds = seconds
+        self._object: Object | None = None
+        self._seen: tuple[object, float] = (None, 0.0)
+        self._renewed = 0.0
+
+    async def acquire(self) -> None:
+        """Waits until this process leads."""
+        told = ""
+        while True:
+            try:
+                async with asyncio.timeout(self._seconds / 3):
+                    holder = await self._try()
+            except (ApiError, TimeoutError) as error:
+                log.warning("cannot reach the lease", extra={"error": str(error) or "timed out"})
+                holder = "?"
+            if not holder:
+                log.info("leading", extra={"lease": self._name, "identity": self._identity})
+                return
+            if holder not in (told, "?"):
+                log.info("another operator leads", extra={"lease": self._name, "holder": holder})
+                told = holder
+            await asyncio.sleep(min(2.0, self._seconds / 5))
+
+    async def keep(self) -> None:
+        """Renews for ever.
+
+        Raises:
+            LeaseLostError: another process leads, or it could not be renewed for two thirds of the lease.
+        """
+        while True:
+            await asyncio.sleep(self._seconds / 5)
+            try:
+                async with asyncio.timeout(self._seconds / 5):
+                    holder = await self._try()
+            except (ApiError, TimeoutError) as error:
+                log.warning("the lease was not renewed", extra={"error": str(error) or "timed out"})
+            else:
+                if holder:
+                    raise LeaseLostError(f"{holder} leads now")
+            if time.monotonic() - self._renewed > self._seconds * 2 / 3:
+                raise LeaseLostError(f"the lease was not renewed for {self._seconds * 2 / 3:.0f} s")
+
+    async def release(self) -> None:
+        """Gives the lease back, so that the next leader need not wait; failing to is harmless."""
+        if self._object is None or self._object["spec"].get("holderIdentity") != self._identity:
+            return
+        try:
+            async with asyncio.timeout(2):
+                await self._write({"holderIdentity": "", "leaseDurationSeconds": 1})
+        except (ApiError, TimeoutError) as error:
+            log.info("the lease was not released", extra={"error": str(error) or "timed out"})
+
+    async def _try(self) -> str:
+        """Takes or renews the lease; the holder when it is somebody else's."""
+        started = time.monotonic()
+        try:
+            self._object = await self._cluster.get(lease_path(self._namespace, self._name))
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            self._object = None
+        spec = (self._object or {}).get("spec") or {}
+        holder = str(spec.get("holderIdentity") or "")
+        if holder and holder != self._identity and not self._expired(spec):
+            return holder
+        fields = {"holderIdentity": self._identity, "leaseDurationSeconds": max(1, round(self._seconds))}
+        if holder != self._identity:
+            fields["acquireTime"] = format_micro_time(utc_now())
+            fields["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + (1 if self._object else 0)
+        try:
+            await self._write(fields)
+        except ApiError as error:
+            if error.code == 409:
+                return "?"
+            raise
+        self._renewed = started
+        return ""
+
+    def _expired(self, spec: Object) -> bool:
+        """Whether the holder has not renewed for the lease's time, by this process's clock alone."""
+        mark = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
+        if self._seen[0] != mark:
+            self._seen = (mark, time.monotonic())
+        duration = spec.get("leaseDurationSeconds")
+        return time.monotonic() - self._seen[1] > (duration if isinstance(duration, int) else self._seconds)
+
+    async def _write(self, fields: Object) -> None:
+        now = format_micro_time(utc_now())
+        if self._object is None:
+            body = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": self._name, "namespace": self._namespace},
+                "spec": {**fields, "renewTime": now},
+            }
+            self._object = await self._cluster.create(lease_path(self._namespace), body)
+        else:
+            body = {**self._object, "spec": {**(self._object.get("spec") or {}), **fields, "renewTime": now}}
+            self._object = await self._cluster.replace(lease_path(self._namespace, self._name), body)

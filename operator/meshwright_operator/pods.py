@@ -1,0 +1,146 @@
+"""A worker pod as decisions see it: read once from the raw object, whatever shape that has.
+
+Worker index and incarnation are read from the pod's name, which cannot be edited, not from its labels, which can. Whose
+pod it is says the controlling ownerReference's uid: a pod that merely carries the operator's labels is nobody's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from meshwright.api.labels import GANG_GATE, LABEL_JOB, LABEL_REVISION, WORKER_CONTAINER
+from meshwright.planner.pods import node_of
+from meshwright_operator.clock import parse_time
+
+NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$")
+
+# Reasons of a Failed pod that are somebody else's doing: the node, the kubelet, the scheduler.
+DISRUPTION_REASONS = frozenset(
+    {"Evicted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "Preempting", "Preempted", "UnexpectedAdmissionError",
+     "OutOfcpu", "OutOfmemory", "OutOfpods", "NodeAffinity", "DeadlineExceeded"}
+)  # fmt: skip
+SIGTERM_EXIT = 143
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One worker pod."""
+
+    name: str
+    namespace: str
+    uid: str
+    version: int
+    """`metadata.resourceVersion` as a number; 0 when it is none."""
+    job: str
+    owner: str
+    """uid of the controlling owner; empty when it has none."""
+    worker: int
+    incarnation: int
+    revision: str
+    gates: tuple[str, ...]
+    """Scheduling gates, all of them."""
+    node: str
+    """Node it is bound or pinned to; empty when any."""
+    bound: bool
+    phase: str
+    address: str
+    """IP address; empty before it has one."""
+    created: datetime | None
+    deleting: bool
+    disrupted: bool
+    """It ended, and not by its own doing: evicted, preempted, its node shut down, told to stop."""
+    exit_code: int | None
+    ended: datetime | None
+    """When its container ended."""
+    problem: str
+    """Why its container does not start or it is not scheduled, as `Reason: message`; empty when nothing is wrong."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the gang's gate still holds it."""
+        return GANG_GATE in self.gates
+
+    @property
+    def terminal(self) -> bool:
+        """Whether every process of it has ended."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+def read_pod(obj: Mapping[str, Any]) -> Pod | None:
+    """The worker pod in this raw object; None when it is none or too malformed to be one."""
+    try:
+        return _read(obj)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _read(obj: Mapping[str, Any]) -> Pod | None:
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    match = NAME.match(metadata["name"])
+    labels = metadata.get("labels") or {}
+    job = labels.get(LABEL_JOB)
+    if match is None or not job or match["job"] != job:
+        return None
+    version = str(metadata.get("resourceVersion", ""))
+    exit_code = _exit_code(status)
+    return Pod(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", ""),
+        uid=metadata["uid"],
+        version=int(version) if version.isdigit() else 0,
+        job=job,
+        owner=next((r["uid"] for r in metadata.get("ownerReferences") or () if r.get("controller")), ""),
+        worker=int(match["worker"]),
+        incarnation=int(match["incarnation"]),
+        revision=labels.get(LABEL_REVISION, ""),
+        gates=tuple(gate["name"] for gate in spec.get("schedulingGates") or ()),
+        node=node_of(obj, {}) or "",
+        bound=bool(spec.get("nodeName")),
+        phase=status.get("phase") or "Pending",
+        address=status.get("podIP") or "",
+        created=parse_time(metadata.get("creationTimestamp")),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        disrupted=_disrupted(metadata, status, exit_code),
+        exit_code=exit_code,
+        ended=parse_time((_container(status).get("terminated") or {}).get("finishedAt")),
+        problem=_problem(status),
+    )
+
+
+def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    for container in status.get("containerStatuses") or ():
+        if container.get("name") == WORKER_CONTAINER:
+            return dict(container.get("state") or {})
+    return {}
+
+
+def _exit_code(status: Mapping[str, Any]) -> int | None:
+    terminated = _container(status).get("terminated") or {}
+    code = terminated.get("exitCode")
+    return code if isinstance(code, int) else None
+
+
+def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code: int | None) -> bool:
+    if status.get("phase") != "Failed":
+        return False
+    target = any(
+        c.get("type") == "DisruptionTarget" and c.get("status") == "True" for c in status.get("conditions") or ()
+    )
+    told = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
+    return told or target or status.get("reason") in DISRUPTION_REASONS
+
+
+def _problem(status: Mapping[str, Any]) -> str:
+    waiting = _container(status).get("waiting") or {}
+    reason = waiting.get("reason", "")
+    if reason and reason not in ("ContainerCreating", "PodInitializing"):
+        return f"{reason}: {waiting.get('message') or 'the container does not start'}"
+    for condition in status.get("conditions") or ():
+        if (condition.get("type"), condition.get("status")) == ("PodScheduled", "False"):
+            if condition.get("reason") == "Unschedulable":
+                return f"Unschedulable: {condition.get('message') or 'no node takes the pod'}"
+    return ""

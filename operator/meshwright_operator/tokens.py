@@ -1,0 +1,60 @@
+"""Tokens of the coordinator: an HMAC of the job's identity, so that nothing about them is stored or read back.
+
+The token of a job reaches its pods in a secret that the operator writes and never reads. An operator that restarts with
+the same key file computes the same tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+KEY_BYTES = 32
+
+
+class KeyFileError(Exception):
+    """The key file cannot be used; the message names it and the fix."""
+
+
+class Tokens:
+    """Derives and checks the tokens of all jobs from one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def token(self, namespace: str, name: str, uid: str) -> str:
+        """The token of this job: 43 URL-safe characters."""
+        message = "\0".join(("meshwright-coordinator-v1", namespace, name, uid)).encode()
+        return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
+
+    def valid(self, token: str, namespace: str, name: str, uid: str) -> bool:
+        """Whether `token` is this job's; takes the same time whatever differs."""
+        return hmac.compare_digest(token.encode(), self.token(namespace, name, uid).encode())
+
+
+def load_key(path: Path) -> bytes:
+    """The key in `path`, which is made with a random key, readable by its owner alone, if it does not exist.
+
+    Raises:
+        KeyFileError: it cannot be read or made, or holds fewer than 32 bytes.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise KeyFileError(f"cannot make the key file {path}: {error.strerror}; give another --key-file") from None
+    else:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_hex(KEY_BYTES).encode())
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
+    if len(key) < KEY_BYTES:
+        raise KeyFileError(f"the key file {path} holds {len(key)} bytes; it must hold at least {KEY_BYTES}")
+    return key

@@ -1,0 +1,216 @@
+"""Real agents that run a user's command, against a real coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.protocol import FailureKind, WorkerState
+from tests.agent.support import AgentProcess, Coordinator, alive, command_run, mesh, until
+
+StartAgent = Callable[..., AgentProcess]
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist, os
+dist.init_process_group("gloo")
+x = torch.full((4,), float(os.environ["RANK"]))
+dist.all_reduce(x)
+print("sum", x[0].item(), "coordinates", os.environ["MESHWRIGHT_DATA_PARALLEL_RANK"])
+assert "MESHWRIGHT_TOKEN" not in os.environ
+dist.destroy_process_group()
+"""
+SLEEP = "import time, sys; print('asleep', flush=True); time.sleep(600)"
+
+
+def python(source: str) -> list[str]:
+    return [sys.executable, "-c", source]
+
+
+async def start_generation(
+    coordinator: Coordinator, number: int, source: str, *, workers: int = 1, ranks_each: int = 2
+) -> None:
+    hellos = await coordinator.gang(workers, above=number - 1)
+    coordinator.announce(mesh(number, command_run(python(source), workers * ranks_each), hellos, ranks_each))
+
+
+async def reported(coordinator: Coordinator, state: WorkerState, generation: int, worker: int = 0) -> None:
+    def there() -> bool:
+        report = coordinator.last(worker)
+        return report is not None and report.state is state and report.generation == generation
+
+    await until(there, 30, lambda: f"{coordinator.last(worker)}")
+
+
+@pytest.mark.slow
+async def test_two_pods_meet_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agents = [start_agent(worker) for worker in range(2)]
+    await start_generation(coordinator, 1, ALL_REDUCE, workers=2)
+    assert [await agent.exit_code(60) for agent in agents] == [0, 0]
+    for agent, ranks in zip(agents, ([0, 1], [2, 3]), strict=True):
+        for rank in ranks:
+            assert f"[rank {rank}] sum 6.0 coordinates {rank}" in agent.log
+        assert coordinator.states(agent.worker)[-1] is WorkerState.COMPLETE
+
+
+async def test_a_killed_rank_fails_the_generation_and_the_next_one_works(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    agent = start_agent()
+    await start_generation(coordinator, 1, SLEEP)
+    await reported(coordinator, WorkerState.RUNNING, 1)
+    (_, _, first), (_, _, second) = agent.ranks_started()
+    below = agent.processes()
+    os.kill(second, signal.SIGKILL)
+    await reported(coordinator, WorkerState.FAILED, 1)
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.failure is FailureKind.ERROR
+    assert "rank 1 was killed by SIGKILL" in report.message
+    assert {process.rank for process in report.ranks} == {0, 1}
+    assert all(process.exit_code is not None for process in report.ranks)
+    await until(lambda: not any(alive(pid) for pid in below - {agent.process.pid}), 5)
+    assert not alive(first)
+
+    await start_generation(coordinator, 2, "print('done')")
+    assert await agent.exit_code() == 0
+    assert [(rank, generation) for rank, generation, _ in agent.ranks_started()] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+async def test_the_message_is_the_exception(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    start_agent()
+    await start_generation(coordinator, 1, "raise KeyError('weights')", ranks_each=1)
+    await reported(coordinator, WorkerState.FAILED, 1)
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.message == "rank 0 exited with code 1: KeyError: 'weights'"
+
+
+async def test_a_command_that_does_not_exist_says_so(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    start_agent()
+    hellos = await coordinator.gang(1)
+    coordinator.announce(mesh(1, command_run(["no-such-program"], 1), hellos, 1))
+    await reported(coordinator, WorkerState.FAILED, 1)
+    report = coordinator.last(0)
+    assert report is not None
+    assert "code 127: cannot start 'no-such-program': No such file" in report.message
+
+
+async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+    await start_generation(coordinator, 1, nested)
+    await until(lambda: agent.log.count("asleep") == 2, 20, lambda: agent.log)
+    family = agent.processes()
+    assert len(family) == 1 + 2 * 3  # per rank: the guard, the command, the command's child
+    agent.process.kill()
+    await until(lambda: not any(alive(pid) for pid in family), 5)
+
+
+async def test_a_new_generation_replaces_ranks_that_hang(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+    await start_generation(coordinator, 1, deaf, ranks_each=1)
+    await until(lambda: "asleep" in agent.log, 20)
+    old = agent.processes() - {agent.process.pid}
+    await start_generation(coordinator, 2, SLEEP, ranks_each=1)
+    await reported(coordinator, WorkerState.RUNNING, 2)
+    assert not any(alive(pid) for pid in old)
+
+
+async def test_sigterm_drains(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    saves = """
+import signal, sys, time
+def save(*_):
+    time.sleep(0.5); print("saved", flush=True); sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+""" + SLEEP
+    await start_generation(coordinator, 1, saves)
+    await until(lambda: agent.log.count("asleep") == 2, 20)
+    agent.terminate()
+    agent.terminate()
+    assert await agent.exit_code() == 143
+    assert agent.log.count("saved") == 2
+    assert coordinator.states(0)[-1] is WorkerState.DRAINING
+
+
+async def test_a_drain_ends_before_the_grace_period(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent(MESHWRIGHT_GRACE_SECONDS="2")
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+    await start_generation(coordinator, 1, deaf, ranks_each=1)
+    await until(lambda: "asleep" in agent.log, 20)
+    agent.terminate()
+    assert await agent.exit_code(3.0) == 143
+
+
+async def test_stopped_elsewhere_means_idle(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    await start_generation(coordinator, 1, "import sys; sys.exit(143)")
+    await reported(coordinator, WorkerState.IDLE, 1)
+    await start_generation(coordinator, 2, "print('resumed')")
+    assert await agent.exit_code() == 0
+
+
+async def test_ranks_go_on_while_the_coordinator_is_away(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    ticks = "import time\nfor i in range(600): print('tick', i, flush=True); time.sleep(0.1)"
+    await start_generation(coordinator, 1, ticks, ranks_each=1)
+    await reported(coordinator, WorkerState.RUNNING, 1)
+    await coordinator.stop()
+    heard, seen = len(coordinator.reports), agent.log.count("tick")
+    await asyncio.sleep(2.5)
+    assert agent.log.count("tick") > seen + 10
+    await coordinator.start()
+    await until(lambda: len(coordinator.reports) > heard, 5)
+    assert len(agent.ranks_started()) == 1
+    await start_generation(coordinator, 2, "print('done')", ranks_each=1)
+    assert await agent.exit_code() == 0
+
+
+@pytest.mark.parametrize("with_ranks", [False, True])
+async def test_superseded(coordinator: Coordinator, start_agent: StartAgent, *, with_ranks: bool) -> None:
+    agent = start_agent()
+    await coordinator.gang(1)
+    if with_ranks:
+        await start_generation(coordinator, 1, SLEEP)
+        await until(lambda: agent.log.count("asleep") == 2, 20)
+    family = agent.processes()
+    coordinator.answer_all(410)
+    assert await agent.exit_code(10) == 143
+    await until(lambda: not any(alive(pid) for pid in family), 5)
+
+
+@pytest.mark.parametrize("status", [401, 404])
+async def test_refused_for_long(coordinator: Coordinator, start_agent: StartAgent, status: int) -> None:
+    coordinator.answer_all(status)
+    agent = start_agent(MESHWRIGHT_REJECT_SECONDS="1.5")
+    assert await agent.exit_code(15) == 1
+    assert f"refused this pod for 1.5 s: {status}" in agent.log
+
+
+async def test_refused_for_a_moment(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    coordinator.answer_all(404)
+    agent = start_agent(MESHWRIGHT_REJECT_SECONDS="10")
+    await asyncio.sleep(1.5)
+    coordinator.answer_all(None)
+    await start_generation(coordinator, 1, "print('done')")
+    assert await agent.exit_code() == 0
+
+
+async def test_sigterm_while_waiting_for_the_gang(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    await coordinator.gang(1)
+    agent.terminate()
+    assert await agent.exit_code(5) == 143
+
+
+def test_a_missing_variable_is_named(coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path) -> None:
+    agent = start_agent(MESHWRIGHT_JOB_UID="")
+    assert agent.process.wait(10) == 2
+    assert agent.log == "MESHWRIGHT_JOB_UID is not set: the operator sets it in the worker pod's environment\n"

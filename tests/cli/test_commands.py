@@ -1,0 +1,58 @@
+"""The list of commands, and what happens when an extra is missing."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from meshwright.cli.lazy import LazyCommand, LazyGroup
+from meshwright.cli.main import COMMANDS, main
+
+
+def test_help_lists_every_command_without_importing_it():
+    code = (
+        "import sys; from click.testing import CliRunner; from meshwright.cli.main import main;"
+        "r = CliRunner().invoke(main, ['--help']); print(r.output);"
+        "heavy = {'aiohttp', 'rich', 'yaml', 'pydantic', 'torch'} & set(sys.modules); assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name, entry in COMMANDS.items():
+        assert name in result.stdout
+        assert entry.summary.split()[0] in result.stdout
+
+
+def test_version_names_the_package():
+    result = CliRunner().invoke(main, ["version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("meshwright 0.")
+
+
+def test_unknown_command_is_an_error():
+    result = CliRunner().invoke(main, ["trane"])
+    assert result.exit_code == 2
+    assert "No such command" in result.output
+
+
+def test_missing_dependency_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "needs_absent.py").write_text("import a_package_that_is_absent\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    group = LazyGroup(lazy={"thing": LazyCommand("needs_absent:thing", "A thing.", "local")})
+    result = CliRunner().invoke(group, ["thing"])
+    assert result.exit_code == 1
+    assert "`a_package_that_is_absent`" in result.output
+    assert "pip install 'meshwright[local]'" in result.output
+
+
+def test_a_module_missing_from_meshwright_itself_is_no_installation_advice():
+    group = LazyGroup(lazy={"thing": LazyCommand("meshwright.no_such_module:thing", "A thing.", "local")})
+    result = CliRunner().invoke(group, ["thing"])
+    assert isinstance(result.exception, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_loads_and_has_help(name):
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert isinstance(main.get_command(click.Context(main), name), click.Command)

@@ -1,0 +1,108 @@
+"""A pool of rank processes that run many cases: starting a rank costs seconds, a case costs tenths."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from meshwright.protocol import RunConfig
+from meshwright_worker.task import RankTask
+
+
+class RankFailedError(AssertionError):
+    """A rank raised; the message holds every rank's traceback."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tasks_of(run: RunConfig, checkpoint_dir: str | None = None, data_dir: str | None = None) -> list[RankTask]:
+    world = run.tensor * run.pipeline * run.data_parallel
+    port = free_port()
+    return [
+        RankTask(
+            run=run,
+            generation=1,
+            rank=rank,
+            world_size=world,
+            local_rank=rank,
+            local_world_size=world,
+            worker=0,
+            master_address="127.0.0.1",
+            master_port=port,
+            pod_address="127.0.0.1",
+            checkpoint_dir=checkpoint_dir,
+            data_dir=data_dir,
+        )
+        for rank in range(world)
+    ]
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = (True, function(*arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+class RankPool:
+    """Grows to the largest world asked for; each case uses the first ranks."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["meshwright_worker.train"])
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        run: RunConfig,
+        *arguments: Any,
+        checkpoint_dir: object = None,
+        data_dir: object = None,
+        timeout: float = 60,
+    ) -> list[Any]:
+        """`function(task, *arguments)` on every rank of the run; the answers by rank."""
+        tasks = tasks_of(run, str(checkpoint_dir) if checkpoint_dir else None, str(data_dir) if data_dir else None)
+        while len(self._ranks) < len(tasks):
+            self._start()
+        for task, (_, connection) in zip(tasks, self._ranks, strict=False):
+            connection.send((function, (task, *arguments)))
+        answers = []
+        for task, (_, connection) in zip(tasks, self._ranks, strict=False):
+            if not connection.poll(timeout):
+                self.close()
+                raise RankFailedError(f"rank {task.rank} did not answer within {timeout} s")
+            answers.append(connection.recv())
+        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failures:
+            raise RankFailedError("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._ranks.append((process, ours))
+
+    def close(self) -> None:
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks = []

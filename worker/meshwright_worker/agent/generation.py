@@ -1,0 +1,178 @@
+"""One mesh generation as this worker lives it: what its ranks said and how they ended, folded into one state. Pure."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.protocol import CheckpointCommit, FailureKind, Phase, Progress, RankProcess, WorkerState
+from meshwright_worker import failures, messages
+from meshwright_worker.agent.throughput import Throughput
+from meshwright_worker.task import Outcome, StepReport
+
+# 128 + SIGTERM. A command that ends so says: I saved and stopped because I, or a peer, was told to; run me again.
+EXIT_STOPPED = 143
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank's failure."""
+
+    rank: int
+    kind: FailureKind
+    message: str
+
+
+@dataclass(slots=True)
+class RankView:
+    """What is known of one rank."""
+
+    rank: int
+    pid: int | None = None
+    exit_code: int | None = None
+    running: bool = False
+    outcome: Outcome | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether its process runs."""
+        return self.pid is not None and self.exit_code is None
+
+
+@dataclass(slots=True)
+class Generation:
+    """The local ranks of one generation. Times are monotonic seconds."""
+
+    number: int
+    first_rank: int
+    count: int
+    own_runtime: bool
+    """Whether ranks run Meshwright's runtime, which tells its events; the user's command only starts and ends."""
+    started: float
+    ranks: dict[int, RankView] = field(init=False)
+    failures: list[Failure] = field(default_factory=list)
+    failed_at: float | None = None
+    ending: bool = False
+    """Ranks were told to go: how they end from now on is no failure of theirs."""
+    latest: StepReport | None = None
+    throughput: Throughput = field(default_factory=Throughput)
+    checkpoint: CheckpointCommit | None = None
+    phases: list[Phase] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = {rank: RankView(rank) for rank in range(self.first_rank, self.first_rank + self.count)}
+
+    def spawned(self, rank: int, pid: int, now: float) -> None:
+        """The process of `rank` runs. A command counts as training from here: it tells nothing more."""
+        view = self.ranks[rank]
+        view.pid = pid
+        view.running = not self.own_runtime
+        if all(other.pid is not None for other in self.ranks.values()):
+            self.phases.append(Phase(name="spawn", seconds=now - self.started))
+
+    def spawn_failed(self, rank: int, message: str, now: float) -> None:
+        """The process of `rank` could not be started."""
+        self._fail(Failure(rank, FailureKind.ERROR, message), now)
+
+    def told(self, rank: int, message: messages.RankMessage, now: float, wall: str) -> None:
+        """`rank` told something. `wall` is the time of day, RFC 3339."""
+        view = self.ranks[rank]
+        match message:
+            case messages.Running():
+                view.running = True
+            case messages.Finished(outcome=outcome):
+                view.outcome = outcome
+            case messages.RankFailed(failure=kind, message=text):
+                if not self.ending:
+                    self._fail(Failure(rank, kind, text), now)
+            case messages.CheckpointSaved(step=step, path=path):
+                self.checkpoint = CheckpointCommit(step=step, time=wall, path=path)
+            case messages.PhaseDone(name=name, seconds=seconds) if rank == 0:
+                self.phases.append(Phase(name=name[:32], seconds=seconds))
+            case messages.StepDone(report=report) if rank == self.first_rank:
+                self.latest = report
+                self.throughput.add(report.tokens, report.seconds)
+
+    def exited(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
+        """The process of `rank` ended with `code`, minus the signal's number when killed; `tail` is its last output."""
+        view = self.ranks[rank]
+        view.exit_code = code
+        view.running = False
+        if not self.own_runtime:
+            view.outcome = self._command_outcome(code)
+        known = view.outcome is not None or any(failure.rank == rank for failure in self.failures)
+        if not known and not self.ending:
+            self._fail(Failure(rank, _kind_of_exit(code, tail), _describe_exit(rank, code, tail)), now)
+
+    def _command_outcome(self, code: int) -> Outcome | None:
+        if self.ending:
+            return Outcome.STOPPED
+        return {0: Outcome.COMPLETE, EXIT_STOPPED: Outcome.STOPPED}.get(code)
+
+    def _fail(self, failure: Failure, now: float) -> None:
+        self.failures.append(failure)
+        self.failed_at = now if self.failed_at is None else self.failed_at
+
+    @property
+    def live(self) -> list[int]:
+        """Ranks whose processes run."""
+        return [view.rank for view in self.ranks.values() if view.live]
+
+    @property
+    def failure(self) -> Failure | None:
+        """The most telling failure: the first that is a rank's own, else the first."""
+        own = [failure for failure in self.failures if failure.kind is FailureKind.ERROR]
+        return next(iter(own or self.failures), None)
+
+    @property
+    def state(self) -> WorkerState:
+        """What the ranks do, by themselves: draining is the agent's affair."""
+        views = list(self.ranks.values())
+        if self.live:
+            all_running = all(view.running or view.outcome for view in views)
+            return WorkerState.RUNNING if all_running else WorkerState.STARTING
+        if self.failures:
+            return WorkerState.FAILED
+        if all(view.outcome is Outcome.COMPLETE for view in views):
+            return WorkerState.COMPLETE
+        if any(view.pid is None for view in views):
+            return WorkerState.STARTING
+        return WorkerState.IDLE
+
+    @property
+    def processes(self) -> list[RankProcess]:
+        """The ranks' processes, for the report."""
+        return [
+            RankProcess(rank=view.rank, pid=view.pid, exit_code=view.exit_code)
+            for view in self.ranks.values()
+            if view.pid is not None
+        ]
+
+    @property
+    def progress(self) -> Progress | None:
+        """How training stands, from the worker of rank 0; None elsewhere and before the first step.
+
+        Also None while the loss is not a number, which JSON cannot carry.
+        """
+        if self.first_rank != 0 or self.latest is None or not math.isfinite(self.latest.loss):
+            return None
+        return Progress(
+            step=self.latest.step,
+            loss=self.latest.loss,
+            tokens_per_second=self.throughput.tokens_per_second,
+            step_seconds=self.throughput.step_seconds,
+            samples=self.latest.samples,
+        )
+
+
+def _describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
+    # A command that exits 0 is done; only a rank of our own runtime can end well and yet not have finished.
+    return failures.describe_exit(rank, code, tail) if code else f"rank {rank} ended without finishing the run"
+
+
+def _kind_of_exit(code: int, tail: Sequence[str]) -> FailureKind:
+    if code == -signal.SIGABRT:  # gloo's own threads abort the process when a connection breaks under them
+        return failures.kind_of("\n".join(tail))
+    return failures.kind_of(failures.telling_line(tail)) if code > 0 else FailureKind.ERROR

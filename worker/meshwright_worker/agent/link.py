@@ -1,0 +1,171 @@
+"""The two conversations with the coordinator: the long poll for meshes, and heartbeats.
+
+Neither ever stops training: while the coordinator is away both retry, and ranks go on. Only two answers end the pod,
+and both let ranks save first: 410, and 401 or 404 for so long that a restarting operator cannot be the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from meshwright.protocol import MeshRequest, WorkerReport
+from meshwright_worker.agent.client import CoordinatorClient, RejectedError, SupersededError, UnavailableError
+from meshwright_worker.agent.core import EXIT_DRAINED, EXIT_REJECTED
+from meshwright_worker.agent.inbox import Inbox, Leave, MeshArrived
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS = 0.25
+# Short: this bounds how late a pod hears of a new mesh after the operator restarted.
+LAST_RETRY_SECONDS = 3.0
+# A coordinator that answers every poll at once must not be hammered.
+POLL_PAUSE_SECONDS = 0.2
+
+
+class Backoff:
+    """Delays that double up to a bound, shortened at random so that pods do not knock in step."""
+
+    def __init__(self) -> None:
+        self._next = FIRST_RETRY_SECONDS
+
+    def reset(self) -> None:
+        """Start over: the last try went well."""
+        self._next = FIRST_RETRY_SECONDS
+
+    def delay(self) -> float:
+        """Seconds to wait before the next try."""
+        delay = self._next
+        self._next = min(self._next * 2, LAST_RETRY_SECONDS)
+        return delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
+
+
+class MeshPoll:
+    """Polls for meshes and puts each into the inbox."""
+
+    def __init__(
+        self, client: CoordinatorClient, hello: Callable[[], MeshRequest], inbox: Inbox, reject_seconds: float
+    ) -> None:
+        self._client = client
+        self._hello = hello
+        self._inbox = inbox
+        self._reject_seconds = reject_seconds
+        self._hurry = asyncio.Event()
+        self._acted = asyncio.Event()
+        self._generation = 0
+
+    def hurry(self) -> None:
+        """There is something to hear: cut a wait between tries short."""
+        self._hurry.set()
+
+    def acted(self, generation: int) -> None:
+        """The mesh of `generation` has been acted on: the next hello, with the next port, may be sent."""
+        self._generation = generation
+        self._acted.set()
+
+    async def run(self) -> None:
+        """Poll until the coordinator ends the pod, or the task is cancelled."""
+        backoff = Backoff()
+        rejected_since: float | None = None
+        away = False
+        while True:
+            try:
+                document = await self._client.mesh(self._hello())
+            except SupersededError:
+                self._inbox.put_nowait(Leave(EXIT_DRAINED, "the job no longer wants this pod"))
+                return
+            except RejectedError as error:
+                rejected_since = rejected_since or time.monotonic()
+                if time.monotonic() - rejected_since >= self._reject_seconds:
+                    reason = f"the coordinator refused this pod for {self._reject_seconds:g} s: {error}"
+                    self._inbox.put_nowait(Leave(EXIT_REJECTED, reason))
+                    return
+                await self._pause(backoff.delay())
+                continue
+            except UnavailableError as error:
+                if not away:
+                    log.warning("the coordinator is away, ranks go on: %s", error)
+                away, rejected_since = True, None
+                await self._pause(backoff.delay())
+                continue
+            if away:
+                log.info("the coordinator is back")
+            away, rejected_since = False, None
+            backoff.reset()
+            if document is not None:
+                self._inbox.put_nowait(MeshArrived(document))
+                while self._generation < document.generation:
+                    self._acted.clear()
+                    await self._acted.wait()
+            await asyncio.sleep(POLL_PAUSE_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
+        self._hurry.clear()
+
+
+class Heartbeat:
+    """Sends the agent's state every `interval` seconds, and at once when it changed."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        report: Callable[[], WorkerReport],
+        inbox: Inbox,
+        interval: float,
+        announced: Callable[[int], None],
+    ) -> None:
+        self._client = client
+        self._report = report
+        self._inbox = inbox
+        self._interval = interval
+        self._announced = announced
+        self._changed = asyncio.Event()
+
+    def nudge(self) -> None:
+        """The state changed: report now."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        backoff = Backoff()
+        while True:
+            self._changed.clear()
+            try:
+                reply = await self._client.report(self._report())
+            except SupersededError:
+                self._inbox.put_nowait(Leave(EXIT_DRAINED, "the job no longer wants this pod"))
+                await asyncio.sleep(self._interval)
+            except (RejectedError, UnavailableError):
+                # The poll tells of both; here the next report, with the newest state, is all that is needed.
+                await asyncio.sleep(backoff.delay())
+            else:
+                backoff.reset()
+                self._announced(reply.generation)
+                await self._wait()
+
+    async def last(self, seconds: float) -> bool:
+        """Report until it is heard, for at most `seconds`. Returns whether it was."""
+        backoff = Backoff()
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try:
+                await self._client.report(self._report(), seconds=left)
+            except (SupersededError, RejectedError):
+                return False
+            except UnavailableError:
+                await asyncio.sleep(min(backoff.delay(), max(0.0, end - time.monotonic())))
+            else:
+                return True
+        return False
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval):
+                await self._changed.wait()

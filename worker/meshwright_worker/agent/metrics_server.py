@@ -1,0 +1,33 @@
+"""/metrics for Prometheus and /healthz for probes, on the pod's address."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+
+from meshwright_worker.metrics import CONTENT_TYPE, TrainerMetrics
+
+log = logging.getLogger(__name__)
+
+
+async def start_metrics_server(metrics: TrainerMetrics, address: str, port: int) -> web.AppRunner | None:
+    """Serve until the returned runner is cleaned up; None if the port is taken: metrics never stop training."""
+
+    async def scrape(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", scrape), web.get("/healthz", health)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, address, port).start()
+    except OSError as error:
+        log.warning("no metrics: cannot listen on %s:%d: %s", address, port, error.strerror)
+        await runner.cleanup()
+        return None
+    return runner

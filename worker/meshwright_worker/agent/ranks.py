@@ -1,0 +1,77 @@
+"""Live rank processes: their pipes are read, their end is awaited, and both become events in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from meshwright_worker import messages
+from meshwright_worker.agent.inbox import Inbox, RankExited, RankTold
+from meshwright_worker.agent.output import OutputPump
+
+log = logging.getLogger(__name__)
+
+# A process that a rank left behind may hold its pipes open; the rank's own last words are there long before.
+LAST_WORDS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRank:
+    """A started process and the means to reach it."""
+
+    rank: int
+    pid: int
+    wait: Callable[[], Awaitable[int]]
+    """Waits for its end: the exit code, minus the signal's number when killed."""
+    terminate: Callable[[], None]
+    """Asks it to stop (SIGTERM)."""
+    kill: Callable[[], None]
+    """Ends it at once, and what it started."""
+    output: asyncio.StreamReader
+    events: asyncio.StreamReader | None
+    """None for the user's command, which tells nothing."""
+
+
+async def supervise(live: LiveRank, generation: int, inbox: Inbox, write_line: Callable[[str], None]) -> None:
+    """Turn one rank's life into events; the last is `RankExited`, after everything that the rank told."""
+    pump = OutputPump(live.rank, write_line)
+    readers = [asyncio.create_task(pump.run(live.output))]
+    if live.events is not None:
+        readers.append(asyncio.create_task(_read_events(live.events, live.rank, generation, inbox)))
+    try:
+        code = await live.wait()
+        await asyncio.wait(readers, timeout=LAST_WORDS_SECONDS)
+    finally:
+        for reader in readers:
+            reader.cancel()
+    pump.close()
+    inbox.put_nowait(RankExited(generation, live.rank, code, tuple(pump.tail)))
+
+
+async def _read_events(reader: asyncio.StreamReader, rank: int, generation: int, inbox: Inbox) -> None:
+    while line := await reader.readline():
+        try:
+            message = messages.decode(line)
+        except ValueError:
+            log.warning("rank %d wrote an event that cannot be read: %.200r", rank, line)
+            continue
+        inbox.put_nowait(RankTold(generation, rank, message))
+
+
+async def open_pipe() -> tuple[asyncio.StreamReader, int]:
+    """A pipe to read from in the event loop, and the descriptor that a process is to write to."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", buffering=0))
+    return reader, write
+
+
+def signal_process(pid: int, number: int) -> None:
+    """Send a signal to a process that may just have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

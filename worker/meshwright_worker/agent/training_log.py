@@ -1,0 +1,28 @@
+"""Training as lines of the pod's log, for people who follow it with `kubectl logs -f`."""
+
+from __future__ import annotations
+
+from meshwright_worker.task import StepReport
+
+# At most one line in this time: fast steps must not flood the log.
+LINE_SECONDS = 1.0
+
+
+class TrainingLog:
+    """Chooses which steps are worth a line: the first of a generation, the last of the run, else one a second."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total = total_steps
+        self._last: float | None = None
+
+    def line(self, report: StepReport, tokens_per_second: float, now: float) -> str | None:
+        """The line for this step, or None; `now` is monotonic seconds."""
+        due = self._last is None or now - self._last >= LINE_SECONDS or report.step == self._total
+        if not due:
+            return None
+        self._last = now
+        step = f"{report.step}/{self._total}" if self._total else str(report.step)
+        return (
+            f"step {step} loss={report.loss:.4f} lr={report.learning_rate:.3g} grad_norm={report.gradient_norm:.3g}"
+            f" tokens/s={tokens_per_second:.0f} step_seconds={report.seconds:.3f}"
+        )

@@ -1,0 +1,66 @@
+"""The guard of one rank that runs the user's command: starts it, forwards SIGTERM, leaves nothing of it behind.
+
+    python -m meshwright_worker.command COMMAND...
+
+Standard input is a pipe that only the agent holds: its end of file means that the rank must go at once, because the
+agent says so or because it died. The command leads a process group of its own, so that whatever it started (data
+loader workers, a shell's children) goes with it. The exit status is the command's. Only the standard library is
+imported: one of these starts per rank.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+
+from meshwright_worker.lifeline import die_with
+
+# A shell's codes for a command that cannot be started.
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+
+
+def main(command: list[str]) -> int:
+    """Run `command` to its end, or to the end of standard input. Returns its status as `subprocess` gives it."""
+    guard = os.getpid()
+    try:
+        # This process has one thread, so running Python between fork and exec is safe.
+        child = subprocess.Popen(  # noqa: PLW1509
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: die_with(guard)
+        )
+    except OSError as error:
+        sys.stderr.write(f"cannot start {command[0]!r}: {error.strerror}\n")
+        return EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ)
+    selector.select()
+    _kill_group(child.pid)
+    return child.wait()
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def end_as(status: int) -> None:
+    """End this process the way the command ended: with its code, or by its signal."""
+    if status >= 0:
+        sys.exit(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+
+
+if __name__ == "__main__":
+    end_as(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The training text as a deterministic stream of samples."""

@@ -1,0 +1,59 @@
+"""Which tokens sample number i of a run is. Nothing but i, the text and the seed decides it.
+
+Samples are numbered from the beginning of the run, over all epochs. A step consumes the next `global batch` numbers and
+each replica takes a slice of them, so the one number "samples consumed" is the whole position of the stream, and a
+change of layout neither loses nor repeats a sample.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright_worker.data.corpus import Corpus, CorpusError
+from meshwright_worker.data.permutation import Permutation
+
+
+class SampleStream:
+    """Samples of `sequence_length + 1` tokens, in a new random order each epoch.
+
+    A sample's last token is the next one's first in the text, so that every token of the text is predicted once an
+    epoch; what remains at the end and does not fill a sample is left out.
+
+    Raises:
+        CorpusError: the text is shorter than one sample.
+    """
+
+    def __init__(self, corpus: Corpus, sequence_length: int, seed: int) -> None:
+        self._corpus = corpus
+        self._length = sequence_length
+        self._seed = seed
+        self.samples_per_epoch = (len(corpus) - 1) // sequence_length
+        if self.samples_per_epoch < 1:
+            raise CorpusError(
+                f"the text has {len(corpus)} tokens, too few for one sample: "
+                f"`training.sequenceLength` may be at most {len(corpus) - 1}"
+            )
+        self._epoch = 0
+        self._order = self._permutation(0)
+
+    @property
+    def identity(self) -> str:
+        """Names the stream: two streams of equal identity give the same sample for every number."""
+        return f"{self._corpus.fingerprint[:32]}/{self._length}/{self._seed}"
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`, int64 [count, sequence_length + 1] on the CPU."""
+        batch = torch.empty(count, self._length + 1, dtype=torch.int64)
+        for row in range(count):
+            start = self._sequence(first + row) * self._length
+            batch[row] = torch.from_numpy(self._corpus.tokens(start, start + self._length + 1))
+        return batch
+
+    def _sequence(self, sample: int) -> int:
+        epoch, position = divmod(sample, self.samples_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._permutation(epoch)
+        return self._order(position)
+
+    def _permutation(self, epoch: int) -> Permutation:
+        return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")

@@ -1,0 +1,34 @@
+"""The device of a rank: the one place that asks whether there is a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where a rank computes and what its collectives run on."""
+
+    torch: torch.device
+    backend: str
+    """torch.distributed's back end: nccl between GPUs, gloo between CPUs."""
+
+
+def claim(local_rank: int) -> Device:
+    """Take the GPU number `local_rank`, or one CPU thread where there is no GPU, and make arithmetic repeatable.
+
+    Several ranks share the cores of a machine without GPUs, so more than one thread a rank only makes them wait for
+    each other. With deterministic kernels a resumed run repeats the uninterrupted one bit by bit.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return Device(device, "nccl")
+    torch.set_num_threads(1)
+    return Device(torch.device("cpu"), "gloo")

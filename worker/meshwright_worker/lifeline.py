@@ -1,0 +1,22 @@
+"""Dying with one's parent: a rank must never outlive the agent that answers for it, however the agent ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel send this process SIGKILL when `parent`, its parent, ends.
+
+    The kernel watches the parent's *thread*, so the parent must start this process from its main thread. A parent that
+    ended before the call is noticed here.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)

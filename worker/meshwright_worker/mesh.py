@@ -1,0 +1,103 @@
+"""The process groups of one mesh generation, in the rank order that planner and operator gave.
+
+Nothing is negotiated: rank, world size and master come from the operator, and the store's keys carry the generation, so
+a straggler of an older one meets nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.layout import Coordinates, Layout
+from meshwright_worker.device import claim
+from meshwright_worker.network import interface_of
+from meshwright_worker.task import RankTask
+
+log = logging.getLogger(__name__)
+
+DATA, PIPELINE, TENSOR = "data", "pipeline", "tensor"
+
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+_COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among all ranks, and its groups."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    devices: DeviceMesh
+    """Dimensions `data`, `pipeline`, `tensor`."""
+    checkpoint_group: dist.ProcessGroup
+    """All ranks, on gloo, for the thread that writes checkpoints while training uses the other groups."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank is."""
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.coordinates.pipeline == self.layout.pipeline - 1
+
+
+@contextmanager
+def joined(task: RankTask) -> Iterator[Mesh]:
+    """The mesh of the task's generation, for as long as the block runs; its groups are destroyed on every way out.
+
+    Raises:
+        torch.distributed.DistError: a rank did not come within the time limit, or went away.
+    """
+    device = claim(task.local_rank)
+    _pin_interface(task.pod_address)
+    store = dist.TCPStore(
+        task.master_address,
+        task.master_port,
+        task.world_size,
+        is_master=task.rank == 0,
+        timeout=_RENDEZVOUS_TIMEOUT,
+        wait_for_workers=False,
+    )
+    dist.init_process_group(
+        device.backend,
+        store=dist.PrefixStore(f"generation-{task.generation}", store),
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    try:
+        yield _mesh(task, device.torch)
+    finally:
+        dist.destroy_process_group()
+
+
+def _mesh(task: RankTask, device: torch.device) -> Mesh:
+    layout = Layout(tensor=task.run.tensor, pipeline=task.run.pipeline, data=task.run.data_parallel)
+    if layout.world_size != task.world_size:
+        raise ValueError(f"{layout} needs {layout.world_size} ranks, but the generation has {task.world_size}")
+    shape = (layout.data, layout.pipeline, layout.tensor)
+    devices = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, PIPELINE, TENSOR))
+    checkpoint_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+    return Mesh(layout, task.rank, device, devices, checkpoint_group)
+
+
+def _pin_interface(address: str) -> None:
+    """Make collectives use the interface that holds the pod's address, unless the environment already names one."""
+    interface = interface_of(address)
+    if interface is None:
+        log.debug("no interface holds %s; the collective libraries choose one", address)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -1,0 +1,109 @@
+"""Prometheus metrics of one worker pod. A metric stands here only if its value is measured.
+
+Values of the whole job (loss, tokens, learning rate) come from the worker of rank 0 alone, so that a sum over pods
+counts them once; values of a rank carry the label `rank`, at most as many as the pod has GPUs. Series of ranks that
+a new mesh generation moved elsewhere are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from meshwright_worker.task import StepReport
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
+STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
+CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
+
+
+class TrainerMetrics:
+    """The metrics and the two labels that name their job."""
+
+    def __init__(self, namespace: str, job: str) -> None:
+        self.registry = CollectorRegistry()
+        self._names = (namespace, job)
+        self._ranks: set[str] = set()
+        base = ["namespace", "job_name"]
+        per_rank = [*base, "rank"]
+
+        def gauge(name: str, text: str, names: list[str]) -> Gauge:
+            return Gauge(name, text, names, registry=self.registry)
+
+        def counter(name: str, text: str, names: list[str]) -> Counter:
+            return Counter(name, text, names, registry=self.registry)
+
+        self._generation = gauge("ptj_mesh_generation", "Mesh generation this pod runs or ran last.", base)
+        self._rank_up = gauge("ptj_rank_up", "Whether the rank's process lives.", per_rank)
+        self._restarts = counter(
+            "ptj_rank_restarts_total", "Rank processes started after this pod's first generation.", base
+        )
+        self._step = gauge("ptj_step", "Last finished optimizer step.", per_rank)
+        self._seconds = Histogram(
+            "ptj_step_duration_seconds",
+            "Time of an optimizer step.",
+            per_rank,
+            buckets=STEP_BUCKETS,
+            registry=self.registry,
+        )
+        self._data_wait = counter("ptj_data_wait_seconds_total", "Time steps waited for data.", per_rank)
+        self._tokens = counter("ptj_tokens_total", "Tokens trained on by the job while this pod held rank 0.", base)
+        self._loss = gauge("ptj_loss", "Mean loss per token of the last step.", base)
+        self._gradient_norm = gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.", base)
+        self._learning_rate = gauge("ptj_learning_rate", "Learning rate of the last step.", base)
+        self._checkpoint = Histogram(
+            "ptj_checkpoint_duration_seconds",
+            "Time to make a checkpoint durable (save) or to restore one (load).",
+            [*base, "op"],
+            buckets=CHECKPOINT_BUCKETS,
+            registry=self.registry,
+        )
+        self._phase = gauge("ptj_startup_phase_seconds", "Time of each phase of the last start.", [*base, "phase"])
+
+    def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
+        """A generation starts with these local ranks; `restart` says that it is not this pod's first."""
+        now = {str(rank) for rank in ranks}
+        for rank in self._ranks - now:
+            for metric in (self._rank_up, self._step, self._seconds, self._data_wait):
+                metric.remove(*self._names, rank)
+        for rank in now:
+            self._rank_up.labels(*self._names, rank).set(0)
+            self._step.labels(*self._names, rank)
+            self._seconds.labels(*self._names, rank)
+            self._data_wait.labels(*self._names, rank)
+        self._ranks = now
+        self._generation.labels(*self._names).set(number)
+        self._restarts.labels(*self._names).inc(len(now) if restart else 0)
+
+    def rank_up(self, rank: int, up: bool) -> None:
+        """The process of `rank` lives, or not."""
+        self._rank_up.labels(*self._names, str(rank)).set(1 if up else 0)
+
+    def step(self, rank: int, report: StepReport) -> None:
+        """`rank` finished a step."""
+        self._step.labels(*self._names, str(rank)).set(report.step)
+        self._seconds.labels(*self._names, str(rank)).observe(report.seconds)
+        self._data_wait.labels(*self._names, str(rank)).inc(report.data_seconds)
+        if rank == 0:
+            self._tokens.labels(*self._names).inc(report.tokens)
+            self._loss.labels(*self._names).set(report.loss)
+            self._gradient_norm.labels(*self._names).set(report.gradient_norm)
+            self._learning_rate.labels(*self._names).set(report.learning_rate)
+
+    def checkpoint_saved(self, seconds: float) -> None:
+        """A checkpoint became durable."""
+        self._checkpoint.labels(*self._names, "save").observe(seconds)
+
+    def phase(self, rank: int, name: str, seconds: float) -> None:
+        """A phase of the start is over on `rank`."""
+        if rank != 0:
+            return
+        self._phase.labels(*self._names, name).set(seconds)
+        if name == "load":
+            self._checkpoint.labels(*self._names, "load").observe(seconds)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)

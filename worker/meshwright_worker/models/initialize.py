@@ -1,0 +1,55 @@
+"""Initial weights that depend on the seed and the parameter's name alone, so that every layout starts from the same.
+
+Each parameter has its own generator. A rank draws the whole parameter, one at a time on the CPU, and keeps its shard:
+no communication, and never more than one whole parameter in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright_worker.precision import PARAMETER_DTYPE
+
+_DEVIATION = 0.02
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
+
+
+def initialize(stage: nn.Module, layers: int, seed: int, device: torch.device) -> None:
+    """Give a stage that was built on the meta device its memory on `device` and its initial weights.
+
+    Norms are 1; matrices are normal with deviation 0.02, those that write to the residual stream divided by
+    sqrt(2 `layers`), `layers` of the whole model (GPT-2; Megatron-LM, arXiv 1909.08053).
+    """
+    stage.to_empty(device=device)
+    for name, parameter in stage.named_parameters():
+        whole = _draw(name, parameter.shape, layers, seed)
+        with torch.no_grad():
+            local, box = local_shard(parameter)
+            local.copy_(whole[box])
+
+
+def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter, sharing its memory, and where in the whole it lies."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
+    local = parameter.to_local().detach()
+    chunks = parameter.__create_chunk_list__()
+    if not chunks:
+        return local, tuple(slice(0, size) for size in local.shape)
+    (chunk,) = chunks
+    box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return local, box
+
+
+def _draw(name: str, shape: torch.Size, layers: int, seed: int) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=PARAMETER_DTYPE)
+    hashed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
+    deviation = _DEVIATION / math.sqrt(2 * layers) if name.endswith(_RESIDUAL_OUTPUTS) else _DEVIATION
+    return torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)

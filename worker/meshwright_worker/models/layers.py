@@ -1,0 +1,123 @@
+"""The layers of a Llama-style decoder (arXiv 2302.13971): RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Every layer computes in the format of its input and casts its fp32 parameters to it. Head counts are read from the
+tensors, so that the same code runs on all heads and on one rank's share of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.architecture import Architecture
+
+
+class Linear(nn.Linear):
+    """A matrix product in the format of its input; no bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, computed in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] -> [..., width]."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.epsilon)
+        return normed.to(x.dtype) * self.weight.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other as in Llama.
+
+    The table is no buffer: it is neither trained nor saved, and is computed when the first batch shows its length.
+    """
+
+    def __init__(self, head_size: int, theta: float) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.theta = theta
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate x, [batch, positions, heads, head_size], by its positions 0, 1, ..."""
+        cosine, sine = self._for(x)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+    def _for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = x.shape[1]
+        table = self._table
+        if table is None or table[0].shape[0] != positions or table[0].dtype != x.dtype or table[0].device != x.device:
+            exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
+            angles = torch.outer(torch.arange(positions, device=x.device), self.theta**-exponents).unsqueeze(1)
+            table = self._table = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        return table
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (arXiv 2305.13245)."""
+
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.head_size = model.head_size
+        self.query = Linear(model.hidden_size, model.heads * model.head_size)
+        self.key = Linear(model.hidden_size, model.kv_heads * model.head_size)
+        self.value = Linear(model.hidden_size, model.kv_heads * model.head_size)
+        self.output = Linear(model.heads * model.head_size, model.hidden_size)
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        query, key, value = (
+            projected.unflatten(-1, (-1, self.head_size)) for projected in (self.query(x), self.key(x), self.value(x))
+        )
+        query, key = self.rotary(query), self.rotary(key)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        projected: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        self.gate = Linear(model.hidden_size, model.intermediate_size)
+        self.up = Linear(model.hidden_size, model.intermediate_size)
+        self.down = Linear(model.intermediate_size, model.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        projected: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return projected
+
+
+class Block(nn.Module):
+    """A pre-norm residual block."""
+
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+        self.attention = Attention(model, rotary)
+        self.feed_forward_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+        self.feed_forward = FeedForward(model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        mixed: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return mixed

@@ -1,0 +1,65 @@
+"""One pipeline stage of a Llama-style decoder; the whole model is the one stage of one.
+
+A stage makes only its own layers, and names them by their index in the model: a parameter has the same name in every
+layout, which is what initial weights and checkpoints go by.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.layout import split_layers
+from meshwright.models.architecture import Architecture
+from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding
+
+
+class DecoderStage(nn.Module):
+    """Layers `split_layers(layers, stages)[stage]`, with the embedding in the first stage and the output in the last.
+
+    Built on the meta device where only a shard of it is to be kept; `initialize` then gives it its weights.
+    """
+
+    def __init__(self, model: Architecture, compute: torch.dtype, stage: int = 0, stages: int = 1) -> None:
+        super().__init__()
+        self.is_first = stage == 0
+        self.is_last = stage == stages - 1
+        self.compute = compute
+        rotary = RotaryEmbedding(model.head_size, model.rope_theta)
+        if self.is_first:
+            self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        own = split_layers(model.layers, stages)[stage]
+        self.layers = nn.ModuleDict({str(index): Block(model, rotary) for index in own})
+        if self.is_last:
+            self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+            self.output = Linear(model.hidden_size, model.vocab_size)
+            if model.tie_embeddings:
+                self.tie()
+
+    def tie(self) -> None:
+        """Let the output projection be the token embedding."""
+        self.output.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the stage on one micro-batch.
+
+        Args:
+            x: tokens, int64 [batch, positions], for the first stage; otherwise the previous stage's output, hidden
+                states [batch, positions, hidden] (a slice of the positions under sequence parallelism).
+            targets: the tokens to predict, [batch, positions]; for the last stage alone.
+
+        Returns:
+            Hidden states; from the last stage the loss summed over all tokens, fp32 [], if it was given targets, and
+            logits [batch, positions, vocabulary] otherwise.
+        """
+        if self.is_first:
+            x = self.embedding(x).to(self.compute)
+        for layer in self.layers.values():
+            x = layer(x)
+        if not self.is_last:
+            return x
+        logits: torch.Tensor = self.output(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

@@ -1,0 +1,65 @@
+"""A stage's parameters as what this rank really holds: plain tensors that share their memory.
+
+Optimizer, norm, clipping and checkpoints are element-wise or sums, so they need no distributed tensor: working on the
+local shards they are the same code in every layout, free of DTensor's cost per operation. What they do need to know
+stands here: which rank counts a shard that several hold, and whose gradients are still to be summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.protocol import RunConfig
+from meshwright_worker.mesh import Mesh
+from meshwright_worker.models.initialize import local_shard
+from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.apply import shards_over_replicas
+from meshwright_worker.parallel.tensor import partial_parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's part of one parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    local: torch.Tensor
+    """The part itself, in the parameter's memory."""
+    counted: bool
+    """Whether this rank is the one of its equals that counts the shard in sums over all ranks."""
+    partial: bool
+    """Whether gradients are still to be summed over the tensor group."""
+    replicated: bool
+    """Whether gradients are still to be averaged over replicas."""
+
+    def gradient(self) -> torch.Tensor:
+        """This rank's part of the gradient, in the gradient's memory.
+
+        Raises:
+            RuntimeError: no gradient was computed.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            raise RuntimeError(f"no gradient was computed for {self.name}")
+        if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
+            return gradient.redistribute(placements=self.parameter.placements).to_local()
+        return gradient
+
+
+def shards_of(stage: DecoderStage, run: RunConfig, mesh: Mesh) -> list[Shard]:
+    """The shards of every parameter of the stage, in the order of its parameters."""
+    sharded = shards_over_replicas(run)
+    data, _, tensor = mesh.coordinates
+    sequence = run.parallelism.sequence and mesh.layout.tensor > 1
+    partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
+    shards = []
+    for name, parameter in stage.named_parameters():
+        # Matrices are split over the tensor group; what has one dimension, a norm, is whole on each of its ranks.
+        counted = (parameter.ndim > 1 or tensor == 0) and (sharded or data == 0)
+        local, _ = local_shard(parameter)
+        shards.append(Shard(name, parameter, local, counted, id(parameter) in partial, not sharded))
+    return shards

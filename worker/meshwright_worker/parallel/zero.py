@@ -1,0 +1,34 @@
+"""Sharding over replicas: ZeRO stages 2 and 3 (arXiv 1910.02054) by FSDP2."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from meshwright.api.spec import Precision
+from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.precision import sharding_policy
+
+
+def shard_over_replicas(stage: DecoderStage, replicas: DeviceMesh, *, zero_stage: int, precision: Precision) -> None:
+    """Shard every parameter of a stage, layer by layer, in place.
+
+    Stage 2 keeps a layer's gathered parameters from its forward to its backward pass; stage 3 frees them in between and
+    gathers twice. Gradients are averaged over replicas once a step, after the last micro-batch.
+    """
+    policy = sharding_policy(precision)
+    free = zero_stage == 3
+    for block in stage.layers.values():
+        fully_shard(block, mesh=replicas, reshard_after_forward=free, mp_policy=policy)
+    fully_shard(stage, mesh=replicas, reshard_after_forward=free, mp_policy=policy)
+
+
+def settle(stage: DecoderStage) -> None:
+    """Let FSDP take the memory it will keep, before anyone holds on to the local shards.
+
+    When it first gathers a parameter that does not divide evenly, FSDP moves the shard into a padded one.
+    """
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()

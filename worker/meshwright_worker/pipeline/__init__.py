@@ -1,0 +1,1 @@
+"""How the micro-batches of a step run through the stages of a replica."""

@@ -1,0 +1,56 @@
+"""1F1B (PipeDream-Flush, arXiv 2006.09503) by torch.distributed.pipelining.
+
+The last stage computes the loss inside the model, so that logits are neither kept for all micro-batches nor returned.
+All shapes are given: left to infer them, torch would run the model once more and send pickled descriptions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from meshwright.models.architecture import Architecture
+from meshwright.protocol import RunConfig
+from meshwright_worker.mesh import PIPELINE, Mesh
+from meshwright_worker.models.llama import DecoderStage
+
+
+class OneForwardOneBackward:
+    """Runs one stage of a pipeline with the 1F1B schedule."""
+
+    def __init__(self, stage: DecoderStage, run: RunConfig, model: Architecture, mesh: Mesh) -> None:
+        if run.training is None:
+            raise ValueError("`training` is required")
+        self._stage = stage
+        length = run.training.sequence_length
+        batch = run.training.global_batch_size // run.data_parallel // run.micro_batches
+        self._tokens = batch * length * run.micro_batches
+        slices = run.tensor if run.parallelism.sequence else 1
+        hidden = torch.empty(batch, length // slices, model.hidden_size, dtype=stage.compute, device="meta")
+        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
+        pipeline_stage = PipelineStage(
+            stage,
+            mesh.coordinates.pipeline,
+            mesh.layout.pipeline,
+            mesh.device,
+            input_args=tokens if stage.is_first else hidden.requires_grad_(),
+            output_args=torch.empty((), device="meta", requires_grad=True) if stage.is_last else hidden,
+            group=mesh.devices.get_group(PIPELINE),
+        )
+        # The loss is scaled here, by all tokens of the replica's batch; the schedule must not divide gradients again.
+        self._schedule = Schedule1F1B(pipeline_stage, run.micro_batches, loss_fn=self._mean, scale_grads=False)
+
+    def run(self, samples: torch.Tensor) -> torch.Tensor:
+        """See `Executor.run`."""
+        targets = samples[:, 1:]
+        losses: list[torch.Tensor] = []
+        if self._stage.is_first:
+            self._schedule.step(samples[:, :-1], return_outputs=False)
+        elif self._stage.is_last:
+            self._schedule.step(targets=targets, target=targets, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(return_outputs=False)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=samples.device)
+
+    def _mean(self, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return loss_sum / self._tokens
