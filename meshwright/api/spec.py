@@ -26,15 +26,15 @@ class ModelSpec(ApiModel):
     layers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of decoder layers."""
     hidden_size: Annotated[int, Field(ge=1, le=131072)] | None = None
-    """Width of the residual stream."""
+    """Width of the residual stream. Must be divisible by twice `heads`."""
     intermediate_size: Annotated[int, Field(ge=1, le=1048576)] | None = None
-    """Width of the SwiGLU feed-forward layer."""
+    """Width of the SwiGLU feed-forward layer. Must be divisible by `parallelism.tensor`."""
     heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of query heads. Must be divisible by `parallelism.tensor`."""
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of key and value heads (grouped-query attention); `heads` when left out."""
     vocab_size: Annotated[int, Field(ge=2, le=1048576)] | None = None
-    """Size of the vocabulary. Must hold every token of the tokenizer."""
+    """Size of the vocabulary. Must hold every token of the tokenizer and be divisible by `parallelism.tensor`."""
     rope_theta: Annotated[int, Field(ge=1, le=1000000000)] | None = None
     """Base of the rotary position embedding; 10000 when left out."""
     tie_embeddings: bool | None = None
@@ -128,7 +128,8 @@ class ParallelismSpec(ApiModel):
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     """Pipeline schedule (PipeDream-Flush, arXiv 2006.09503)."""
     micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """Micro-batches per replica and step. `training.globalBatchSize` must be divisible by `replicas` times this."""
+    """Micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be divisible by
+    `replicas` times this."""
     zero_stage: Literal[0, 2, 3] = 0
     """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none (DDP), 2 gradients and optimizer state, 3 parameters
     too (both FSDP2)."""
@@ -173,7 +174,8 @@ class WorkersSpec(ApiModel):
     image: Annotated[str, Field(min_length=1, max_length=1024)]
     """Container image with the worker runtime, or with the command of `runtime.command`."""
     gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 8
-    """GPUs, and so ranks, of one pod. The world size must be divisible by it."""
+    """GPUs, and so ranks, of one pod. Must divide the world size, and be a multiple or a divisor of
+    `parallelism.tensor`."""
     gpu_resource: Annotated[str, Field(min_length=3, max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = (
         GPU_RESOURCE
     )

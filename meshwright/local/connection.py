@@ -1,8 +1,9 @@
-"""How to reach an API server: address, credentials, trust; also read from a kubeconfig file."""
+"""How to reach an API server: address, credentials, trust; read from and written to kubeconfig files."""
 
 from __future__ import annotations
 
 import base64
+import os
 import ssl
 import tempfile
 from dataclasses import dataclass
@@ -92,3 +93,30 @@ def _pem(section: dict[str, Any], field: str, path: Path) -> str | None:
     if file := section.get(field):
         return (path.parent / str(file)).read_text()
     return None
+
+
+def write_kubeconfig(path: Path, connection: Connection) -> None:
+    """Write a kubeconfig file with one context, readable by its owner alone; an existing file is replaced at once."""
+    cluster: dict[str, object] = {"server": connection.url}
+    if connection.ca_pem:
+        cluster["certificate-authority-data"] = base64.b64encode(connection.ca_pem.encode()).decode()
+    elif not connection.verify:
+        cluster["insecure-skip-tls-verify"] = True
+    user: dict[str, object] = {"token": connection.token} if connection.token else {}
+    if connection.client_pem:
+        encoded = base64.b64encode(connection.client_pem.encode()).decode()
+        user |= {"client-certificate-data": encoded, "client-key-data": encoded}
+    name = "meshwright-local"
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": name,
+        "clusters": [{"name": name, "cluster": cluster}],
+        "users": [{"name": name, "user": user}],
+        "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": "default"}}],
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        yaml.safe_dump(config, file, sort_keys=False)
+    temporary.replace(path)

@@ -29,8 +29,10 @@ class Assignment:
         self._room = Room(plan, inventory, kept)
         self.nodes = dict(kept)
 
-    def run(self, racks: Sequence[str]) -> dict[int, str]:
+    def run(self, racks: Sequence[str], whole_domains: bool) -> dict[int, str]:
         """Places every worker; whole replicas into `racks`, which must have room for them.
+
+        With `whole_domains` racks count first for the replicas that one NVLink domain of theirs holds.
 
         Raises:
             DoesNotFitError: there is no room.
@@ -47,7 +49,9 @@ class Assignment:
             elif missing:
                 self._complete_segment(segment, missing)
         for tier in self._tiers(racks):
-            untouched = self._place_whole(untouched, tier)
+            if whole_domains:
+                untouched = self._place_whole(untouched, {rack: self._in_domains(rack) for rack in tier})
+            untouched = self._place_whole(untouched, {rack: self._in_rack(rack) for rack in tier})
         for segment in untouched:
             self._place_split(segment, racks)
         return self.nodes
@@ -101,12 +105,18 @@ class Assignment:
         near = [rack for rack in racks if rack not in used and self._room.zone_of(rack) in zones]
         return [same, near, [rack for rack in racks if rack not in same and rack not in near]]
 
-    def _place_whole(self, segments: Sequence[int], racks: Sequence[str]) -> list[int]:
-        """Puts replicas into racks that hold them whole; returns the ones left over."""
-        size = self._shape.segment_blocks
-        shares = share_whole(len(segments), {rack: self._room.rack_blocks(rack) // size for rack in racks})
+    def _in_rack(self, rack: str) -> int:
+        """Replicas that a rack holds whole."""
+        return self._room.rack_blocks(rack) // self._shape.segment_blocks
+
+    def _in_domains(self, rack: str) -> int:
+        """Replicas that single NVLink domains of a rack hold whole."""
+        return sum(self._room.blocks(d) // self._shape.segment_blocks for d in self._room.domains_of(rack))
+
+    def _place_whole(self, segments: Sequence[int], capacity: Mapping[str, int]) -> list[int]:
+        """Puts replicas into racks that hold so many of them; returns the ones left over."""
         left = list(segments)
-        for rack, count in shares.items():
+        for rack, count in share_whole(len(segments), capacity).items():
             for _ in range(count):
                 self._put_in_rack(self._shape.blocks_of(left.pop(0)), rack)
         return left

@@ -68,17 +68,18 @@ class Search:
         for pipeline in self.pipelines():
             for tensor in self.tensors():
                 layout = Layout(tensor, pipeline, self.replicas)
-                if self._fits_workers(layout):
+                if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
                     yield self.with_micro_batches(layout)
 
     def tensors(self) -> list[int]:
         """Tensor-parallel degrees that split the model evenly and stay in an NVLink domain."""
         if self.parallelism.tensor is not None:
             return [self.parallelism.tensor]
-        common = gcd(self.architecture.heads, self.architecture.kv_heads, self.architecture.intermediate_size)
+        model = self.architecture
+        common = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size)
         if self.parallelism.sequence:
             common = gcd(common, self.training.sequence_length)
-        widest = self.hardware.domain_gpus or 1
+        widest = self.hardware.domain_gpus or common
         gpus = self.gpus_per_worker
         return [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
 
@@ -89,14 +90,16 @@ class Search:
         return list(range(1, 2 if self.architecture.tie_embeddings else self.architecture.layers + 1))
 
     def micro_batch_counts(self, pipeline: int) -> list[int]:
-        """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy."""
-        if self.parallelism.micro_batches is not None:
-            return [self.parallelism.micro_batches]
-        possible = [m for m in divisors(self.training.global_batch_size // self.replicas) if m <= MAX_MICRO_BATCHES]
+        """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy.
+
+        Empty when none gives every stage a micro-batch, which 1F1B needs.
+        """
+        batch = self.training.global_batch_size // self.replicas
+        stated = self.parallelism.micro_batches
+        possible = [m for m in (divisors(batch) if stated is None else [stated]) if pipeline <= m <= MAX_MICRO_BATCHES]
         if pipeline == 1:
             return possible
-        enough = [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline]
-        return enough or possible[-1:]
+        return [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline] or possible[-1:]
 
     def with_micro_batches(self, layout: Layout) -> Candidate:
         """The layout with the first number of micro-batches that fits; with the last, which needs least, if none."""

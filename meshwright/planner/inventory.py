@@ -34,7 +34,6 @@ class Node:
     """What is left of it."""
     gpu_memory_bytes: int | None = None
     """Memory of one GPU; None when neither label nor catalogue knows it."""
-    gpu_product: str = ""
     unusable: str = ""
     """Why nothing may be placed here, such as `cordoned`; empty for a usable node."""
 
@@ -136,7 +135,6 @@ class _NodeReader:
             capacity=capacity,
             free=capacity,
             gpu_memory_bytes=_gpu_memory(labels, product),
-            gpu_product=product,
             unusable=_unusable(metadata, spec, status, capacity.gpus)
             or _mismatch(labels, self._selector)
             or _repelled(spec.get("taints") or (), self._tolerations)

@@ -1,9 +1,10 @@
 """Peak memory of every pipeline stage's ranks, by closed forms.
 
-Model states follow ZeRO (arXiv 1910.02054, section 3); activations follow Korthikanti et al. (arXiv 2205.05198,
-section 4), counted again for this decoder: SwiGLU, grouped-query attention, no dropout, and attention that never
-stores its score matrix. Every stage is evaluated: which one is worst depends on the embedding, the logits, the layer
-split and the number of micro-batches in flight.
+Model states follow ZeRO (arXiv 1910.02054, section 3). Activations follow the method of Korthikanti et al. (arXiv
+2205.05198, section 4): what autograd keeps from forward to backward is counted tensor by tensor, here for RMSNorm,
+grouped-query attention without a stored score matrix, SwiGLU and no dropout; a test counts the same on the modules.
+Every kind of stage is evaluated: which one is worst depends on the embedding, the logits, the layer split and the
+micro-batches in flight. What the driver, communication libraries and fragmentation take is `hardware.USABLE_FRACTION`.
 """
 
 from __future__ import annotations
@@ -46,20 +47,24 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Peak memory of each rank of one pipeline stage, in bytes, by what holds it."""
+    """Memory of each rank of one pipeline stage, in bytes, by what holds it."""
 
     stage: int
     parameters: int
-    """fp32 parameters, and their copies in the format of compute."""
+    """fp32 parameters, and what is gathered of other replicas' shards."""
     gradients: int
     optimizer: int
     activations: int
+    """Kept from forward to backward, with bf16 copies of weights, and what travels between stages."""
     logits: int
+    reduction: int
+    """Buffers of the gradients' reduction, after the last backward pass: never beside activations and logits."""
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits
+        """The peak."""
+        working = max(self.activations + self.logits, self.reduction)
+        return self.parameters + self.gradients + self.optimizer + working
 
 
 def worst_stage(workload: Workload, layout: Layout) -> StageMemory:
@@ -79,65 +84,76 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
         ValueError: there are more stages than layers.
     """
     layers = len(split_layers(workload.architecture.layers, layout.pipeline)[stage])
-    states = _model_states(workload, layout, stage, layers)
+    own = rank_parameters(workload.architecture, layout, stage, layers)
+    sharded = workload.zero_stage > 0 and layout.data > 1
+    shard = -(-own // layout.data) if sharded else own
+    accumulates = not sharded or workload.micro_batches > 1
     return StageMemory(
         stage=stage,
-        parameters=states[0],
-        gradients=states[1],
-        optimizer=states[2],
-        activations=_activations(workload, layout, stage, layers),
+        parameters=FP32 * shard + (_gathered(workload, layout, stage, own) if sharded else 0),
+        gradients=FP32 * (own if accumulates else shard),
+        optimizer=ADAM * shard,
+        activations=_activations(workload, layout, stage, layers, 0 if sharded else own),
         logits=_logits(workload, layout) if stage == layout.pipeline - 1 else 0,
+        reduction=0 if sharded or layout.data == 1 else FP32 * own,
     )
 
 
 def rank_parameters(architecture: Architecture, layout: Layout, stage: int, layers: int) -> int:
     """Parameters on one rank of a stage before any sharding over replicas; norms are whole on every rank."""
-    hidden = architecture.hidden_size
-    norms = 2 * hidden
-    split = layers * (architecture.layer_parameters - norms)
-    first, last = stage == 0, stage == layout.pipeline - 1
-    tables = int(first) + int(last) - int(first and last and architecture.tie_embeddings)
-    split += tables * architecture.vocab_size * hidden
-    return -(-split // layout.tensor) + layers * norms + int(last) * hidden
+    norms = 2 * architecture.hidden_size
+    split = layers * (architecture.layer_parameters - norms) + _tables(architecture, layout, stage)
+    final_norm = architecture.hidden_size if stage == layout.pipeline - 1 else 0
+    return -(-split // layout.tensor) + layers * norms + final_norm
 
 
-def _model_states(workload: Workload, layout: Layout, stage: int, layers: int) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state.
+def _tables(architecture: Architecture, layout: Layout, stage: int) -> int:
+    """Parameters of embedding and output projection in a stage; one table when they are tied."""
+    ends = int(stage == 0) + int(stage == layout.pipeline - 1)
+    return min(ends, 1 if architecture.tie_embeddings else 2) * architecture.vocab_size * architecture.hidden_size
 
-    Stage 2 keeps fp32 shards and the gathered parameters; stage 3 gathers a layer at a time, and the next one early.
+
+def _gathered(workload: Workload, layout: Layout, stage: int, own: int) -> int:
+    """Bytes of gathered parameters: all with ZeRO 2; with ZeRO 3 one layer, the next, and what is in no layer."""
+    if workload.zero_stage == 2:
+        return workload.element * own
+    tables = -(-_tables(workload.architecture, layout, stage) // layout.tensor)
+    layer = -(-workload.architecture.layer_parameters // layout.tensor)
+    return workload.element * min(own, tables + 2 * layer)
+
+
+def _activations(workload: Workload, layout: Layout, stage: int, layers: int, cast: int) -> int:
+    """Bytes of 1F1B's micro-batches in flight, at most `pipeline - stage` of them, and of what travels between stages.
+
+    In bf16 each micro-batch keeps its own copy of the `cast` parameters that are stored in fp32. Buffers for what
+    neighbours send exist for every micro-batch of a step.
     """
-    own = rank_parameters(workload.architecture, layout, stage, layers)
-    shard = -(-own // layout.data) if workload.zero_stage else own
-    largest = rank_parameters(workload.architecture, layout, stage, 1)
-    gathered = {0: 0, 2: own, 3: min(own, 2 * largest)}[workload.zero_stage]
-    if workload.zero_stage == 0 and workload.precision is Precision.BF16:
-        gathered = own
-    return FP32 * shard + workload.element * gathered, FP32 * shard, ADAM * shard
-
-
-def _activations(workload: Workload, layout: Layout, stage: int, layers: int) -> int:
-    """Bytes kept from forward to backward by 1F1B's micro-batches in flight: at most `pipeline - stage` of them."""
     in_flight = min(workload.micro_batches, layout.pipeline - stage)
-    received = workload.tokens * workload.architecture.hidden_size * workload.element
-    return in_flight * (layers * layer_activations(workload, layout.tensor) + (received if layout.pipeline > 1 else 0))
+    copies = workload.element * cast if workload.precision is Precision.BF16 else 0
+    slices = layout.tensor if workload.sequence_parallel else 1
+    boundary = -(-workload.tokens * workload.architecture.hidden_size * workload.element // slices)
+    neighbours = int(stage > 0) + int(stage < layout.pipeline - 1)
+    sent = in_flight * boundary if stage < layout.pipeline - 1 else 0
+    kept = in_flight * (layers * layer_activations(workload, layout.tensor) + copies)
+    return kept + sent + neighbours * workload.micro_batches * boundary
 
 
 def layer_activations(workload: Workload, tensor: int) -> int:
     """Bytes one decoder layer keeps of one micro-batch on each of `tensor` ranks.
 
-    Inputs of the two norms (split along the sequence with sequence parallelism), the gathered inputs of the two
-    column-parallel products, and what attention and SwiGLU keep, which is split over the ranks: queries, keys, values
-    and attention's output; gate, its SiLU, up, and their product.
+    Twice, for each norm: its fp32 input, the inverse root mean square and the normed input, split along the sequence
+    with sequence parallelism; and the whole of its output, which the column-parallel products share. Split over the
+    ranks always: queries, keys, values, attention's output and log-sum-exp; gate, its SiLU, up, and their product.
     """
-    model = workload.architecture
-    keys_and_values = 2 * model.kv_heads * model.head_size
-    residual = -(-2 * model.hidden_size // (tensor if workload.sequence_parallel else 1))
-    gathered = 2 * model.hidden_size
-    split = 2 * model.hidden_size + keys_and_values + 4 * model.intermediate_size
-    return workload.tokens * workload.element * (residual + gathered + -(-split // tensor))
+    model, element = workload.architecture, workload.element
+    slices = tensor if workload.sequence_parallel else 1
+    norm = -(-(FP32 * model.hidden_size + FP32 + element * model.hidden_size) // slices)
+    whole = element * model.hidden_size
+    attention = element * 2 * (model.hidden_size + model.kv_heads * model.head_size) + FP32 * model.heads
+    feed_forward = element * 4 * model.intermediate_size
+    return workload.tokens * (2 * (norm + whole) + -(-(attention + feed_forward) // tensor))
 
 
 def _logits(workload: Workload, layout: Layout) -> int:
-    """Bytes of one micro-batch's logits: as computed, as fp32 log-probabilities, and their gradient in fp32."""
-    vocabulary = -(-workload.architecture.vocab_size // layout.tensor)
-    return workload.tokens * vocabulary * (workload.element + 2 * FP32)
+    """Bytes of one micro-batch's log-probabilities and of two gradients of them, all in fp32."""
+    return workload.tokens * -(-workload.architecture.vocab_size // layout.tensor) * 3 * FP32

@@ -69,12 +69,18 @@ def place(plan: Plan, inventory: Inventory, keep: Mapping[int, str] | None = Non
         DoesNotFitError: there is no room; nothing is placed in part.
     """
     kept = {worker: node for worker, node in (keep or {}).items() if 0 <= worker < Shape(plan).workers}
-    found = [_placed(plan, inventory, kept, racks) for racks in _rack_choices(plan, inventory, kept)]
+    found = [
+        _placed(plan, inventory, kept, racks, whole_domains)
+        for racks in _rack_choices(plan, inventory, kept)
+        for whole_domains in (False, True)
+    ]
     return min(found, key=lambda placement: placement.cost)
 
 
-def _placed(plan: Plan, inventory: Inventory, kept: Mapping[int, str], racks: Sequence[str]) -> Placement:
-    nodes = Assignment(plan, inventory, kept).run(racks)
+def _placed(
+    plan: Plan, inventory: Inventory, kept: Mapping[int, str], racks: Sequence[str], whole_domains: bool
+) -> Placement:
+    nodes = Assignment(plan, inventory, kept).run(racks, whole_domains)
     places = {worker: place_of(inventory, node) for worker, node in nodes.items()}
     return Placement(plan, nodes, places, crossings(plan, places))
 

@@ -117,6 +117,7 @@ def make_plan(spec: ParallelTrainingJobSpec, inventory: Inventory, keep: PlanSta
     _check_reach(spec, hardware)
     if architecture is None or spec.training is None:
         return _command_plan(spec)
+    _check_choices(spec, hardware)
     search = _search(spec, architecture, spec.training, hardware)
     chosen = search.best()
     if chosen is None:
@@ -183,6 +184,19 @@ def _check_reach(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
             f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {hardware.domain_gpus} GPUs: lower it, "
             "raise `parallelism.pipeline` instead, or add nodes with a wider domain",
             "NoDomainWideEnough",
+            depends_on_cluster=True,
+        )
+
+
+def _check_choices(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
+    """Raises PlanError when something is left out and there is no node to choose it for."""
+    wanted = spec.parallelism
+    stated = {"tensor": wanted.tensor, "pipeline": wanted.pipeline, "microBatches": wanted.micro_batches}
+    left_out = [f"`parallelism.{name}`" for name, value in stated.items() if value is None]
+    if left_out and not hardware.known:
+        raise PlanError(
+            f"{', '.join(left_out)} left out, and no usable GPU node is there to choose for: set them, or add nodes",
+            "NoUsableNodes",
             depends_on_cluster=True,
         )
 

@@ -19,13 +19,14 @@ def amount_text(count: int) -> str:
 
 
 def memory_text(memory: StageMemory) -> str:
-    """The parts of an estimate."""
+    """The parts of an estimate that make its peak."""
+    in_step = memory.activations + memory.logits >= memory.reduction
     parts = (
         ("parameters", memory.parameters),
         ("gradients", memory.gradients),
         ("optimizer", memory.optimizer),
-        ("activations", memory.activations),
-        ("logits", memory.logits),
+        *((("activations", memory.activations), ("logits", memory.logits)) if in_step else ()),
+        *((("reduction", memory.reduction),) if not in_step else ()),
     )
     return ", ".join(f"{name} {amount_text(size)}" for name, size in parts if size)
 
@@ -69,15 +70,16 @@ def _pipeline_reason(search: Search, chosen: Candidate) -> str:
 
 def _micro_batches_reason(search: Search, chosen: Candidate) -> str:
     count, pipeline = chosen.micro_batches, chosen.layout.pipeline
+    name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
     idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
     tail = f"; the pipeline idles {idle} % of a step" if pipeline > 1 else ""
     if search.parallelism.micro_batches is not None:
-        return f"{count} micro-batches: set by `parallelism.microBatches`{tail}"
+        return f"{name}: set by `parallelism.microBatches`{tail}"
     if pipeline == 1:
-        return f"{count} micro-batches: the fewest whose activations fit"
+        return f"{name}: the fewest whose activations fit"
     if count >= MICRO_BATCHES_PER_STAGE * pipeline:
-        return f"{count} micro-batches: at least {MICRO_BATCHES_PER_STAGE} per stage{tail}"
-    return f"{count} micro-batches: as many as a replica's share of the batch allows{tail}"
+        return f"{name}: at least {MICRO_BATCHES_PER_STAGE} per stage{tail}"
+    return f"{name}: as many as a replica's share of the batch allows{tail}"
 
 
 def _memory_reason(search: Search, memory: StageMemory | None) -> str:
@@ -112,12 +114,6 @@ def nothing_fits(search: Search) -> PlanError:
 
 def _no_candidate(search: Search) -> PlanError:
     gpus = search.gpus_per_worker
-    if not search.hardware.known and search.parallelism.tensor is None:
-        return PlanError(
-            "`parallelism.tensor` is left out and no usable GPU node is there to choose it for: set it, or add nodes",
-            "NoUsableNodes",
-            depends_on_cluster=True,
-        )
     return PlanError(
         f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {search.replicas}: change "
         "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",

@@ -66,6 +66,15 @@ class Cache:
         while len(self._gone) > 4096:
             del self._gone[next(iter(self._gone))]
 
+    def lose_sight(self, uid: str) -> JobKey | None:
+        """Drops a pod that still exists but lost the job label, so that no watch shows it; the key of its job."""
+        for key, pods in self._pods.items():
+            for pod in pods.values():
+                if pod.uid == uid:
+                    del pods[pod.name]
+                    return key
+        return None
+
     def pods(self, key: JobKey, uid: str) -> list[Pod]:
         """The job's own pods, by its uid."""
         return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]

@@ -101,7 +101,12 @@ class Cluster:
 
     async def delete(self, path: str, uid: str) -> None:
         """Deletes that very object, with its own grace period; one that is gone already is fine."""
-        body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"}  # fmt: skip
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Background",
+        }
         try:
             await self._call("DELETE", path, None, body)
         except ApiError as error:
@@ -139,7 +144,9 @@ class Cluster:
         code = 0
         try:
             timeout = aiohttp.ClientTimeout(total=self._timeout)
-            response = await self._rest.request(verb, url, headers=headers, body=body, _request_timeout=timeout)
+            response = await self._rest.request(  # type: ignore[no-untyped-call]
+                verb, url, headers=headers, body=body, _request_timeout=timeout
+            )
             async with response.response:
                 code = response.status
                 data = await response.response.read()

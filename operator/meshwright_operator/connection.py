@@ -25,10 +25,13 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
     configuration = Configuration()
     try:
         if kubeconfig is None and SERVICE_HOST in os.environ:
-            config.load_incluster_config(client_configuration=configuration)
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
             path = str(kubeconfig) if kubeconfig is not None else config.KUBE_CONFIG_DEFAULT_LOCATION
-            await config.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
+            loading = config.load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=path, client_configuration=configuration, persist_config=False
+            )
+            await loading
     except (config.ConfigException, OSError, ValueError) as error:
         raise ConnectionFailedError(f"cannot find the cluster: {error}; give --kubeconfig FILE") from None
     return configuration

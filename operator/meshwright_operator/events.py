@@ -68,21 +68,22 @@ class EventRecorder:
     async def run(self) -> None:
         """Posts for ever."""
         while True:
-            job, note, moment = await self._queue.get()
-            try:
-                await self._post(job, note, moment)
-            except ApiError as error:
-                log.warning("an event could not be posted", extra={"reason": note.reason, "error": str(error)})
-            finally:
-                self._queue.task_done()
+            await self._attempt(*await self._queue.get())
 
-    async def drain(self, seconds: float) -> None:
-        """Waits until all queued notes are posted, at most `seconds`."""
+    async def flush(self, seconds: float) -> None:
+        """Posts what still waits, for at most `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                await self._queue.join()
+                while not self._queue.empty():
+                    await self._attempt(*self._queue.get_nowait())
         except TimeoutError:
             log.warning("some events were not posted in time")
+
+    async def _attempt(self, job: Mapping[str, Any], note: Note, moment: datetime) -> None:
+        try:
+            await self._post(job, note, moment)
+        except ApiError as error:
+            log.warning("an event could not be posted", extra={"reason": note.reason, "error": str(error)})
 
     async def _post(self, job: Mapping[str, Any], note: Note, moment: datetime) -> None:
         metadata = job["metadata"]

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 
+UNKNOWN = "?"
+"""In place of a holder: the lease changed under this process's hands, or could not be read."""
+
 
 class LeaseLostError(Exception):
     """This process leads no longer and must end."""
@@ -46,11 +49,11 @@ class Lease:
                     holder = await self._try()
             except (ApiError, TimeoutError) as error:
                 log.warning("cannot reach the lease", extra={"error": str(error) or "timed out"})
-                holder = "?"
+                holder = UNKNOWN
             if not holder:
                 log.info("leading", extra={"lease": self._name, "identity": self._identity})
                 return
-            if holder not in (told, "?"):
+            if holder not in (told, UNKNOWN):
                 log.info("another operator leads", extra={"lease": self._name, "holder": holder})
                 told = holder
             await asyncio.sleep(min(2.0, self._seconds / 5))
@@ -69,7 +72,9 @@ class Lease:
             except (ApiError, TimeoutError) as error:
                 log.warning("the lease was not renewed", extra={"error": str(error) or "timed out"})
             else:
-                if holder:
+                if holder == UNKNOWN:
+                    log.warning("somebody else wrote to the lease")
+                elif holder:
                     raise LeaseLostError(f"{holder} leads now")
             if time.monotonic() - self._renewed > self._seconds * 2 / 3:
                 raise LeaseLostError(f"the lease was not renewed for {self._seconds * 2 / 3:.0f} s")
@@ -105,7 +110,7 @@ class Lease:
             await self._write(fields)
         except ApiError as error:
             if error.code == 409:
-                return "?"
+                return UNKNOWN
             raise
         self._renewed = started
         return ""

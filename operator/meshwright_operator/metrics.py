@@ -1,4 +1,4 @@
-"""Prometheus metrics of the operator itself: few label values, whatever number of jobs. Jobs have their own collector."""
+"""Prometheus metrics of the operator itself: few label values, however many jobs. Jobs have their own."""
 
 from __future__ import annotations
 

@@ -20,9 +20,12 @@ NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$"
 
 # Reasons of a Failed pod that are somebody else's doing: the node, the kubelet, the scheduler.
 DISRUPTION_REASONS = frozenset(
-    {"Evicted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "Preempting", "Preempted", "UnexpectedAdmissionError",
-     "OutOfcpu", "OutOfmemory", "OutOfpods", "NodeAffinity", "DeadlineExceeded"}
-)  # fmt: skip
+    {
+        *("Evicted", "Preempting", "Preempted", "Terminated"),
+        *("NodeLost", "NodeShutdown", "Shutdown", "NodeAffinity"),
+        *("UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods"),
+    }
+)
 SIGTERM_EXIT = 143
 
 
@@ -140,7 +143,7 @@ def _problem(status: Mapping[str, Any]) -> str:
     if reason and reason not in ("ContainerCreating", "PodInitializing"):
         return f"{reason}: {waiting.get('message') or 'the container does not start'}"
     for condition in status.get("conditions") or ():
-        if (condition.get("type"), condition.get("status")) == ("PodScheduled", "False"):
-            if condition.get("reason") == "Unschedulable":
-                return f"Unschedulable: {condition.get('message') or 'no node takes the pod'}"
+        kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
+        if kind == ("PodScheduled", "False", "Unschedulable"):
+            return f"Unschedulable: {condition.get('message') or 'no node takes the pod'}"
     return ""

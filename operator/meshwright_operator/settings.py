@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--namespace", dest="namespaces", metavar="NAME", action="append", default=[], help="repeat for several; all when absent")  # fmt: skip
+    add("--namespace", dest="namespaces", metavar="NAME", action="append", default=[], help="repeat for several")
     add("--kubeconfig", metavar="FILE", type=Path, help="default: service account, else the usual kubeconfig")
     add("--coordinator-listen", metavar="HOST:PORT", type=Address.parse, default=default.coordinator_listen)
     add("--coordinator-url", metavar="URL", help="how worker pods reach the coordinator")

@@ -228,9 +228,7 @@ def training_run(steps: int, *, tensor: int = 1, data_parallel: int = 1, every_s
         data_parallel=data_parallel,
         micro_batches=1,
         parallelism=ParallelismSpec(tensor=tensor, pipeline=1, micro_batches=1),
-        architecture=Architecture(
-            layers=2, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, vocab_size=260
-        ),
+        architecture=Architecture(layers=2, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, vocab_size=260),
         data=DataSpec(source=DataSource.PYTHON_STDLIB),
         training=TrainingSpec(
             steps=steps, global_batch_size=4, sequence_length=32, optimizer=OptimizerSpec(learning_rate=1e-3)

@@ -103,13 +103,24 @@ async def test_a_command_that_does_not_exist_says_so(coordinator: Coordinator, s
 
 async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agent = start_agent()
-    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+    # A child in a session of its own, such as a daemon has, is no reason to stay.
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
     await start_generation(coordinator, 1, nested)
     await until(lambda: agent.log.count("asleep") == 2, 20, lambda: agent.log)
     family = agent.processes()
     assert len(family) == 1 + 2 * 3  # per rank: the guard, the command, the command's child
     agent.process.kill()
     await until(lambda: not any(alive(pid) for pid in family), 5)
+
+
+async def test_what_a_finished_command_leaves_behind_is_ended(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    agent = start_agent()
+    daemon = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
+    await start_generation(coordinator, 1, f"import subprocess, sys; print('child', {daemon}.pid)", ranks_each=1)
+    assert await agent.exit_code() == 0
+    assert not alive(int(agent.log.rpartition("child ")[2].split()[0]))
 
 
 async def test_a_new_generation_replaces_ranks_that_hang(coordinator: Coordinator, start_agent: StartAgent) -> None:
@@ -125,12 +136,15 @@ async def test_a_new_generation_replaces_ranks_that_hang(coordinator: Coordinato
 
 async def test_sigterm_drains(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agent = start_agent()
-    saves = """
+    saves = (
+        """
 import signal, sys, time
 def save(*_):
     time.sleep(0.5); print("saved", flush=True); sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-""" + SLEEP
+"""
+        + SLEEP
+    )
     await start_generation(coordinator, 1, saves)
     await until(lambda: agent.log.count("asleep") == 2, 20)
     agent.terminate()

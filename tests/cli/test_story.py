@@ -194,12 +194,16 @@ def test_recovery_is_seen_only_with_a_new_generation_a_new_pod_and_every_rank():
     assert not fault.observe(snapshot(running(54, generation=2), [pod(0), pod(1, 1)], []))
 
 
+PLAN = {"tensor": 2, "pipeline": 1, "data": 1, "microBatches": 1, "worldSize": 2, "workers": 1}
+PLACEMENT = {"workers": [{"worker": 0, "incarnation": 0, "pod": "p", "node": "n0", "ranks": "0-1", "rack": "r0"}]}
+
+
 def completed(generation=2, restarts=1, step=100):
     done = [condition("Ready", reason="Completed"), condition("Complete")]
     return snapshot(
         job(
             conditions=done, mesh={"generation": generation}, readyRanks="0/4", step=step, totalSteps=100,
-            restartCount=restarts, checkpoint={"step": 100, "time": TIME, "path": "/c"},
+            restartCount=restarts, checkpoint={"step": 100, "time": TIME, "path": "/c"}, plan=PLAN, placement=PLACEMENT,
         ),
         [],
         [event("Recovered", "recovered in 6.1 s: replace pod 2.0")],
@@ -240,11 +244,11 @@ def test_evidence_names_what_is_missing(end, fault, saved, word):
 
 def test_summary_tells_the_whole_story():
     curve = LossCurve({1: 5.75, 100: 1.9})
-    ending = Ending(completed(), curve, recovered_fault(), SAVED, ["rack0", "  node0 [0 1]"], "def ", "def f():", 150.0)
+    ending = Ending(completed(), curve, recovered_fault(), SAVED, "def ", "def f():", 150.0)
     text = rendered(summary(ending))
     for expected in ("5.7500 (step 1)", "1.9000 (step 100)", "lm-w1-0", "recovered in 6.1 s", "1,600 samples", "2:30"):
         assert expected in text, expected
-    assert "node0 [0 1]" in text
+    assert "[0 d0p0t0] [1 d0p0t1]" in text
     assert "def f():" in text
 
 

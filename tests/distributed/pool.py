@@ -84,10 +84,14 @@ class RankPool:
             connection.send((function, (task, *arguments)))
         answers = []
         for task, (_, connection) in zip(tasks, self._ranks, strict=False):
-            if not connection.poll(timeout):
-                self.close()
-                raise RankFailedError(f"rank {task.rank} did not answer within {timeout} s")
-            answers.append(connection.recv())
+            # A rank whose peers failed may wait for them: once one has failed, the others get a little longer.
+            failed = any(not good for good, _ in answers)
+            if connection.poll(2 if failed else timeout):
+                answers.append(connection.recv())
+            else:
+                answers.append((False, "did not answer\n"))
+        if (False, "did not answer\n") in answers:
+            self.close()
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:
             raise RankFailedError("\n".join(failures))

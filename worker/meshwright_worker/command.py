@@ -3,9 +3,9 @@
     python -m meshwright_worker.command COMMAND...
 
 Standard input is a pipe that only the agent holds: its end of file means that the rank must go at once, because the
-agent says so or because it died. The command leads a process group of its own, so that whatever it started (data
-loader workers, a shell's children) goes with it. The exit status is the command's. Only the standard library is
-imported: one of these starts per rank.
+agent says so or because it died. Whatever the command started (data loader workers, a shell's children, daemons) goes
+with it: the guard adopts what loses its parent, and ends last. The exit status is the command's. Only the standard
+library is imported: one of these starts per rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import selectors
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from meshwright_worker.lifeline import die_with
+from meshwright_worker.lifeline import adopt_orphans, die_with
 
 # A shell's codes for a command that cannot be started.
 EXIT_NOT_EXECUTABLE = 126
@@ -27,11 +28,10 @@ EXIT_NOT_FOUND = 127
 def main(command: list[str]) -> int:
     """Run `command` to its end, or to the end of standard input. Returns its status as `subprocess` gives it."""
     guard = os.getpid()
+    adopt_orphans()
     try:
         # This process has one thread, so running Python between fork and exec is safe.
-        child = subprocess.Popen(  # noqa: PLW1509
-            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: die_with(guard)
-        )
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with(guard))
     except OSError as error:
         sys.stderr.write(f"cannot start {command[0]!r}: {error.strerror}\n")
         return EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
@@ -41,15 +41,28 @@ def main(command: list[str]) -> int:
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
     selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ)
     selector.select()
-    _kill_group(child.pid)
-    return child.wait()
+    if child.poll() is None:
+        child.kill()
+    status = child.wait()
+    end_orphans()
+    return status
 
 
-def _kill_group(group: int) -> None:
+def end_orphans() -> None:
+    """Kill and reap every child of this process, and theirs as they come, until there is none."""
+    while children := _children():
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    # A child cannot vanish before it is reaped here, so its id stays valid until then.
     try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN: the pod's end is what ends a daemon then
+        return []
 
 
 def end_as(status: int) -> None:

@@ -54,6 +54,19 @@ def _feed_forward_splits(spec: Spec) -> bool:
     return spec.model is None or divides(spec.parallelism.tensor, spec.model.intermediate_size)
 
 
+def _vocabulary_splits(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.vocab_size)
+
+
+def _stages_have_micro_batches(spec: Spec) -> bool:
+    count, pipeline = spec.parallelism.micro_batches, spec.parallelism.pipeline
+    return count is None or pipeline is None or count >= pipeline
+
+
+def _stages_have_sequences(spec: Spec) -> bool:
+    return spec.training is None or spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
+
+
 def _stages_have_layers(spec: Spec) -> bool:
     layers = spec.model.layers if spec.model is not None else None
     return layers is None or layers >= (spec.parallelism.pipeline or 1)
@@ -119,6 +132,13 @@ PARALLELISM_RULES = (
     ),
     Rule(
         "parallelism.tensor",
+        "must divide `model.vocabSize`: embedding and logits are split by the vocabulary; raise `model.vocabSize`",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.vocabSize)"
+        " || self.model.vocabSize % self.parallelism.tensor == 0",
+        _vocabulary_splits,
+    ),
+    Rule(
+        "parallelism.tensor",
         "must divide `training.sequenceLength` when `parallelism.sequence` is true: change one of the three",
         "!has(self.parallelism.tensor) || !has(self.training) || !self.parallelism.sequence"
         " || self.training.sequenceLength % self.parallelism.tensor == 0",
@@ -130,6 +150,20 @@ PARALLELISM_RULES = (
         "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
         " || self.model.layers >= self.parallelism.pipeline",
         _stages_have_layers,
+    ),
+    Rule(
+        "parallelism.microBatches",
+        "must be at least `parallelism.pipeline`: 1F1B needs a micro-batch for every stage",
+        "!has(self.parallelism.microBatches) || !has(self.parallelism.pipeline)"
+        " || self.parallelism.microBatches >= self.parallelism.pipeline",
+        _stages_have_micro_batches,
+    ),
+    Rule(
+        "parallelism.pipeline",
+        "times `replicas` must be at most `training.globalBatchSize`: every stage needs a micro-batch of its replica",
+        "!has(self.training) || self.training.globalBatchSize"
+        " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)",
+        _stages_have_sequences,
     ),
     Rule(
         "model.tieEmbeddings",

@@ -12,8 +12,10 @@ def _batch_splits(spec: Spec) -> bool:
 
 
 def _micro_batches_split(spec: Spec) -> bool:
-    micro_batches = spec.parallelism.micro_batches or 1
-    return spec.training is None or spec.training.global_batch_size % (spec.replicas * micro_batches) == 0
+    micro_batches = spec.parallelism.micro_batches
+    if spec.training is None or micro_batches is None:
+        return True
+    return spec.training.global_batch_size % (spec.replicas * micro_batches) == 0
 
 
 def _claim_for_files(spec: Spec) -> bool:

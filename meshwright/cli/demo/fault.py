@@ -25,6 +25,13 @@ class Fault:
     recovered_at: float | None = None
     """Moment at which every rank of a newer generation was seen training (monotonic seconds)."""
     replacement: PodView | None = None
+    resumed_after: int | None = None
+    """Step after which the new generation began."""
+
+    @property
+    def repeated(self) -> int | None:
+        """Steps that were seen finished before the fault and had to be run again; None while it is not known."""
+        return None if self.resumed_after is None else max(0, self.step - self.resumed_after)
 
     def due(self, now: Snapshot) -> bool:
         """Whether to strike: half of the steps are done and every rank trains."""

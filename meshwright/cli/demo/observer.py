@@ -9,7 +9,7 @@ import aiohttp
 
 from meshwright.api import labels
 from meshwright.cli.demo.snapshot import PodView, Sample, Snapshot, snapshot
-from meshwright.local.client import ApiClient
+from meshwright.local.client import ApiClient, ApiError
 from meshwright.local.resources import EVENTS, JOBS, PODS
 
 METRICS_TIMEOUT = aiohttp.ClientTimeout(total=2)
@@ -38,6 +38,21 @@ class Observer:
         first = next((pod for pod in now.pods if pod.worker == 0 and pod.state == "Running" and pod.address), None)
         return now if first is None else replace(now, sample=await self._sample(first, now.generation))
 
+    async def resumed_after(self, now: Snapshot) -> int | None:
+        """The step after which rank 0 began this generation, from its pod's log; None where the log does not say."""
+        for pod in now.pods:
+            if pod.worker != 0:
+                continue
+            path = PODS.path(self._namespace, pod.name, "log")
+            try:
+                lines = [line.decode(errors="replace") async for line in self._client.lines(path)]
+            except ApiError:
+                continue
+            found = after_step("\n".join(lines), now.generation)
+            if found is not None:
+                return found
+        return None
+
     async def _sample(self, pod: PodView, generation: int) -> Sample | None:
         """What rank 0's pod says of itself; None while it says nothing of this generation."""
         url = f"http://{pod.address}:{labels.METRICS_PORT}/metrics"
@@ -51,6 +66,12 @@ class Observer:
             return None
         step, loss = gauge(text, "ptj_step"), gauge(text, "ptj_loss")
         return None if not step or loss is None else Sample(int(step), loss)
+
+
+def after_step(log: str, generation: int) -> int | None:
+    """The step after which rank 0 began a generation, from an agent's log."""
+    found = re.search(rf"rank trains rank=0 generation={generation} after-step=(\d+)", log)
+    return int(found.group(1)) if found else None
 
 
 def gauge(text: str, name: str) -> float | None:

@@ -19,7 +19,7 @@ from meshwright.api.job import parse_spec
 from meshwright.api.labels import KIND
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.cli import manifest
-from meshwright.cli.demo import diagnosis, display, drawing, evidence, setup
+from meshwright.cli.demo import diagnosis, display, evidence, setup
 from meshwright.cli.demo.display import Display
 from meshwright.cli.demo.fault import Fault
 from meshwright.cli.demo.loss import LossCurve
@@ -81,10 +81,9 @@ async def run(options: Options, console: Console) -> None:
                 if problems:
                     logs = await diagnosis.logs(client, NAMESPACE, end, options.directory)
                     raise DemoError("\n".join([*problems, "", logs]))
-                placed = await drawing.placement(client, end)
         text = await sample_text(programs, end, options.directory)
         seconds = time.monotonic() - started
-        console.print(summary(Ending(end, curve, fault, saved, placed, PROMPT, text, seconds)), soft_wrap=True)
+        console.print(summary(Ending(end, curve, fault, saved, PROMPT, text, seconds)), soft_wrap=True)
         if options.keep_running:
             console.print(f"\nthe cluster stays up until Ctrl-C; {hint}", soft_wrap=True, highlight=False)
             with contextlib.suppress(asyncio.CancelledError):  # the expected end: the demo itself went well
@@ -103,7 +102,7 @@ async def prepare(
     shown.say("installing the CustomResourceDefinition")
     await setup.install_crd(client)
     shown.say("starting the operator")
-    await setup.start_operator(programs, options.directory, kubeconfig)
+    await setup.start_operator(programs, options.directory, kubeconfig, setup.Ports())
     for item in items:
         shown.say(f"applying {item['kind']} {item['metadata']['name']}")
         await manifest.apply(client, item, NAMESPACE)
@@ -132,7 +131,7 @@ async def follow(
             curve.add(now.step, now.loss)
         shown.show(now, curve)
         if fault is not None:
-            await disturb(client, fault, now, shown)
+            await disturb(client, observer, fault, now, shown)
         if now.holds(conditions.COMPLETE) or now.holds(conditions.FAILED) or now.holds(conditions.STALLED):
             return now
         if time.monotonic() > deadline:
@@ -142,12 +141,13 @@ async def follow(
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def disturb(client: ApiClient, fault: Fault, now: Snapshot, shown: Display) -> None:
+async def disturb(client: ApiClient, observer: Observer, fault: Fault, now: Snapshot, shown: Display) -> None:
     """Delete the worker pod when it is time; say so, and say when the job is back."""
     if fault.due(now):
         struck = await fault.strike(client, NAMESPACE, now)
         shown.say(f"FAULT: deleting worker pod {struck.name} on {struck.node}, as kubectl delete pod does")
     elif fault.observe(now) and fault.seconds is not None:
+        fault.resumed_after = await observer.resumed_after(now)
         shown.say(f"RECOVERED: every rank trains again, {fault.seconds:.1f} s after the pod was deleted")
 
 

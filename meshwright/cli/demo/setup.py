@@ -6,14 +6,14 @@ import asyncio
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
-from meshwright import crd
 from meshwright.cli import manifest
 from meshwright.cli.programs import Program, Programs
+from meshwright.crd.definition import custom_resource_definition
 from meshwright.local.client import ApiClient
 from meshwright.local.connection import Connection
 from meshwright.local.resources import CRDS
@@ -24,6 +24,14 @@ POLL_SECONDS = 0.1
 
 class SetupError(Exception):
     """A part did not become ready in time. The message says which, with the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Shape:
         return self.racks * self.nodes_per_rack * self.gpus_per_node
 
 
-async def start_cluster(programs: Programs, directory: Path, shape: Shape) -> Path:
+async def start_cluster(programs: Programs, directory: Path, shape: Shape, provider: str = "embedded") -> Path:
     """Start the embedded cluster and return its kubeconfig file.
 
     Raises:
@@ -51,7 +59,7 @@ async def start_cluster(programs: Programs, directory: Path, shape: Shape) -> Pa
     home.mkdir()
     argv = [sys.executable, "-m", "meshwright.local.daemon", "--directory", str(home)]
     argv += ["--racks", str(shape.racks), "--nodes-per-rack", str(shape.nodes_per_rack)]
-    argv += ["--gpus-per-node", str(shape.gpus_per_node)]
+    argv += ["--gpus-per-node", str(shape.gpus_per_node), "--provider", provider]
     program = await programs.start("embedded cluster", argv, directory / "cluster.log")
 
     async def ready() -> bool:
@@ -67,7 +75,7 @@ async def install_crd(client: ApiClient) -> None:
     Raises:
         SetupError: it was not established in time.
     """
-    definition = crd.definition()
+    definition = custom_resource_definition()
     await manifest.apply(client, definition, "")
     try:
         async with asyncio.timeout(READY_SECONDS):
@@ -81,30 +89,41 @@ async def install_crd(client: ApiClient) -> None:
         raise SetupError(f"the API server did not establish {definition['metadata']['name']}") from None
 
 
-async def start_operator(programs: Programs, directory: Path, kubeconfig: Path) -> str:
-    """Start the operator, wait until it leads and watches, and return its metrics address.
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where an operator on this machine listens. A restarted one must listen where its workers know it."""
+
+    coordinator: int = field(default_factory=free_port)
+    metrics: int = field(default_factory=free_port)
+
+    @property
+    def metrics_url(self) -> str:
+        """Address of /metrics, /healthz and /readyz."""
+        return f"http://127.0.0.1:{self.metrics}"
+
+
+async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: Ports) -> Program:
+    """Start the operator and wait until it leads and watches.
 
     Raises:
         SetupError: it did not become ready.
         ProgramEndedError: it ended.
     """
-    coordinator, metrics = free_port(), free_port()
     argv = [sys.executable, "-m", "meshwright_operator", "--kubeconfig", str(kubeconfig)]
-    argv += ["--coordinator-listen", f"127.0.0.1:{coordinator}", "--metrics-listen", f"127.0.0.1:{metrics}"]
+    argv += ["--coordinator-listen", f"127.0.0.1:{ports.coordinator}", "--metrics-listen", f"127.0.0.1:{ports.metrics}"]
     argv += ["--key-file", str(directory / "coordinator.key")]
     program = await programs.start("operator", argv, directory / "operator.log")
-    url = f"http://127.0.0.1:{metrics}"
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
 
         async def ready() -> bool:
             try:
-                async with session.get(f"{url}/readyz") as response:
+                async with session.get(f"{ports.metrics_url}/readyz") as response:
                     return response.status == 200
             except (aiohttp.ClientError, TimeoutError):
                 return False
 
         await until(ready, program)
-    return url
+    return program
 
 
 async def until(ready: Callable[[], Awaitable[bool]], program: Program) -> None:
@@ -128,11 +147,3 @@ async def until(ready: Callable[[], Awaitable[bool]], program: Program) -> None:
 def connect(kubeconfig: Path) -> ApiClient:
     """A client for the cluster of a kubeconfig file."""
     return ApiClient(Connection.from_kubeconfig(kubeconfig), user_agent="meshwright-cli")
-
-
-def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -15,6 +14,7 @@ from meshwright.cli.demo.fault import Fault
 from meshwright.cli.demo.loss import LossCurve, sparkline
 from meshwright.cli.demo.snapshot import Snapshot
 from meshwright.cli.demo.words import clock
+from meshwright.planner.show import placement_lines
 
 RECOVERED = "Recovered"
 
@@ -27,8 +27,6 @@ class Ending:
     curve: LossCurve
     fault: Fault | None
     saved: Saved | None
-    drawing: Sequence[str]
-    """The placement, drawn."""
     prompt: str
     text: str
     """What the trained model wrote after the prompt."""
@@ -44,8 +42,10 @@ def summary(ending: Ending) -> RenderableType:
     for name, text in rows(ending):
         facts.add_row(name, Text(text))
     parts: list[RenderableType] = [Text(), facts]
-    if ending.drawing:
-        parts += [Text("\nplacement", style="dim"), Padding(Text("\n".join(ending.drawing)), (0, 0, 0, 2))]
+    plan, placement = ending.end.status.plan, ending.end.status.placement
+    if plan is not None and placement is not None:
+        drawing = "\n".join(placement_lines(plan, placement))
+        parts += [Text("\nplacement", style="dim"), Padding(Text(drawing), (0, 0, 0, 2))]
     if ending.text:
         heading = f"\ntext from the trained model, after the prompt {ending.prompt!r}"
         parts += [Text(heading, style="dim"), Padding(Text(ending.text, style="cyan"), (0, 0, 0, 2))]
@@ -78,4 +78,7 @@ def fault_rows(end: Snapshot, fault: Fault) -> list[tuple[str, str]]:
     out = [("fault", f"pod {fault.struck.name} on {fault.struck.node} deleted near step {fault.step}")]
     if fault.seconds is not None and fault.replacement is not None:
         out.append(("recovery", f"{fault.seconds:.1f} s, with {fault.replacement.name} on {fault.replacement.node}"))
+    if fault.resumed_after is not None:
+        text = f"resumed after step {fault.resumed_after}; {fault.repeated} of the steps seen before were run again"
+        out.append(("", text))
     return out + [("", event.note) for event in end.events if event.reason == RECOVERED]

@@ -30,8 +30,10 @@ LEASE_NAMESPACE = "kube-node-lease"
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """How patient the controller is, in seconds."""
+    """How often nodes show that they live and how patient the controller is, in seconds."""
 
+    renew: float = 10.0
+    """Between two renewals of a node's lease."""
     heartbeat: float = 40.0
     """Without a renewal for this long, a node is unreachable."""
     tolerate: float = 30.0

@@ -50,8 +50,10 @@ class Container:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of the present run is alive."""
-        return self._process is None or not self._process.running
+        """Whether the present run has ended, or none will ever begin."""
+        if self._process is None:
+            return self._stopping.is_set() or self.state.terminated is not None
+        return not self._process.running
 
     async def run(self) -> None:
         """Live until no restart is due. Afterwards `state.terminated` says how it ended, if it ever began."""
@@ -86,6 +88,12 @@ class Container:
             if process is not None:
                 process.kill()
 
+    async def gone(self) -> None:
+        """Wait until no process of it is left."""
+        for process in [self._process, *self._beside]:
+            if process is not None:
+                await process.wait()
+
     async def start_beside(
         self, words: Sequence[str], *, stdin: Stream, stdout: Stream, stderr: Stream, tty: bool = False
     ) -> Process:
@@ -94,7 +102,7 @@ class Container:
         Raises:
             StartError: The container does not run, or there is no such command.
         """
-        if self._command is None or self.over:
+        if self._command is None or self._process is None or self.over:
             raise StartError(f"container {self.state.name} is not running")
         process = await Process.start(self._command.beside(words, tty=tty), stdin=stdin, stdout=stdout, stderr=stderr)
         self._beside.add(process)

@@ -7,8 +7,10 @@ import logging
 import shutil
 from collections.abc import Iterator
 
+import aiohttp
+
 from meshwright.local import clock
-from meshwright.local.client import ApiClient
+from meshwright.local.client import ApiClient, ApiError
 from meshwright.local.nodeagent import volumes
 from meshwright.local.nodeagent.container import Container
 from meshwright.local.nodeagent.context import PodContext
@@ -21,7 +23,7 @@ from meshwright.local.resources import PODS, Object
 
 logger = logging.getLogger(__name__)
 
-_VOLUME_RETRY_SECONDS = 0.5
+_RETRY_SECONDS = 0.5
 _DEFAULT_GRACE = 30.0
 _LOST = "The container could not be located when the pod was terminated"
 
@@ -65,6 +67,12 @@ class PodRunner:
             grace = metadata.get("deletionGracePeriodSeconds")
             self._stop(_DEFAULT_GRACE if grace is None else float(grace))
 
+    def refuse(self, reason: str, message: str) -> None:
+        """The node does not take the pod: it fails without having begun. To be called before `run`."""
+        self.state.reason, self.state.message = reason, message
+        self._stopping.set()
+        self.context.event("Warning", reason, message)
+
     def kill(self) -> None:
         """End every process at once: the object is gone, or the node ends."""
         self._stopping.set()
@@ -76,26 +84,47 @@ class PodRunner:
         reporting = asyncio.create_task(self._reporter.run())
         deadline = self._start_deadline()
         try:
-            await self._live()
+            await self._live_guarded()
             self.state.over = True
             await self._reporter.flush()
-            await self._confirm_deletion()
-        except asyncio.CancelledError:
-            self.kill()
-            raise
+            await self.confirm_deletion()
         finally:
+            self.kill()
             for handle in (deadline, self._kill_timer):
                 if handle is not None:
                     handle.cancel()
             reporting.cancel()
             await asyncio.to_thread(shutil.rmtree, self.context.temporary, ignore_errors=True)
 
-    async def deletion_confirmed(self) -> None:
-        """For a pod that is over and is deleted afterwards."""
-        await self._confirm_deletion()
+    async def gone(self) -> None:
+        """Wait until no process of the pod is left."""
+        for container in self.all_containers():
+            await container.gone()
+
+    async def confirm_deletion(self) -> None:
+        """Tell the API that nothing of a deleted pod runs any more; only then does its object go away."""
+        metadata = self.context.pod["metadata"]
+        while self.state.deleting:
+            try:
+                await self._client.delete(
+                    PODS, metadata["name"], metadata["namespace"], grace_seconds=0, uid=metadata["uid"]
+                )
+                return
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                logger.debug("deletion of %s: %r", metadata["name"], error)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _live_guarded(self) -> None:
+        try:
+            await self._live()
+        except Exception:
+            logger.exception("pod %s failed in its agent", self.context.pod["metadata"]["name"])
+            self.state.reason, self.state.message = "NodeAgentError", "the node agent's log says more"
+            self.kill()
+            await self.gone()
 
     async def _live(self) -> None:
-        if self._was_running_before():
+        if self._stopping.is_set() or self._was_running_before():
             return
         for directory in (self.context.home, self.context.temporary):
             directory.mkdir(parents=True, exist_ok=True)
@@ -121,15 +150,15 @@ class PodRunner:
         begun = [(state, item) for state, item in known if not (item.get("state") or {}).get("waiting")]
         if not begun:
             return False
+        final: bool = self.context.pod["spec"].get("restartPolicy") == "Never"
         for state, item in begun:
-            running = (item["state"].get("running") or item["state"].get("terminated") or {}).get("startedAt", "")
-            lost = Terminated(137, "ContainerStatusUnknown", running or clock.now(), clock.now(), _LOST)
-            if self.context.pod["spec"].get("restartPolicy") == "Never":
-                state.terminated = lost
+            ended = _ended_before(item)
+            if final:
+                state.terminated = ended
             else:
-                state.last, state.restarts = lost, int(item.get("restartCount") or 0) + 1
+                state.last, state.restarts = ended, int(item.get("restartCount") or 0) + 1
         self.state.initialized = True
-        return self.context.pod["spec"].get("restartPolicy") == "Never"
+        return final
 
     async def _prepare_volumes(self) -> bool:
         """Make the volumes, waiting for what is missing; False when the pod was told to stop."""
@@ -144,11 +173,10 @@ class PodRunner:
                 if str(error) != told:
                     told = str(error)
                     context.event("Warning", "FailedMount", f"MountVolume.SetUp failed: {error}")
-            except Exception as error:
-                # The server is away; it is asked again.
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 logger.debug("volumes of %s: %r", context.pod["metadata"]["name"], error)
             try:
-                async with asyncio.timeout(_VOLUME_RETRY_SECONDS):
+                async with asyncio.timeout(_RETRY_SECONDS):
                     await self._stopping.wait()
             except TimeoutError:
                 pass
@@ -199,14 +227,6 @@ class PodRunner:
                 self._terminating.add(task)
                 task.add_done_callback(self._terminating.discard)
 
-    async def _confirm_deletion(self) -> None:
-        """Tell the API that nothing of a deleted pod runs any more; only then does its object go away."""
-        metadata = self.context.pod["metadata"]
-        if self.state.deleting:
-            await self._client.delete(
-                PODS, metadata["name"], metadata["namespace"], grace_seconds=0, uid=metadata["uid"]
-            )
-
     def _containers(self, section: str, states: list[ContainerState], policy: str) -> list[Container]:
         specs = self.context.pod["spec"].get(section) or ()
         return [Container(self.context, spec, state, policy) for spec, state in zip(specs, states, strict=True)]
@@ -216,3 +236,13 @@ def _initial(spec: Object, pod: Object, waiting: str) -> ContainerState:
     # Unique per container and stable, like a runtime's; not a hash of content.
     identity = f"process://{pod['metadata']['uid']}/{spec['name']}"
     return ContainerState(spec["name"], spec.get("image", ""), identity, (waiting, ""))
+
+
+def _ended_before(item: Object) -> Terminated:
+    """How a container that an earlier agent reported ended: as reported, or unseen."""
+    state = item["state"]
+    if ended := state.get("terminated"):
+        begun, finished = ended.get("startedAt") or clock.now(), ended.get("finishedAt") or clock.now()
+        return Terminated(ended["exitCode"], ended.get("reason", ""), begun, finished, ended.get("message", ""))
+    begun = state["running"].get("startedAt") or clock.now()
+    return Terminated(137, "ContainerStatusUnknown", begun, clock.now(), _LOST)

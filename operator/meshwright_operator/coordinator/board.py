@@ -16,6 +16,7 @@ from meshwright.protocol import MeshDocument, MeshRequest, WorkerReport, WorkerS
 
 # An agent whose poll ended is expected back at once; after this long it counts as away.
 AWAY_SECONDS = 10.0
+LARGEST_GENERATION = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Board:
             presence = self._presences[request.worker] = _Presence(request, presence.polls if presence else 0)
         presence.polls += 1
         presence.seen = time.monotonic()
-        self._newest = max(self._newest, request.generation)
+        self._name_generation(request.generation)
         try:
             yield
         finally:
@@ -166,6 +167,11 @@ class Board:
         self._reports[report.worker] = _Report(report, now, failed_since)
         return old is None or _telling(old.report) != _telling(report)
 
+    def _name_generation(self, generation: int) -> None:
+        """Remembers the highest generation named, within reason: the number comes from a tenant's pod."""
+        if generation <= LARGEST_GENERATION:
+            self._newest = max(self._newest, generation)
+
     def agents(self) -> Agents:
         """What is known now."""
         now = time.monotonic()
@@ -179,6 +185,10 @@ class Board:
             for worker, r in self._reports.items()
         }
         return Agents(hellos, reports, self._newest)
+
+
+def _age(report: WorkerReport) -> tuple[int, int]:
+    return report.incarnation, report.generation
 
 
 def _telling(report: WorkerReport) -> tuple[object, ...]:

@@ -62,4 +62,6 @@ def set_situation(status: ParallelTrainingJobStatus, situation: Situation, gener
         if find(status.conditions, kind) is None:
             set_condition(status, kind, "False", f"Not{kind}", "", generation, now)
     # What did not change now still holds for this generation of the object.
-    status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]
+    held = {c.type: c.model_copy(update={"observed_generation": generation}) for c in status.conditions}
+    known = [held.pop(kind) for kind in names.ALL]
+    status.conditions = [*known, *held.values()]

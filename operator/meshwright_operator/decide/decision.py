@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
-from meshwright.api.status import PlacementStatus
-from meshwright.planner.errors import DoesNotFitError
+from meshwright.api.labels import LABEL_JOB
+from meshwright.api.status import ParallelTrainingJobStatus, PlacementStatus
 from meshwright.planner.placement import Placement
 from meshwright_operator.clock import format_time, seconds_since
 from meshwright_operator.decide import gang, lifecycle, progress, recovery
+from meshwright_operator.decide.conditions import Situation, set_condition, set_situation
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import form
 from meshwright_operator.decide.observed import Observed, WorkerState
 from meshwright_operator.events import WARNING
 
+LOOK_AGAIN_SECONDS = 15.0
 RETRY_PLACEMENT_SECONDS = 15.0
 HOLD_SECONDS = 30.0
 HOLD_RETRY_SECONDS = 3.0
@@ -73,6 +77,7 @@ def _take_plan(draft: Draft) -> None:
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision
+    status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
         _break(draft, recovery.Break(recovery.SPEC_CHANGED, "the spec has changed"))
@@ -88,7 +93,7 @@ def _suspend(draft: Draft) -> None:
     status.tokens_per_second = status.eta_seconds = None
     if status.active_since is not None:
         lifecycle.pause(status, observed.now)
-    if observed.mesh.generation > 0 and not draft.mesh.pending_cause:
+    if observed.mesh.generation > 0 and draft.mesh.pending_cause != recovery.RESUME:
         draft.mesh.pending_cause = recovery.RESUME
         draft.mesh.pending_since = format_time(observed.now)
     draft.delete_live_pods()
@@ -127,6 +132,9 @@ def _drive(draft: Draft) -> None:
             draft.again_in(verdict.seconds)
             return
         _break(draft, verdict)
+        if verdict.lost:
+            _starting(draft, verdict.message)
+            return
     if lifecycle.finished(draft.status):
         return
     if not draft.mesh.pending_cause:
@@ -151,7 +159,8 @@ def _break(draft: Draft, verdict: recovery.Break) -> None:
         return
     draft.count_restart(verdict.cause)
     draft.mesh.pending_cause = verdict.cause
-    draft.mesh.pending_since = format_time(draft.observed.now)
+    # Whole seconds, rounded up: the pods that this verdict has seen ended before it.
+    draft.mesh.pending_since = format_time(draft.observed.now + timedelta(seconds=1))
     checkpoint = draft.status.checkpoint
     where = f"the checkpoint of step {checkpoint.step}" if checkpoint is not None else "the last checkpoint, if any"
     draft.note("RestartingFromCheckpoint", f"generation {draft.mesh.generation + 1} will go on from {where}")
@@ -165,6 +174,7 @@ def _exhausted(draft: Draft, message: str) -> None:
 
 
 def _toward_generation(draft: Draft) -> None:
+    draft.again_in(LOOK_AGAIN_SECONDS)
     cause = draft.mesh.pending_cause
     step = gang.next_step(draft.observed, cause)
     match step:
@@ -183,15 +193,15 @@ def _toward_generation(draft: Draft) -> None:
         case gang.Form():
             draft.status.mesh = form(draft.observed, cause)
             mesh = draft.mesh
-            draft.note("MeshFormed", f"generation {mesh.generation} ({cause}): {draft.status.plan and draft.status.plan.summary}, master {mesh.master}")  # fmt: skip
+            layout = draft.observed.plan.summary
+            draft.note("MeshFormed", f"generation {mesh.generation} ({cause}): {layout}, master {mesh.master}")
             _starting(draft, f"generation {mesh.generation} starts")
 
 
 def _starting(draft: Draft, message: str, problem: str = "") -> None:
-    first = draft.mesh.cause == "" or draft.mesh.cause in (recovery.START, recovery.RESUME)
-    cause = draft.mesh.pending_cause
-    first = cause in (recovery.START, recovery.RESUME) or (not cause and first)
-    text = message if first else f"{cause or draft.mesh.cause}: {message}"
+    cause = draft.mesh.pending_cause or draft.mesh.cause
+    first = cause in ("", recovery.START, recovery.RESUME)
+    text = message if first else f"{cause}: {message}"
     draft.situation(problem or ("Starting" if first else "Restarting"), text)
 
 
@@ -222,7 +232,7 @@ def placed(draft: Draft, placement: Placement) -> None:
     if crashed or draft.mesh.pending_since is None:
         draft.mesh.pending_since = format_time(observed.now)
     incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    floor = _floor(draft) if draft.mesh.pending_cause == recovery.SPEC_CHANGED else -1
+    floor = _floor(draft) if draft.mesh.pending_cause in (recovery.SPEC_CHANGED, recovery.RESUME) else -1
     for worker in draft.place.workers:
         incarnations[worker.index] = max(worker.incarnation, floor) + 1
     status.placement = placement.to_status(observed.name, incarnations)
@@ -239,7 +249,7 @@ def not_placed(draft: Draft, message: str, because_of_kept: bool) -> None:
     """There is no room: says so once, and lets go of pods that others could use meanwhile."""
     observed = draft.observed
     old = find(observed.status.conditions, names.PLACED)
-    if old is None or old.status != "False" or old.message != message[:1024]:
+    if old is None or old.status != "False":
         draft.note("PlacementFailed", message, WARNING)
     draft.condition(names.PLACED, False, "DoesNotFit", message)
     draft.situation("Placing", message)
@@ -253,7 +263,7 @@ def not_placed(draft: Draft, message: str, because_of_kept: bool) -> None:
 
 
 def _floor(draft: Draft) -> int:
-    """The highest incarnation of any worker the job ever had: after another plan none comes again."""
+    """The highest incarnation of any worker, those of an earlier plan too: none may come again."""
     entries = draft.observed.status.placement.workers if draft.observed.status.placement else []
     known = [entry.incarnation for entry in entries] + [worker.incarnation for worker in draft.observed.workers]
     return max(known, default=-1)
@@ -268,4 +278,22 @@ def placement_text(placement: PlacementStatus) -> str:
     return f"{text}; cost {placement.cost or '0'}"
 
 
-__all__ = ["DoesNotFitError", "decide", "not_placed", "placed", "placement_text"]
+def rejected(
+    old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
+) -> ParallelTrainingJobStatus:
+    """The status of a job that cannot be acted on as its spec stands. Pods it may have are left alone."""
+    status = old.model_copy(deep=True)
+    status.observed_generation = generation
+    set_situation(status, Situation(reason, message, stalled=True), generation, now)
+    return status
+
+
+def unplannable(
+    old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str
+) -> ParallelTrainingJobStatus:
+    """The status of a job for which this cluster, as it is, has no layout; another node may change that."""
+    status = old.model_copy(deep=True)
+    status.observed_generation = generation
+    set_condition(status, names.PLACED, "False", "NoLayout", message, generation, now)
+    set_situation(status, Situation("Placing", message), generation, now)
+    return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
+from meshwright_operator.clock import format_time
 from meshwright_operator.decide import conditions, lifecycle, recovery
 from meshwright_operator.decide.gang import Place
 from meshwright_operator.decide.observed import Observed
@@ -101,7 +102,7 @@ class Draft:
 
     def _finish(self) -> None:
         lifecycle.pause(self.status, self.observed.now)
-        self.status.completion_time = conditions.format_time(self.observed.now)
+        self.status.completion_time = format_time(self.observed.now)
         self.status.ready_ranks = f"0/{self.observed.plan.layout.world_size}"
         if self.status.mesh is not None:
             self.mesh.pending_cause = ""

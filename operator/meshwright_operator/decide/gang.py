@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright_operator.clock import parse_time
 from meshwright_operator.decide import recovery
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
 from meshwright_operator.pods import Pod
@@ -81,14 +82,17 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
 def _gather(observed: Observed, pending_cause: str) -> Step:
     waiting = [w for w in observed.workers if w.state is not WorkerState.RUNNING or w.pod is None or not w.pod.address]
     total = len(observed.workers)
-    if waiting:
-        return _problem(observed, waiting) or Wait(f"{total - len(waiting)} of {total} pods run")
     hellos = observed.agents.hellos
     absent = [w for w in observed.workers if w.index not in hellos or hellos[w.index].incarnation != w.incarnation]
+    down = tuple(w.pod for w in absent if w.node_down and w.pod is not None and not w.pod.deleting)
+    if down:
+        return Delete(down, f"node {down[0].node} is down")
+    if waiting:
+        return _problem(observed, waiting) or Wait(f"{total - len(waiting)} of {total} pods run")
     if absent:
         return Wait(f"{total - len(absent)} of {total} agents are ready")
     if pending_cause == recovery.RANK_FAILURE:
-        since = recovery.parse_time(observed.mesh.pending_since) or observed.now
+        since = parse_time(observed.mesh.pending_since) or observed.now
         delay = recovery.backoff_seconds(observed.status.restarts_toward_limit)
         left = delay - (observed.now - since).total_seconds()
         if left > 0:
@@ -117,7 +121,8 @@ def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
     for pod in troubled:
         age = (observed.now - pod.created).total_seconds() if pod.created is not None else PROBLEM_AFTER_SECONDS
         if age >= PROBLEM_AFTER_SECONDS:
-            return Wait(f"pod {pod.name}: {pod.problem}", reason=pod.problem.partition(":")[0])
+            reason = pod.problem.partition(":")[0]
+            return Wait(f"pod {pod.name}: {pod.problem}", reason=reason if reason.isalnum() else "PodProblem")
         soonest = min(soonest, PROBLEM_AFTER_SECONDS - age)
     if not troubled:
         return None

@@ -103,7 +103,7 @@ def fresh_crashes(observed: Observed) -> list[Worker]:
         for worker in observed.workers
         if worker.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)
         and worker.pod is not None
-        and (since is None or worker.pod.ended is None or worker.pod.ended > since)
+        and (since is None or worker.pod.ended is None or worker.pod.ended >= since)
     ]
 
 

@@ -121,3 +121,11 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x))
         mixed: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return mixed
+
+
+class TokenLoss(nn.Module):
+    """Cross-entropy in fp32, summed over tokens. A module of its own so that tensor parallelism can say how it is split."""
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, positions, vocabulary] and targets [batch, positions] -> []."""
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding
+from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenLoss
 
 
 class DecoderStage(nn.Module):
@@ -34,6 +33,7 @@ class DecoderStage(nn.Module):
         if self.is_last:
             self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
             self.output = Linear(model.hidden_size, model.vocab_size)
+            self.loss = TokenLoss()
             if model.tie_embeddings:
                 self.tie()
 
@@ -62,4 +62,6 @@ class DecoderStage(nn.Module):
         logits: torch.Tensor = self.output(self.norm(x))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        # Under tensor parallelism the loss is a view of a distributed tensor, which FSDP must not be handed.
+        loss: torch.Tensor = self.loss(logits, targets).clone()
+        return loss

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
@@ -35,7 +36,8 @@ def split_over_tensor_group(stage: DecoderStage, group: DeviceMesh, *, sequence:
     if stage.is_last:
         tied = stage.is_first and stage.output.weight is stage.embedding.weight
         output = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
-        parallelize_module(stage, group, {"output": output})
+        loss = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
+        parallelize_module(stage, group, {"output": output, "loss": loss})
         if tied:
             stage.tie()
 

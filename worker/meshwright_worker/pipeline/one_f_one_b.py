@@ -26,14 +26,15 @@ class OneForwardOneBackward:
         batch = run.training.global_batch_size // run.data_parallel // run.micro_batches
         self._tokens = batch * length * run.micro_batches
         slices = run.tensor if run.parallelism.sequence else 1
-        hidden = torch.empty(batch, length // slices, model.hidden_size, dtype=stage.compute, device="meta")
+        shape = (batch, length // slices, model.hidden_size)
+        hidden = torch.empty(shape, dtype=stage.compute, device="meta", requires_grad=True)
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
         pipeline_stage = PipelineStage(
             stage,
             mesh.coordinates.pipeline,
             mesh.layout.pipeline,
             mesh.device,
-            input_args=tokens if stage.is_first else hidden.requires_grad_(),
+            input_args=tokens if stage.is_first else hidden,
             output_args=torch.empty((), device="meta", requires_grad=True) if stage.is_last else hidden,
             group=mesh.devices.get_group(PIPELINE),
         )

@@ -30,23 +30,18 @@ def server_side_apply(
     writer: Writer,
     *,
     force: bool,
-    scope: Path = (),
-    outside: Path = (),
 ) -> dict[str, Any]:
     """The object after `writer` applied `config`, with its `managedFields` brought up to date.
-
-    Only fields below `scope` count, and none below `outside`: that is how an apply through `/status` and one through
-    the object itself keep to their parts.
 
     Raises:
         ApplyConflict: another manager owns what would change, and `force` is false.
     """
     managers = managers_of(live)
     mine = next((m for m in managers if m.is_of(writer, "Apply")), None)
-    wanted = {p for p in applied(node, trackable(config)) if _within(p, scope, outside)}
+    wanted = applied(node, trackable(config))
     merged = merge(node, live, config) if live is not None else copy.deepcopy(config)
     changes = compare(node, trackable(live or {}), trackable(merged))
-    changed = {p for p in changes.modified | changes.added if _within(p, scope, outside)}
+    changed = changes.modified | changes.added
     others = [m for m in managers if m is not mine]
     conflicts = [(m, p) for m in others for p in sorted(m.fields & changed)]
     if conflicts and not force:
@@ -63,10 +58,6 @@ def server_side_apply(
     merged.setdefault("metadata", {})
     store_managers(merged, [mine, *others])
     return merged
-
-
-def _within(path: Path, scope: Path, outside: Path) -> bool:
-    return path[: len(scope)] == scope and not (outside and path[: len(outside)] == outside)
 
 
 def merge(node: SchemaNode, live: Any, config: Any) -> Any:

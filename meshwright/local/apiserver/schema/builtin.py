@@ -20,6 +20,10 @@ QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"
 OBJECT_META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 STORAGE_CLASS = "io.k8s.api.storage.v1.StorageClass"
 
+# A schema, or something simpler: where it is a schema it is checked like one.
+_SCHEMA = "io.k8s.apiextensions-apiserver.pkg.apis.apiextensions.v1.JSONSchemaProps"
+_SCHEMA_OR_ELSE = (f"{_SCHEMA}OrArray", f"{_SCHEMA}OrBool")
+
 # Protocol is part of the key of port lists, and a client may leave it out.
 _KEY_DEFAULTS = {"io.k8s.api.core.v1.ContainerPort": "TCP", "io.k8s.api.core.v1.ServicePort": "TCP"}
 
@@ -73,7 +77,10 @@ class BuiltinTypes:
         found = self._nodes.get(name)
         if found is None:
             found = self._nodes[name] = SchemaNode()
-            self._link(found, self.definitions[name], name)
+            if name in _SCHEMA_OR_ELSE:
+                found.properties = self.node(_SCHEMA).properties
+            else:
+                self._link(found, self.definitions[name], name)
         return found
 
     def _link(self, node: SchemaNode, raw: dict[str, Any], name: str = "") -> None:
@@ -81,7 +88,8 @@ class BuiltinTypes:
         node.quantity = name == QUANTITY
         if name and not raw.get("properties") and raw.get("type") in (None, "object") and not node.int_or_string:
             node.free = True
-        node.properties = {key: self._child(sub) for key, sub in (raw.get("properties") or {}).items()}
+        for key, sub in (raw.get("properties") or {}).items():
+            node.properties[key] = self._child(sub)
         extra = raw.get("additionalProperties")
         if isinstance(extra, dict):
             node.additional = self._child(extra)

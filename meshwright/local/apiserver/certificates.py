@@ -1,0 +1,150 @@
+"""A certificate authority for one machine, and serving certificates signed by it (ECDSA P-256).
+
+The API server and the node agents' log and exec endpoints serve TLS with certificates of this authority; clients trust
+it through the kubeconfig. Certificates are cheap to make (milliseconds), so an in-memory server has its own each time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import ssl
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
+_LIFETIME = datetime.timedelta(days=3650)
+_BACKDATED = datetime.timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Certificate, key and the authority to trust, as files."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A certificate authority."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @property
+    def pem(self) -> str:
+        """The certificate that clients trust."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+    @property
+    def key_pem(self) -> str:
+        """The private key. Whoever has it can pose as any server of this authority."""
+        return _key_pem(self.key)
+
+    def issue(self, common_name: str, names: Iterable[str] = LOCAL_NAMES) -> tuple[str, str]:
+        """A serving certificate for host names and IP addresses; returns certificate and key as PEM."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        builder = _builder(_name(common_name), self.certificate.subject, key)
+        builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(n) for n in names]), critical=False)
+        builder = builder.add_extension(usage, critical=False)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False
+        )
+        certificate = builder.sign(self.key, hashes.SHA256())
+        return certificate.public_bytes(serialization.Encoding.PEM).decode(), _key_pem(key)
+
+
+def create_authority(common_name: str = "meshwright-local-ca") -> Authority:
+    """A new certificate authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    builder = _builder(_name(common_name), _name(common_name), key)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(usage, critical=True)
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def load_authority(directory: Path) -> Authority:
+    """The authority kept in a directory (`ca.crt`, `ca.key`); made when it is not there."""
+    certificate, key = directory / "ca.crt", directory / "ca.key"
+    if certificate.exists() and key.exists():
+        private = serialization.load_pem_private_key(key.read_bytes(), password=None)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"{key} holds no elliptic curve key; remove {directory} to have a new authority made")
+        return Authority(x509.load_pem_x509_certificate(certificate.read_bytes()), private)
+    authority = create_authority()
+    write_private(key, authority.key_pem)
+    write_private(certificate, authority.pem)
+    return authority
+
+
+def server_context(certificate_pem: str, key_pem: str) -> ssl.SSLContext:
+    """A TLS context that serves with a certificate; the files that `ssl` insists on exist for a moment only."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    with tempfile.TemporaryDirectory() as name:
+        certificate, key = Path(name) / "tls.crt", Path(name) / "tls.key"
+        write_private(certificate, certificate_pem)
+        write_private(key, key_pem)
+        context.load_cert_chain(certificate, key)
+    return context
+
+
+def client_context(authority_pem: str) -> ssl.SSLContext:
+    """A TLS context that trusts an authority and nothing else."""
+    return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=authority_pem)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, and make its directory so too; it appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = path.with_name(f".{path.name}.partial")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - _BACKDATED).not_valid_after(now + _LIFETIME)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()).decode()

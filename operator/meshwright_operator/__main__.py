@@ -1,0 +1,53 @@
+"""`meshwright-operator`: reads the settings, runs until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+from meshwright_operator import logs, settings
+from meshwright_operator.connection import ConnectionFailedError
+from meshwright_operator.run import run
+from meshwright_operator.tokens import KeyFileError
+
+log = logging.getLogger("meshwright_operator")
+
+
+def main() -> None:
+    """The console script. Exit status 0 after a signal, 1 when a part failed, 2 when the settings are bad."""
+    chosen = settings.parse(sys.argv[1:])
+    logs.configure(chosen.log_level)
+    try:
+        asyncio.run(_main(chosen))
+    except (ConnectionFailedError, KeyFileError) as error:
+        log.error(str(error))
+        sys.exit(2)
+    except BaseExceptionGroup as group:
+        for leaf in _leaves(group):
+            log.error("the operator ends", extra={"error": f"{type(leaf).__name__}: {leaf}"})
+        sys.exit(1)
+
+
+async def _main(chosen: settings.Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+
+    handle_signals()
+    # kopf installs handlers of its own when its watches start: take them back.
+    await run(chosen, stop, on_ready=handle_signals)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Carrying out a decision: pods made, ungated and deleted. Every call may be repeated without harm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable
+from typing import Any
+
+from meshwright.api import names
+from meshwright.api.labels import GANG_GATE, LABEL_JOB
+from meshwright.api.status import WorkerPlacement
+from meshwright_operator.cache import Cache, JobKey
+from meshwright_operator.cluster import ApiError, Cluster, core_path, pods_path
+from meshwright_operator.manifests.children import service, token_secret
+from meshwright_operator.manifests.pods import PodContext, worker_pod
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.pods import Pod, read_pod
+
+Object = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class ForeignObjectError(Exception):
+    """An object of the name the job needs belongs to somebody else."""
+
+
+class Actions:
+    """Changes to pods and the small children. What the API server answers goes into the cache."""
+
+    def __init__(self, cluster: Cluster, cache: Cache, metrics: OperatorMetrics) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._metrics = metrics
+
+    async def apply_children(self, key: JobKey, uid: str, token: str) -> None:
+        """The headless service and the token secret."""
+        for resource, body in (
+            ("services", service(key.name, key.namespace, uid)),
+            ("secrets", token_secret(key.name, key.namespace, uid, token)),
+        ):
+            await self._cluster.apply(core_path(key.namespace, resource, body["metadata"]["name"]), body)
+
+    async def create(self, context: PodContext, placed: Iterable[WorkerPlacement]) -> None:
+        """The pods of these workers, together.
+
+        Raises:
+            ForeignObjectError: a pod of that name exists and is not the job's.
+        """
+        await _all(self._create(context, entry) for entry in placed)
+
+    async def ungate(self, pods: Iterable[Pod]) -> None:
+        """Takes the gang's gate off; gates of others stay."""
+        await _all(self._ungate(pod) for pod in pods)
+
+    async def delete(self, pods: Iterable[Pod]) -> None:
+        """Deletes exactly these pods, with their own grace period."""
+        await _all(self._delete(pod) for pod in pods)
+
+    async def confirm_missing(self, key: JobKey, uid: str, worker: int, incarnation: int) -> None:
+        """Looks for a pod that the cache does not have, before anybody acts on its absence.
+
+        A pod that lost its job label is given it back, since no watch shows it without.
+        """
+        path = pods_path(key.namespace, names.pod_name(key.name, worker, incarnation))
+        try:
+            obj = await self._cluster.get(path)
+        except ApiError as error:
+            if error.code == 404:
+                return
+            raise
+        owners = obj["metadata"].get("ownerReferences") or ()
+        if read_pod(obj) is None and any(owner.get("uid") == uid for owner in owners):
+            obj = await self._cluster.merge(path, {"metadata": {"labels": {LABEL_JOB: key.name}}})
+        self._take(obj)
+
+    async def _create(self, context: PodContext, placed: WorkerPlacement) -> None:
+        body = worker_pod(context, placed)
+        try:
+            obj = await self._cluster.create(pods_path(context.namespace), body)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+            obj = await self._cluster.get(pods_path(context.namespace, body["metadata"]["name"]))
+            pod = read_pod(obj)
+            if pod is None or pod.owner != context.uid:
+                message = f"pod {body['metadata']['name']} exists and belongs to something else; delete or rename it"
+                raise ForeignObjectError(message) from None
+        self._metrics.pod_operations.labels("create").inc()
+        self._take(obj)
+
+    async def _ungate(self, pod: Pod) -> None:
+        body = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"uid": pod.uid, "resourceVersion": str(pod.version)},
+            "spec": {"schedulingGates": [{"name": gate} for gate in pod.gates if gate != GANG_GATE]},
+        }
+        try:
+            self._take(await self._cluster.merge(pods_path(pod.namespace, pod.name), body))
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+            log.info("a pod changed before it could be ungated", extra={"pod": pod.name, "code": error.code})
+            return
+        self._metrics.pod_operations.labels("ungate").inc()
+
+    async def _delete(self, pod: Pod) -> None:
+        await self._cluster.delete(pods_path(pod.namespace, pod.name), pod.uid)
+        self._metrics.pod_operations.labels("delete").inc()
+
+    def _take(self, obj: Object) -> None:
+        pod = read_pod(obj)
+        if pod is not None:
+            self._cache.put_pod(pod)
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Waits for every call; then raises the first error, so that one failure does not leave others unknown."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

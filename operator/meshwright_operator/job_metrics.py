@@ -1,0 +1,183 @@
+"""Metrics of jobs, computed when they are scraped: a job that is deleted takes its series with it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.protocol import Progress
+from meshwright_operator.cache import JobKey
+from meshwright_operator.clock import parse_time
+
+JOB = ["namespace", "job_name"]
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """What is remembered of one job for its metrics."""
+
+    uid: str
+    status: ParallelTrainingJobStatus = field(default_factory=ParallelTrainingJobStatus)
+    phase: str = ""
+    since: float = 0.0
+    wallclock: dict[str, float] = field(default_factory=dict)
+    productive: float = 0.0
+    furthest_step: int | None = None
+    lost_steps: int = 0
+    last_step: int | None = None
+
+    def see(self, status: ParallelTrainingJobStatus, progress: Progress | None, clock: float) -> None:
+        """Takes in the job's status and its newest progress at the moment `clock`."""
+        self.status = status
+        self._spend(clock)
+        self.phase = phase_of(status)
+        if progress is None or progress.step < 0:
+            return
+        step = progress.step
+        if self.furthest_step is None:
+            self.furthest_step = step
+        if step > self.furthest_step:
+            self.productive += (step - self.furthest_step) * max(0.0, progress.step_seconds)
+            self.furthest_step = step
+        if self.last_step is not None and step < self.last_step:
+            self.lost_steps += self.last_step - step
+        self.last_step = step
+
+    def spent(self, clock: float) -> dict[str, float]:
+        """Seconds by phase, up to the moment `clock`."""
+        self._spend(clock)
+        return dict(self.wallclock)
+
+    def _spend(self, clock: float) -> None:
+        if self.phase:
+            self.wallclock[self.phase] = self.wallclock.get(self.phase, 0.0) + clock - self.since
+        self.since = clock
+
+
+def phase_of(status: ParallelTrainingJobStatus) -> str:
+    """Where the job's time goes now; empty once it has ended."""
+    ready = find(status.conditions, names.READY)
+    reason = ready.reason if ready is not None else ""
+    if status.completion_time is not None or reason in ("Completed", "InvalidSpec"):
+        return ""
+    if reason in ("Suspended", "Suspending"):
+        return "suspended"
+    if reason == "Running":
+        return "training"
+    if reason in ("", "Placing"):
+        return "queued"
+    return (
+        "starting" if status.mesh is None or status.mesh.generation <= 1 and not status.restart_count else "restarting"
+    )
+
+
+class JobsCollector(Collector):
+    """All jobs as series."""
+
+    def __init__(self) -> None:
+        self._records: dict[JobKey, JobRecord] = {}
+
+    def record(self, key: JobKey, uid: str) -> JobRecord:
+        """The record of this job; a new one when another job took its name."""
+        known = self._records.get(key)
+        if known is None or known.uid != uid:
+            known = self._records[key] = JobRecord(uid, since=time.monotonic())
+        return known
+
+    def forget(self, key: JobKey) -> None:
+        """Drops the job's series."""
+        self._records.pop(key, None)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every series, from what is known now."""
+        records = list(self._records.items())
+        yield _jobs(records)
+        yield from _states(records)
+        yield from _restarts(records)
+        yield from _time(records)
+        yield from _training(records)
+
+
+Records = list[tuple[JobKey, JobRecord]]
+
+
+def _jobs(records: Records) -> Metric:
+    family = GaugeMetricFamily("ptj_jobs", "Jobs by where their time goes.", labels=["namespace", "state"])
+    counts = Counter((key.namespace, record.phase or "finished") for key, record in records)
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family
+
+
+def _states(records: Records) -> Iterator[Metric]:
+    info = GaugeMetricFamily("ptj_job_info", "1 for every job.", labels=[*JOB, "uid", "tp", "pp", "dp"])
+    condition = GaugeMetricFamily(
+        "ptj_job_status_condition", "1 for the status that a condition has.", labels=[*JOB, "type", "status"]
+    )
+    ranks = GaugeMetricFamily("ptj_job_ranks", "Ranks of the job: all, and those that train.", labels=[*JOB, "state"])
+    for key, record in records:
+        plan = record.status.plan
+        degrees = [str(plan.tensor), str(plan.pipeline), str(plan.data)] if plan is not None else ["", "", ""]
+        info.add_metric([*key, record.uid, *degrees], 1)
+        for entry in record.status.conditions:
+            condition.add_metric([*key, entry.type, entry.status], 1)
+        training, _, total = record.status.ready_ranks.partition("/")
+        if training.isdigit() and total.isdigit():
+            ranks.add_metric([*key, "training"], int(training))
+            ranks.add_metric([*key, "total"], int(total))
+    yield from (info, condition, ranks)
+
+
+def _restarts(records: Records) -> Iterator[Metric]:
+    family = CounterMetricFamily("ptj_job_restarts", "Restarts by cause.", labels=[*JOB, "cause"])
+    for key, record in records:
+        for entry in record.status.restarts:
+            family.add_metric([*key, entry.cause], entry.count)
+    yield family
+
+
+def _time(records: Records) -> Iterator[Metric]:
+    wallclock = CounterMetricFamily(
+        "ptj_job_wallclock_seconds", "Time of the job by phase, since the operator started.", labels=[*JOB, "phase"]
+    )
+    productive = CounterMetricFamily(
+        "ptj_job_productive_seconds", "Time spent on steps done for the first time.", labels=JOB
+    )
+    lost = CounterMetricFamily("ptj_job_lost_steps", "Steps that were done again after a restart.", labels=JOB)
+    now = time.monotonic()
+    for key, record in records:
+        for phase, seconds in record.spent(now).items():
+            wallclock.add_metric([*key, phase], seconds)
+        productive.add_metric(list(key), record.productive)
+        lost.add_metric(list(key), record.lost_steps)
+    yield from (wallclock, productive, lost)
+
+
+def _training(records: Records) -> Iterator[Metric]:
+    step = GaugeMetricFamily("ptj_job_step", "Last finished step that status tells.", labels=JOB)
+    generation = GaugeMetricFamily("ptj_job_mesh_generation", "Number of the mesh generation.", labels=JOB)
+    checkpoint_step = GaugeMetricFamily(
+        "ptj_job_last_checkpoint_step", "Step of the newest complete checkpoint.", labels=JOB
+    )
+    checkpoint_time = GaugeMetricFamily(
+        "ptj_job_last_checkpoint_timestamp_seconds", "When the newest complete checkpoint was made.", labels=JOB
+    )
+    for key, record in records:
+        status = record.status
+        if status.step is not None:
+            step.add_metric(list(key), status.step)
+        if status.mesh is not None:
+            generation.add_metric(list(key), status.mesh.generation)
+        moment = parse_time(status.checkpoint.time) if status.checkpoint is not None else None
+        if status.checkpoint is not None and moment is not None:
+            checkpoint_step.add_metric(list(key), status.checkpoint.step)
+            checkpoint_time.add_metric(list(key), moment.timestamp())
+    yield from (step, generation, checkpoint_step, checkpoint_time)

@@ -1,0 +1,1 @@
+"""The objects the operator makes, as plain dicts: pure functions with deterministic names."""

@@ -1,0 +1,70 @@
+"""What every child object shares, and the two small children: the headless service and the token secret."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api import names
+from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB, LABEL_JOB_UID, METRICS_PORT
+
+Object = dict[str, Any]
+
+TOKEN_KEY = "token"  # noqa: S105 - the key in the secret, not a secret
+
+
+def owner_reference(name: str, uid: str) -> Object:
+    """The job as controlling owner: the garbage collector deletes its children after it, without any finalizer."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def job_labels(name: str, uid: str) -> dict[str, str]:
+    """The labels of every child."""
+    return {
+        LABEL_JOB: name,
+        LABEL_JOB_UID: uid,
+        "app.kubernetes.io/name": "meshwright",
+        "app.kubernetes.io/component": "worker",
+        "app.kubernetes.io/managed-by": "meshwright-operator",
+    }
+
+
+def service(name: str, namespace: str, uid: str) -> Object:
+    """The headless service that names worker pods; also those not ready yet, since peers meet first."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(names.service_name(name), namespace, name, uid),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {LABEL_JOB: name, LABEL_JOB_UID: uid},
+            "ports": [{"name": "metrics", "port": METRICS_PORT, "protocol": "TCP", "targetPort": "metrics"}],
+        },
+    }
+
+
+def token_secret(name: str, namespace: str, uid: str, token: str) -> Object:
+    """The secret that carries the job's coordinator token into its pods. Written, never read back."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(names.token_secret_name(name), namespace, name, uid),
+        "type": "Opaque",
+        "stringData": {TOKEN_KEY: token},
+    }
+
+
+def _metadata(child: str, namespace: str, name: str, uid: str) -> Object:
+    return {
+        "name": child,
+        "namespace": namespace,
+        "labels": job_labels(name, uid),
+        "ownerReferences": [owner_reference(name, uid)],
+    }

@@ -1,0 +1,274 @@
+"""One job, brought one step closer to what its spec says. The steps stand in their order.
+
+Nothing in memory is truth: a reconcile starts from the cache and from status, and whatever it does next it has first
+written to status. Killed at any line, the next run converges: generation and incarnations are persisted before anybody
+is told of them, pods have names that are functions of what is persisted, and every action may be repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from meshwright.api.conditions import SUSPENDED, is_true
+from meshwright.api.job import parse_status
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.errors import DoesNotFitError
+from meshwright_operator.actions import Actions, ForeignObjectError
+from meshwright_operator.cache import Cache, JobKey
+from meshwright_operator.chronicle import Chronicle
+from meshwright_operator.clock import utc_now
+from meshwright_operator.cluster import ApiError, Cluster, jobs_path
+from meshwright_operator.coordinator.board import Board
+from meshwright_operator.coordinator.server import Coordinator
+from meshwright_operator.decide import decision, lifecycle
+from meshwright_operator.decide.draft import Draft
+from meshwright_operator.decide.mesh import document
+from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.events import WARNING, EventRecorder, Note
+from meshwright_operator.job_metrics import JobsCollector
+from meshwright_operator.manifests.pods import PodContext
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.placing import Placer
+from meshwright_operator.status import PROGRESS_SECONDS, difference, urgent
+from meshwright_operator.tokens import Tokens
+from meshwright_operator.understanding import RefusedError, understand
+from meshwright_operator.workqueue import WorkQueue
+
+Object = dict[str, Any]
+
+
+class StaleError(Exception):
+    """The job changed since it was read: the decision is dropped and made again."""
+
+
+class Reconciler:
+    """Everything one reconcile needs, and what is remembered between two of them for people only."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: Cache,
+        queue: WorkQueue[JobKey],
+        coordinator: Coordinator,
+        tokens: Tokens,
+        events: EventRecorder,
+        metrics: OperatorMetrics,
+        jobs: JobsCollector,
+        placer: Placer,
+        coordinator_url: Callable[[], str],
+        now: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._queue = queue
+        self._coordinator = coordinator
+        self._tokens = tokens
+        self._events = events
+        self._metrics = metrics
+        self._jobs = jobs
+        self._placer = placer
+        self._coordinator_url = coordinator_url
+        self._now = now
+        self._actions = Actions(cluster, cache, metrics)
+        self._uids: dict[JobKey, str] = {}
+        self._chronicles: dict[str, Chronicle] = {}
+        self._progress_written: dict[str, float] = {}
+
+    async def __call__(self, key: JobKey) -> None:
+        """Reconciles one job; what it raises makes the queue try again later."""
+        started = time.monotonic()
+        self._metrics.workqueue_depth.set(len(self._queue))
+        result = "error"
+        try:
+            await self._reconcile(key)
+            result = "ok"
+        except StaleError:
+            result = "stale"
+            self._queue.add(key)
+        except Exception as error:
+            self._metrics.reconcile_errors.labels(type(error).__name__).inc()
+            await self._tell(key, error)
+            raise
+        finally:
+            self._metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
+
+    async def _reconcile(self, key: JobKey) -> None:
+        # 1. What is there? Another object of the same name is another job.
+        job = self._cache.jobs.get(key)
+        uid = job["metadata"]["uid"] if job is not None else ""
+        if self._uids.get(key, uid) != uid:
+            await self._forget(key)
+        if job is None or job["metadata"].get("deletionTimestamp"):
+            return
+        self._uids[key] = uid
+        board = self._coordinator.board(uid)
+
+        # 2. What does it mean?
+        try:
+            observed = understand(key, job, self._cache, self._placer, board.agents(), self._now())
+            observed = await self._confirmed(key, job, board, observed)
+        except RefusedError as refusal:
+            await self._refuse(key, job, refusal)
+            return
+
+        # 3. What is to be done?
+        draft = decision.decide(observed)
+
+        # 4. Do it: the status first, then everything that follows from it.
+        if draft.place is not None:
+            async with self._placer.lock:
+                await self._place(draft)
+                await self._carry_out(key, job, board, draft)
+        else:
+            await self._carry_out(key, job, board, draft)
+
+    async def _confirmed(self, key: JobKey, job: Object, board: Board, observed: Observed) -> Observed:
+        """The same, after every pod that seems to be missing was looked for on the server."""
+        if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
+            return observed
+        missing = [w for w in observed.workers if w.state is WorkerState.MISSING and w.incarnation >= 0]
+        if not missing:
+            return observed
+        for worker in missing:
+            await self._actions.confirm_missing(key, observed.uid, worker.index, worker.incarnation)
+        return understand(key, job, self._cache, self._placer, board.agents(), self._now())
+
+    async def _place(self, draft: Draft) -> None:
+        observed, wanted = draft.observed, draft.place
+        assert wanted is not None
+        try:
+            placement = await self._placer.place(observed.plan, observed.spec, observed.uid, wanted.keep)
+        except DoesNotFitError as error:
+            decision.not_placed(draft, str(error), error.because_of_kept)
+        else:
+            decision.placed(draft, placement)
+
+    async def _carry_out(self, key: JobKey, job: Object, board: Board, draft: Draft) -> None:
+        observed = draft.observed
+        await self._write_status(key, job, draft.status, bool(draft.notes))
+        await self._publish(board, draft)
+        for note in [*draft.notes, *self._chronicle(observed.uid).follow(draft, time.monotonic())]:
+            self._events.post(job, note)
+        self._see(key, observed, draft.status)
+        if draft.delete_job:
+            await self._cluster.delete(jobs_path(key.namespace, key.name), observed.uid)
+            return
+        if draft.create:
+            await self._create(key, draft)
+        await self._actions.ungate(draft.ungate)
+        await self._actions.delete(draft.delete)
+        if draft.create or draft.ungate or draft.status.mesh != observed.status.mesh:
+            self._queue.add(key)
+        if draft.requeue is not None:
+            self._queue.add_after(key, max(0.05, draft.requeue))
+
+    async def _create(self, key: JobKey, draft: Draft) -> None:
+        observed = draft.observed
+        assert draft.status.placement is not None
+        await self._actions.apply_children(key, observed.uid, self._tokens.token(key.namespace, key.name, observed.uid))
+        context = PodContext(
+            name=key.name,
+            namespace=key.namespace,
+            uid=observed.uid,
+            spec=observed.spec,
+            revision=observed.revision,
+            coordinator_url=self._coordinator_url(),
+        )
+        entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
+        await self._actions.create(context, entries)
+
+    async def _publish(self, board: Board, draft: Draft) -> None:
+        """Tells the agents what is persisted now."""
+        observed, mesh = draft.observed, draft.mesh
+        current = board.document
+        if mesh.pending_cause or current is None or current.generation != mesh.generation:
+            current = document(observed, mesh)
+        incarnations = {pod.worker: pod.incarnation for pod in observed.strays}
+        incarnations |= {worker.index: worker.incarnation for worker in observed.workers if worker.incarnation >= 0}
+        over = lifecycle.finished(draft.status) or is_true(draft.status.conditions, SUSPENDED)
+        closed = over and not observed.live_pods
+        await board.publish(None if over else current, incarnations, generation=mesh.generation, closed=closed)
+
+    async def _refuse(self, key: JobKey, job: Object, refusal: RefusedError) -> None:
+        """Says why nothing can be done, once."""
+        old = parse_status(job)
+        generation = int(job["metadata"].get("generation", 0))
+        if refusal.waits:
+            status = decision.unplannable(old, generation, self._now(), refusal.message)
+            self._queue.add_after(key, decision.RETRY_PLACEMENT_SECONDS)
+        else:
+            status = decision.rejected(old, generation, self._now(), refusal.reason, refusal.message)
+        if await self._write_status(key, job, status, False):
+            reason = "PlacementFailed" if refusal.waits else refusal.reason
+            self._events.post(job, Note(reason, refusal.message, WARNING))
+        self._jobs.record(key, job["metadata"]["uid"]).see(status, None, time.monotonic())
+
+    async def _write_status(self, key: JobKey, job: Object, status: ParallelTrainingJobStatus, told: bool) -> bool:
+        """Writes what changed, at once or with the next progress; whether it wrote.
+
+        Raises:
+            StaleError: the job is another one by now; nothing was written.
+        """
+        old = job.get("status")
+        old = old if isinstance(old, dict) else {}
+        new: Object = dict(status.wire())
+        patch = difference(old, new)
+        if not patch:
+            return False
+        uid, now = job["metadata"]["uid"], time.monotonic()
+        since = now - self._progress_written.get(uid, float("-inf"))
+        if not (told or urgent(old, new)) and since < PROGRESS_SECONDS:
+            self._queue.add_after(key, PROGRESS_SECONDS - since)
+            return False
+        metadata = {"uid": uid, "resourceVersion": job["metadata"]["resourceVersion"]}
+        path = f"{jobs_path(key.namespace, key.name)}/status"
+        try:
+            self._cache.put_job(await self._cluster.merge(path, {"metadata": metadata, "status": patch}))
+        except ApiError as error:
+            if error.code in (404, 409):
+                await self._refresh(key)
+                raise StaleError from None
+            raise
+        self._progress_written[uid] = now
+        return True
+
+    async def _refresh(self, key: JobKey) -> None:
+        """Reads the job again, since the cache is behind."""
+        try:
+            self._cache.put_job(await self._cluster.get(jobs_path(key.namespace, key.name)))
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            if (gone := self._cache.jobs.get(key)) is not None:
+                self._cache.remove_job(gone)
+
+    async def _tell(self, key: JobKey, error: Exception) -> None:
+        """Says on the job what kept it from being acted on, where its owner can do something about it."""
+        job = self._cache.jobs.get(key)
+        refused = isinstance(error, ApiError) and error.code in (400, 403, 422)
+        if job is None or not (refused or isinstance(error, ForeignObjectError)):
+            return
+        with contextlib.suppress(Exception):
+            self._events.post(job, Note("ActionRefused", str(error), WARNING))
+
+    async def _forget(self, key: JobKey) -> None:
+        """Drops all that is remembered of a job that is gone."""
+        uid = self._uids.pop(key, "")
+        self._chronicles.pop(uid, None)
+        self._progress_written.pop(uid, None)
+        self._jobs.forget(key)
+        self._queue.forget(key)
+        await self._coordinator.forget(uid)
+
+    def _chronicle(self, uid: str) -> Chronicle:
+        return self._chronicles.setdefault(uid, Chronicle())
+
+    def _see(self, key: JobKey, observed: Observed, status: ParallelTrainingJobStatus) -> None:
+        heard = observed.agents.reports.get(0)
+        current = heard is not None and heard.report.generation == observed.mesh.generation
+        progress = heard.report.progress if heard is not None and current else None
+        self._jobs.record(key, observed.uid).see(status, progress, time.monotonic())

@@ -1,0 +1,122 @@
+"""Listing everything, now and then, to repair what watches missed.
+
+kopf never reports what vanished while a watch was down, so the cache would keep ghosts. Removed is only what was in the
+cache before the listing began and is missing from it: what appeared meanwhile is newer than the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from meshwright.api.labels import LABEL_JOB
+from meshwright_operator.cache import Cache, JobKey
+from meshwright_operator.cluster import ApiError, Cluster, core_path, jobs_path, pods_path
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.pods import read_pod
+from meshwright_operator.workqueue import WorkQueue
+
+FIRST_RETRY_SECONDS = 2.0
+SOON_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Resync:
+    """Brings the cache in line with the API server."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: Cache,
+        queue: WorkQueue[JobKey],
+        metrics: OperatorMetrics,
+        namespaces: Sequence[str],
+        period: float,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._queue = queue
+        self._metrics = metrics
+        self._namespaces = namespaces
+        self._period = period
+        self._last: float | None = None
+
+    def fresh(self) -> bool:
+        """Whether the last three periods saw a full listing."""
+        return self._last is not None and time.monotonic() - self._last < 3 * self._period
+
+    async def first(self) -> None:
+        """Lists until it works once: before that nothing may be decided."""
+        while True:
+            try:
+                await self.once()
+                return
+            except ApiError as error:
+                hint = "the CRD is not installed" if error.code == 404 else str(error)
+                log.warning("cannot list yet", extra={"error": hint})
+                await asyncio.sleep(FIRST_RETRY_SECONDS)
+
+    async def run(self) -> None:
+        """Lists every period, for ever.
+
+        The first time soon: what vanished between the first listing and the start of the watches shows up nowhere else.
+        """
+        pause = min(SOON_SECONDS, self._period)
+        while True:
+            await asyncio.sleep(pause)
+            pause = self._period
+            try:
+                await self.once()
+            except ApiError as error:
+                log.warning("resync failed", extra={"error": str(error)})
+
+    async def once(self) -> None:
+        """One full listing; every job is reconciled after it.
+
+        Raises:
+            ApiError: a listing failed; the cache is then partly newer, never wrong.
+        """
+        await self._nodes()
+        await self._pods()
+        await self._jobs()
+        for key in list(self._cache.jobs):
+            self._queue.add(key)
+        self._last = time.monotonic()
+        self._metrics.last_resync.set_to_current_time()
+
+    async def _nodes(self) -> None:
+        before = set(self._cache.nodes)
+        async for page in self._cluster.pages(core_path(None, "nodes")):
+            for obj in page:
+                try:
+                    self._cache.put_node(obj)
+                    before.discard(obj["metadata"]["name"])
+                except (AttributeError, KeyError, TypeError):
+                    log.warning("a node object is malformed and left out")
+        for name in before:
+            self._cache.remove_node(name)
+
+    async def _pods(self) -> None:
+        before = {pod.uid: pod for pod in self._cache.all_pods()}
+        for namespace in self._namespaces or (None,):
+            async for page in self._cluster.pages(pods_path(namespace), labelSelector=LABEL_JOB):
+                for obj in page:
+                    if (pod := read_pod(obj)) is not None:
+                        self._cache.put_pod(pod)
+                        before.pop(pod.uid, None)
+        for pod in before.values():
+            self._cache.remove_pod(pod)
+
+    async def _jobs(self) -> None:
+        before = dict(self._cache.jobs)
+        for namespace in self._namespaces or (None,):
+            async for page in self._cluster.pages(jobs_path(namespace)):
+                for obj in page:
+                    self._cache.put_job(obj)
+                    before.pop(JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"]), None)
+        for key, ghost in before.items():
+            self._cache.remove_job(ghost)
+            self._queue.add(key)

@@ -1,0 +1,146 @@
+"""The operator put together: serve health, wait for leadership, list everything once, then act until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kubernetes.aio.client import Configuration
+
+from meshwright_operator.cache import Cache, JobKey
+from meshwright_operator.cluster import Cluster
+from meshwright_operator.connection import load_configuration
+from meshwright_operator.coordinator.server import Coordinator
+from meshwright_operator.events import EventRecorder
+from meshwright_operator.health import health_application
+from meshwright_operator.job_metrics import JobsCollector
+from meshwright_operator.lease import Lease
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.placing import Placer
+from meshwright_operator.reconcile import Reconciler
+from meshwright_operator.resync import Resync
+from meshwright_operator.serving import serving
+from meshwright_operator.settings import Settings
+from meshwright_operator.status import PROGRESS_SECONDS
+from meshwright_operator.tokens import Tokens, load_key
+from meshwright_operator.watch import Watch, run_watches
+from meshwright_operator.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+
+async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], None] = lambda: None) -> None:
+    """Runs until `stop` is set.
+
+    Args:
+        settings: what the process was told.
+        stop: set it to end cleanly: the lease is given back.
+        on_ready: called when the watches stand.
+
+    Raises:
+        ConnectionFailedError: no configuration of the cluster can be read.
+        KeyFileError: the key file cannot be used.
+        BaseExceptionGroup: a part failed for good, such as the lease or a watch; the process must end.
+    """
+    operator = await Operator.build(settings)
+    try:
+        leading = asyncio.create_task(operator.serve_and_lead(on_ready), name="operator")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if leading.done():
+            leading.result()
+        else:
+            log.info("stopping")
+            leading.cancel()
+            await asyncio.gather(leading, return_exceptions=True)
+    finally:
+        await operator.close()
+
+
+class Operator:
+    """All parts, wired."""
+
+    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, key: bytes) -> None:
+        self._settings = settings
+        self._configuration = configuration
+        self._cluster = cluster = Cluster(configuration, metrics)
+        self._metrics = metrics
+        self._cache = Cache()
+        self._queue: WorkQueue[JobKey] = WorkQueue()
+        tokens = Tokens(key)
+        self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
+        self._events = EventRecorder(cluster, settings.identity)
+        self._lease = Lease(
+            cluster, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
+        )
+        self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
+        self._url = settings.coordinator_url or ""
+        self._leading = False
+        jobs = JobsCollector()
+        metrics.registry.register(jobs)
+        self._reconcile = Reconciler(
+            cluster=cluster,
+            cache=self._cache,
+            queue=self._queue,
+            coordinator=self._coordinator,
+            tokens=tokens,
+            events=self._events,
+            metrics=metrics,
+            jobs=jobs,
+            placer=Placer(cluster, self._cache, metrics, settings.namespaces),
+            coordinator_url=lambda: self._url,
+        )
+
+    @classmethod
+    async def build(cls, settings: Settings) -> Operator:
+        """The operator for these settings, not started."""
+        key = load_key(settings.key_file)
+        metrics = OperatorMetrics()
+        configuration = await load_configuration(settings.kubeconfig)
+        return cls(settings, configuration, metrics, key)
+
+    async def close(self) -> None:
+        """Gives the lease back and closes connections."""
+        if self._leading:
+            await self._events.flush(1.0)
+            await self._lease.release()
+        self._queue.close()
+        await self._cluster.close()
+
+    async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
+        """Everything, until cancelled."""
+        application = health_application(
+            self._metrics, lambda: not self._leading or self._resync.fresh(), lambda: self._coordinator.synced
+        )
+        async with serving(application, self._settings.metrics_listen):
+            await self._lease.acquire()
+            self._leading = True
+            self._metrics.leader.set(1)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._lease.keep(), name="lease")
+                group.create_task(self._lead(on_ready), name="lead")
+
+    async def _lead(self, on_ready: Callable[[], None]) -> None:
+        await self._resync.first()
+        listen = self._settings.coordinator_listen
+        async with serving(self._coordinator.application(), listen) as port:
+            self._url = self._settings.coordinator_url or f"http://{listen.host}:{port}"
+            self._coordinator.synced = True
+            log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
+            watch = Watch(self._cache, self._queue, self._metrics)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._events.run(), name="events")
+                group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
+                group.create_task(self._resync.run(), name="resync")
+                # The last one: kopf takes every later task of the loop for its own and cancels it when it ends.
+                await asyncio.sleep(0)
+                watching = run_watches(watch, self._configuration, self._settings.namespaces, on_ready)
+                group.create_task(watching, name="watches")
+
+    def _notify(self, key: JobKey, urgent: bool) -> None:
+        if urgent:
+            self._queue.add(key)
+        else:
+            self._queue.add_after(key, PROGRESS_SECONDS)

@@ -1,0 +1,139 @@
+"""The watches, by kopf, and only that: every event goes into the cache and its job's key into the queue.
+
+kopf's state-changing handlers are edge-triggered and write to the objects; `on.event` does neither. These handlers
+never fail, never write and return None (kopf would write anything else into the object's status). They are coroutines
+because kopf runs plain functions in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from meshwright.api.labels import GROUP, LABEL_JOB, PLURAL, VERSION
+from meshwright_operator.cache import Cache, JobKey, key_of
+from meshwright_operator.connection import as_kopf
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.pods import read_pod
+from meshwright_operator.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+DELETED = "DELETED"
+
+
+class Watch:
+    """What to do with each event."""
+
+    def __init__(self, cache: Cache, queue: WorkQueue[JobKey], metrics: OperatorMetrics) -> None:
+        self._cache = cache
+        self._queue = queue
+        self._metrics = metrics
+
+    async def job(self, event: Any, **_: Any) -> None:
+        """A job was added, changed or deleted."""
+        obj = dict(event["object"])
+        self._metrics.last_event.labels("jobs").set_to_current_time()
+        if event["type"] == DELETED:
+            self._cache.remove_job(obj)
+        else:
+            self._cache.put_job(obj)
+        self._queue.add(key_of(obj))
+
+    async def pod(self, event: Any, **_: Any) -> None:
+        """A pod with the job label was added, changed or deleted."""
+        self._metrics.last_event.labels("pods").set_to_current_time()
+        pod = read_pod(event["object"])
+        if pod is None:
+            key = self._cache.lose_sight(str(event["object"]["metadata"].get("uid", "")))
+            if key is not None:
+                self._queue.add(key)
+            return
+        if event["type"] == DELETED:
+            self._cache.remove_pod(pod)
+            self._room_changed()
+        else:
+            self._cache.put_pod(pod)
+        self._queue.add(JobKey(pod.namespace, pod.job))
+
+    async def node(self, event: Any, **_: Any) -> None:
+        """A node was added, changed or deleted."""
+        self._metrics.last_event.labels("nodes").set_to_current_time()
+        obj = dict(event["object"])
+        name = obj["metadata"]["name"]
+        if event["type"] == DELETED:
+            changed = self._cache.remove_node(name)
+        else:
+            changed = self._cache.put_node(obj)
+        if changed:
+            self._room_changed()
+            for pod in self._cache.all_pods():
+                if pod.node == name:
+                    self._queue.add(JobKey(pod.namespace, pod.job))
+
+    def _room_changed(self) -> None:
+        """Jobs that wait for room look again."""
+        for key, job in self._cache.jobs.items():
+            if waits_for_room(job):
+                self._queue.add(key)
+
+
+def waits_for_room(job: dict[str, Any]) -> bool:
+    """Whether the job could not be placed when it was looked at last."""
+    status = job.get("status")
+    conditions = status.get("conditions") if isinstance(status, dict) else None
+    for condition in conditions if isinstance(conditions, list) else ():
+        if isinstance(condition, dict) and condition.get("type") == "Placed":
+            return condition.get("status") == "False"
+    return False
+
+
+async def run_watches(
+    watch: Watch, configuration: Configuration, namespaces: Sequence[str], on_ready: Callable[[], None]
+) -> None:
+    """Watches until cancelled; raises when a watch fails for good, since a watch that died silently is worse."""
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return await as_kopf(configuration)
+
+    kopf.on.login(registry=registry)(login)
+    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(watch.job)
+    kopf.on.event("", "v1", "pods", registry=registry, id="pod")(watch.pod)
+    kopf.on.event("", "v1", "nodes", registry=registry, id="node")(watch.node)
+    ready = asyncio.Event()
+
+    async def tell() -> None:
+        await ready.wait()
+        on_ready()
+
+    async with asyncio.TaskGroup() as group:
+        telling = group.create_task(tell(), name="watches-ready")
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=_settings(),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=list(namespaces),
+                ready_flag=ready,
+            )
+        finally:
+            telling.cancel()
+    raise RuntimeError("the watches ended")
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.label_selectors["", "v1", "pods"] = LABEL_JOB
+    settings.networking.request_timeout = 30
+    settings.process.ultimate_exiting_timeout = None
+    settings.queueing.exit_timeout = 0.5
+    return settings

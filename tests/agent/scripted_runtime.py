@@ -1,0 +1,40 @@
+"""A training loop that does what `task.data_dir` says: what a real one does only by accident, on demand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
+
+PRELOADED_BY: list[int] = []
+
+
+def preload() -> None:
+    PRELOADED_BY.append(os.getpid())
+
+
+def train(task: RankTask, events: RankEvents) -> Outcome:
+    what = task.data_dir
+    if what == "complete":
+        events.phase("load", 0.25)
+        events.running(0)
+        for step in range(1, 201):
+            events.step(StepReport(step, 1.0, 1.0, 1e-3, 10, step, 0.01, 0.0))
+        print("printed by", os.environ["RANK"], "preloaded by parent", [os.getppid()] == PRELOADED_BY)
+        return Outcome.COMPLETE
+    if what == "raise":
+        raise LookupError("no such weight")
+    if what == "base-exception":
+        raise KeyboardInterrupt
+    if what == "exit":
+        os._exit(0)
+    if what == "leave-a-child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+        return Outcome.COMPLETE
+    events.running(0)
+    while not events.stop_requested():
+        time.sleep(0.01)
+    return Outcome.STOPPED

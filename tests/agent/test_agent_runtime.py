@@ -1,0 +1,111 @@
+"""Real agents that run Meshwright's own training runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+import aiohttp
+import pytest
+
+from meshwright.protocol import MeshDocument, WorkerState
+from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
+
+StartAgent = Callable[..., AgentProcess]
+
+pytestmark = pytest.mark.slow
+
+LONG = 100_000
+
+
+async def announce(coordinator: Coordinator, generation: int, steps: int, *, every_steps: int = 1000) -> MeshDocument:
+    run = training_run(steps, tensor=2, data_parallel=2, every_steps=every_steps)
+    document = mesh(generation, run, await coordinator.gang(2, above=generation - 1), 2)
+    coordinator.announce(document)
+    return document
+
+
+def step_of(coordinator: Coordinator, generation: int) -> int:
+    """The last step that this generation reported; 0 before its first."""
+    report = coordinator.last(0)
+    if report is None or report.generation != generation or report.progress is None:
+        return 0
+    return report.progress.step
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    port = free_port()
+    first, second = start_agent(0, MESHWRIGHT_METRICS_PORT=str(port)), start_agent(1)
+    await announce(coordinator, 1, LONG, every_steps=5)
+    await until(lambda: step_of(coordinator, 1) >= 5, 90, lambda: first.log)
+    assert [coordinator.states(worker) for worker in (0, 1)] == [
+        [WorkerState.IDLE, WorkerState.STARTING, WorkerState.RUNNING]
+    ] * 2
+    await until(lambda: (report := coordinator.last(0)) is not None and report.checkpoint is not None, 10)
+    await check_report_and_metrics(coordinator, port)
+
+    # A killed rank: its own pod tells the cause, and either pod stops; the next generation starts from a checkpoint.
+    victim = next(pid for rank, _, pid in second.ranks_started() if rank == 3)
+    os.kill(victim, signal.SIGKILL)
+    for worker in (0, 1):
+        await until(lambda w=worker: coordinator.states(w)[-1] is WorkerState.FAILED, 10, lambda: first.log)
+    report = coordinator.last(1)
+    assert report is not None
+    assert "rank 3 was killed by SIGKILL" in report.message
+    before = (report := coordinator.last(0)) and report.checkpoint and report.checkpoint.step
+    assert before
+    await announce(coordinator, 2, LONG, every_steps=5)
+    await until(lambda: step_of(coordinator, 2) > before, 60, lambda: first.log)
+
+    # One pod drains: all ranks of both pods stop after the same step, which is saved.
+    second.terminate()
+    assert await second.exit_code() == 143
+    await until(lambda: coordinator.states(0)[-1] is WorkerState.IDLE, 10, lambda: first.log)
+    saved = (report := coordinator.last(0)) and report.checkpoint and report.checkpoint.step
+    assert saved == step_of(coordinator, 2)
+
+    replacement = start_agent(1)
+    await announce(coordinator, 3, saved + 5, every_steps=5)
+    codes = await asyncio.gather(first.exit_code(60), replacement.exit_code(60))
+    assert codes == [0, 0]
+    assert [coordinator.states(worker)[-1] for worker in (0, 1)] == [WorkerState.COMPLETE] * 2
+    assert f"step {saved + 5}/{saved + 5} loss=" in first.log
+
+
+async def check_report_and_metrics(coordinator: Coordinator, port: int) -> None:
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.progress is not None
+    assert 0 < report.progress.loss < 10
+    assert report.progress.tokens_per_second > 0
+    assert {phase.name for phase in report.phases} >= {"spawn", "rendezvous", "build", "load", "first-step"}
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as response:
+        text = await response.text()
+    for name in ("ptj_step{", "ptj_loss{", "ptj_step_duration_seconds_bucket{", "ptj_rank_up{", "ptj_tokens_total{"):
+        assert name in text
+    other = coordinator.last(1)
+    assert other is not None
+    assert other.progress is None
+
+
+async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agents = [start_agent(worker) for worker in range(2)]
+    await announce(coordinator, 1, LONG)
+    await until(lambda: step_of(coordinator, 1) >= 1, 90, lambda: agents[0].log)
+    family = agents[0].processes()
+    assert len(family) == 1 + 1 + 2  # the agent, the rank server, two ranks
+    agents[0].process.kill()
+    await until(lambda: not any(alive(pid) for pid in family), 5)
+    await until(lambda: coordinator.states(1)[-1] is WorkerState.FAILED, 10, lambda: agents[1].log)
+    report = coordinator.last(1)
+    assert report is not None
+    assert report.failure == "PeerLost"

@@ -1,0 +1,274 @@
+"""The agent's small pure parts."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import pytest
+
+from meshwright.api import labels
+from meshwright.protocol import FailureKind, MeshRequest
+from meshwright_worker import failures, messages
+from meshwright_worker.agent.environment import process_environment, rank_environment, rank_task
+from meshwright_worker.agent.output import MAX_LINE, OutputPump
+from meshwright_worker.agent.port import FIRST_PORT, LAST_PORT, HeldPort
+from meshwright_worker.agent.training_log import TrainingLog
+from meshwright_worker.metrics import TrainerMetrics
+from meshwright_worker.rank_server import decode_request, encode_request
+from meshwright_worker.settings import Settings, SettingsError, from_environment
+from meshwright_worker.task import Outcome, StepReport
+from tests.agent.support import command_run, mesh, training_run
+
+ENVIRONMENT = {
+    labels.ENV_JOB_NAME: "job",
+    labels.ENV_JOB_NAMESPACE: "team-a",
+    labels.ENV_JOB_UID: "0f3c",
+    labels.ENV_WORKER_INDEX: "1",
+    labels.ENV_INCARNATION: "2",
+    labels.ENV_POD_IP: "10.0.0.7",
+    labels.ENV_COORDINATOR_URL: "https://operator:9470/",
+    labels.ENV_TOKEN: "secret",
+}
+REPORT = StepReport(3, 2.5, 1.25, 1e-3, 512, 12, 0.4, 0.01)
+
+
+def settings() -> Settings:
+    return from_environment({**ENVIRONMENT, labels.ENV_CHECKPOINT_DIR: "/c"})
+
+
+def test_settings_and_their_defaults() -> None:
+    got = settings()
+    assert (got.worker, got.incarnation, got.coordinator_url) == (1, 2, "https://operator:9470")
+    assert (got.metrics_port, got.grace_seconds, got.drain_seconds) == (labels.METRICS_PORT, 30.0, 25.0)
+    assert (got.checkpoint_dir, got.data_dir) == ("/c", None)
+    assert "secret" not in repr(got)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *((name, "", "is not set") for name in ENVIRONMENT),
+        (labels.ENV_WORKER_INDEX, "-1", "whole number"),
+        (labels.ENV_INCARNATION, "x", "whole number"),
+        (labels.ENV_POD_IP, "pod", "IP address"),
+        (labels.ENV_COORDINATOR_URL, "operator:9470", "http"),
+        (labels.ENV_METRICS_PORT, "70000", "65535"),
+        (labels.ENV_GRACE_SECONDS, "0", "above 0"),
+        (labels.ENV_GRACE_SECONDS, "nan", "above 0"),
+        (labels.ENV_GRACE_SECONDS, "soon", "above 0"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, value: str, says: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        from_environment({**ENVIRONMENT, name: value})
+    assert name in str(error.value)
+    assert says in str(error.value)
+
+
+def test_drain_leaves_time_in_any_grace_period() -> None:
+    for grace in (1, 2, 6, 30, 600):
+        got = from_environment({**ENVIRONMENT, labels.ENV_GRACE_SECONDS: str(grace)})
+        assert 0 < got.drain_seconds < grace
+
+
+def test_the_environment_of_a_rank() -> None:
+    hellos = [MeshRequest(worker=w, incarnation=w, address=f"10.0.0.{w}", store_port=21000) for w in range(2)]
+    run = command_run(["x"], 1).model_copy(update={"tensor": 2, "pipeline": 2})
+    document = mesh(3, run, hellos, 2)
+    got = rank_environment(document, document.members[1], 3, settings())
+    assert got == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "NODE_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "10.0.0.0",
+        "MASTER_PORT": "21000",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_RUN_ID": "0f3c",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "MESHWRIGHT_GENERATION": "3",
+        "MESHWRIGHT_TENSOR_PARALLEL_SIZE": "2",
+        "MESHWRIGHT_TENSOR_PARALLEL_RANK": "1",
+        "MESHWRIGHT_PIPELINE_PARALLEL_SIZE": "2",
+        "MESHWRIGHT_PIPELINE_PARALLEL_RANK": "1",
+        "MESHWRIGHT_DATA_PARALLEL_SIZE": "1",
+        "MESHWRIGHT_DATA_PARALLEL_RANK": "0",
+        "MESHWRIGHT_CHECKPOINT_DIR": "/c",
+    }
+    with pytest.raises(ValueError, match="mesh has 5 ranks"):
+        rank_environment(document.model_copy(update={"world_size": 5}), document.members[1], 3, settings())
+
+
+def test_what_processes_inherit() -> None:
+    got = process_environment({labels.ENV_TOKEN: "secret", "A": "b"})
+    assert got == {"A": "b", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    assert process_environment({"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+
+
+def test_a_fork_request_travels_whole() -> None:
+    hello = MeshRequest(worker=1, incarnation=2, address="10.0.0.7", store_port=21000)
+    document = mesh(1, training_run(5, data_parallel=2), [hello], 2)
+    task = rank_task(document, document.members[0], 1, settings())
+    assert decode_request(encode_request(task, {"RANK": "1"})) == (task, {"RANK": "1"})
+    assert (task.local_rank, task.checkpoint_dir, task.pod_address) == (1, "/c", "10.0.0.7")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.PhaseDone("load", 0.5),
+        messages.Running(4),
+        messages.StepDone(REPORT),
+        messages.CheckpointSaved(4, "/c/step-4", 0.1),
+        messages.RankFailed(FailureKind.PEER_LOST, "line\nline"),
+        messages.Finished(Outcome.STOPPED),
+    ],
+)
+def test_messages_survive_the_pipe(message: messages.RankMessage) -> None:
+    line = messages.encode(message)
+    assert line.count(b"\n") == 1
+    assert messages.decode(line) == message
+
+
+def test_a_loss_that_is_no_number_survives_the_pipe() -> None:
+    sent = messages.StepDone(StepReport(1, math.nan, math.inf, 0.0, 1, 1, 0.1, 0.0))
+    got = messages.decode(messages.encode(sent))
+    assert isinstance(got, messages.StepDone)
+    assert math.isnan(got.report.loss)
+    assert math.isinf(got.report.gradient_norm)
+
+
+@pytest.mark.parametrize("line", [b"", b"{}", b"not json", b'{"kind": "exec"}', b'{"kind": "running", "step": "x"}'])
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - any of the two parsers may refuse
+        messages.decode(line)
+
+
+class DistNetworkError(RuntimeError):
+    """Named like torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"), FailureKind.PEER_LOST),
+        (RuntimeError("Application timeout caused pair closure: Timed out waiting 8000ms"), FailureKind.PEER_LOST),
+        (RuntimeError("Gloo connectFullMesh failed with ..."), FailureKind.PEER_LOST),
+        (DistNetworkError("The client socket has timed out after 1000ms"), FailureKind.PEER_LOST),
+        (DistNetworkError("failed to recv, got 0 bytes"), FailureKind.PEER_LOST),
+        (BrokenPipeError(32, "Broken pipe"), FailureKind.PEER_LOST),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FailureKind.ERROR),
+        (ValueError("connection closed"), FailureKind.ERROR),
+        (MemoryError(), FailureKind.ERROR),
+        (KeyboardInterrupt(), FailureKind.ERROR),
+    ],
+)
+def test_whose_fault(error: BaseException, kind: FailureKind) -> None:
+    assert failures.classify(error) is kind
+
+
+@pytest.mark.parametrize(
+    ("tail", "line"),
+    [
+        ([], ""),
+        (["", "  "], ""),
+        (["a", "b", ""], "b"),
+        (
+            ["Traceback ...", "torch.OutOfMemoryError: CUDA out of memory", "cleaning up"],
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (["[rank0]: ValueError: x", "[rank0]:[W1] something"], "ValueError: x"),
+    ],
+)
+def test_the_telling_line(tail: list[str], line: str) -> None:
+    assert failures.telling_line(tail) == line
+
+
+def test_long_messages_are_cut() -> None:
+    assert len(failures.describe(ValueError("x" * 9999))) <= failures.MAX_MESSAGE
+    assert len(failures.describe_exit(1, 1, ["y" * 9999])) <= failures.MAX_MESSAGE
+
+
+def test_output_is_whole_lines_with_the_rank() -> None:
+    lines: list[str] = []
+    pump = OutputPump(3, lines.append)
+    for chunk in (b"one\ntw", b"o\r\n\n 10%\r 20%\r", b"\xff end"):
+        pump.feed(chunk)
+    pump.close()
+    assert lines == [
+        "[rank 3] one",
+        "[rank 3] two",
+        "[rank 3]  10%",
+        "[rank 3]  20%",
+        "[rank 3] \N{REPLACEMENT CHARACTER} end",
+    ]
+    assert pump.tail[0] == "one"
+
+
+def test_a_line_without_an_end_is_broken() -> None:
+    lines: list[str] = []
+    pump = OutputPump(0, lines.append)
+    for _ in range(10):
+        pump.feed(b"x" * MAX_LINE)
+    pump.close()
+    assert len(lines) == 10
+    assert sum(line.count("x") for line in lines) == 10 * MAX_LINE
+
+
+def test_a_held_port_is_free_once_released() -> None:
+    ports = [HeldPort() for _ in range(8)]
+    assert len({port.number for port in ports}) == 8
+    for port in ports:
+        assert FIRST_PORT <= port.number <= LAST_PORT
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.5", port.number))
+        port.release()
+        with socket.socket() as other:
+            other.bind(("", port.number))
+            other.listen()
+
+
+def test_the_training_log_is_thin_but_ends_with_the_last_step() -> None:
+    training_log = TrainingLog(100)
+    steps = [StepReport(n, 2.0, 1.0, 1e-3, 100, n, 0.1, 0.0) for n in range(1, 101)]
+    lines = [line for n, report in enumerate(steps) if (line := training_log.line(report, 1000.0, n * 0.1))]
+    assert 10 <= len(lines) <= 12
+    assert lines[0] == "step 1/100 loss=2.0000 lr=0.001 grad_norm=1 tokens/s=1000 step_seconds=0.100"
+    assert lines[-1].startswith("step 100/100")
+
+
+def test_metrics_follow_the_ranks() -> None:
+    metrics = TrainerMetrics("team-a", "job")
+    metrics.generation(1, [0, 1], restart=False)
+    metrics.rank_up(0, up=True)
+    metrics.step(0, REPORT)
+    metrics.step(1, REPORT)
+    metrics.checkpoint_saved(0.2)
+    metrics.phase(0, "load", 0.3)
+    text = metrics.render().decode()
+    base = 'job_name="job",namespace="team-a"'
+    for line in (
+        f'ptj_rank_up{{{base},rank="0"}} 1.0',
+        f'ptj_rank_up{{{base},rank="1"}} 0.0',
+        f'ptj_step{{{base},rank="1"}} 3.0',
+        f"ptj_tokens_total{{{base}}} 512.0",
+        f"ptj_loss{{{base}}} 2.5",
+        f"ptj_rank_restarts_total{{{base}}} 0.0",
+        f'ptj_step_duration_seconds_count{{{base},rank="0"}} 1.0',
+        f'ptj_checkpoint_duration_seconds_count{{{base},op="save"}} 1.0',
+        f'ptj_checkpoint_duration_seconds_count{{{base},op="load"}} 1.0',
+    ):
+        assert line in text.replace('namespace="team-a",job_name="job"', base), line
+    metrics.generation(2, [4, 5], restart=True)
+    text = metrics.render().decode()
+    assert 'rank="0"' not in text
+    assert 'rank="4"' in text
+    assert "ptj_rank_restarts_total" in text
+    assert "2.0" in next(line for line in text.splitlines() if line.startswith("ptj_rank_restarts_total{"))

@@ -1,0 +1,180 @@
+"""Each rule in CEL and in Python says the same about the same spec."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import cel
+import pytest
+
+from meshwright.api.rules import SPEC_RULES, Rule
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.validation import check_spec
+
+GOOD: dict[str, Any] = {
+    "replicas": 2,
+    "model": {
+        "layers": 4,
+        "hiddenSize": 128,
+        "intermediateSize": 384,
+        "heads": 4,
+        "kvHeads": 2,
+        "vocabSize": 320,
+    },
+    "data": {"source": "PythonStdlib"},
+    "training": {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128},
+    "parallelism": {"tensor": 2, "pipeline": 2, "microBatches": 4},
+    "workers": {"image": "worker", "gpusPerWorker": 2},
+}
+COMMAND: dict[str, Any] = {
+    "replicas": 4,
+    "runtime": {"command": ["python", "train.py"]},
+    "workers": {"image": "worker", "gpusPerWorker": 2},
+}
+
+
+def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with dotted paths set, or removed where the value is None."""
+    spec = copy.deepcopy(base)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        at = spec
+        for name in parents:
+            at = at.setdefault(name, {})
+        if value is None:
+            at.pop(last, None)
+        else:
+            at[last] = value
+    return spec
+
+
+# (field that is blamed, changes to GOOD)
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("runtime.command", {"model": None}),
+    ("runtime.command", {"data": None}),
+    ("runtime.command", {"training": None}),
+    ("runtime.command", {"runtime.command": ["python"]}),
+    ("runtime.scripts", {"runtime.scripts": "scripts"}),
+    ("model.preset", {"model.preset": "llama-3-8b"}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "tieEmbeddings": False}}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "ropeTheta": 10000}}),
+    ("model", {"model": {}}),
+    ("model", {"model.layers": None}),
+    ("model", {"model.hiddenSize": None}),
+    ("model", {"model.intermediateSize": None}),
+    ("model", {"model.heads": None}),
+    ("model", {"model.vocabSize": None}),
+    ("model.kvHeads", {"model.kvHeads": 3}),
+    ("model.kvHeads", {"model.kvHeads": 8}),
+    ("model.hiddenSize", {"model.hiddenSize": 130}),
+    ("model.hiddenSize", {"model.hiddenSize": 4}),
+    ("model.vocabSize", {"model.vocabSize": 256}),
+    ("replicas", {"replicas": 65536, "training.globalBatchSize": 65536 * 4, "workers.gpusPerWorker": 1024}),
+    ("workers.gpusPerWorker", {"workers.gpusPerWorker": 3}),
+    ("workers.gpusPerWorker", {"workers.gpusPerWorker": 16}),
+    ("workers.gpusPerWorker", {"replicas": 1024, "training.globalBatchSize": 4096}),
+    ("workers.gpusPerWorker", {"parallelism.tensor": 4, "model.kvHeads": 4, "workers.gpusPerWorker": 6, "replicas": 3}),
+    ("workers.gpusPerWorker", {"parallelism.tensor": 3, "parallelism.pipeline": None}),
+    ("parallelism.tensor", {"model.heads": 6, "model.kvHeads": 6, "model.hiddenSize": 120, "parallelism.tensor": 4}),
+    ("parallelism.tensor", {"parallelism.tensor": 4}),
+    ("parallelism.tensor", {"model.intermediateSize": 383}),
+    ("parallelism.tensor", {"training.sequenceLength": 129}),
+    ("parallelism.tensor", {"model.vocabSize": 257}),
+    ("parallelism.microBatches", {"parallelism.microBatches": 1}),
+    ("parallelism.pipeline", {"training.globalBatchSize": 2, "parallelism.microBatches": None}),
+    ("parallelism.tensor", {"model.kvHeads": None, "parallelism.tensor": 8, "workers.gpusPerWorker": 8}),
+    ("parallelism.pipeline", {"parallelism.pipeline": 8}),
+    ("model.tieEmbeddings", {"model.tieEmbeddings": True}),
+    ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
+    ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
+    ("parallelism.microBatches", {"parallelism.microBatches": 3}),
+    ("parallelism.microBatches", {"training.globalBatchSize": 12}),
+    ("data.claimName", {"data.claimName": "text"}),
+    ("data.claimName", {"data": {}}),
+    ("data.claimName", {"data": {"source": "Files"}}),
+    ("data.pattern", {"data.pattern": "*.py"}),
+    ("training.optimizer.warmupSteps", {"training.optimizer.warmupSteps": 101}),
+    ("training.optimizer.minLearningRate", {"training.optimizer.minLearningRate": 0.01}),
+    ("training.optimizer.minLearningRate", {"training.optimizer": {"learningRate": 0.5, "minLearningRate": 1}}),
+    ("workers.env", {"workers.env": [{"name": "A"}, {"name": "MESHWRIGHT_TOKEN", "value": "x"}]}),
+    ("workers.env", {"workers.env": [{"name": "TORCHELASTIC_RUN_ID", "value": "x"}]}),
+    ("workers.env", {"workers.env": [{"name": "WORLD_SIZE", "value": "1"}]}),
+    ("workers.env", {"workers.env": [{"name": "MASTER_ADDR", "value": "1.2.3.4"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"operator": "Equal", "value": "x"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"operator": "Exists", "key": "a", "value": "x"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"key": "a", "tolerationSeconds": 5, "effect": "NoSchedule"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"operator": "Exists", "tolerationSeconds": 5}]}),
+]
+BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
+    ("runtime.command", {"data": {"source": "PythonStdlib"}}),
+    ("runtime.command", {"training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "everySteps": 5}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "keep": 5}}),
+    ("parallelism", {"parallelism.microBatches": 2}),
+    ("parallelism", {"parallelism.zeroStage": 3}),
+    ("parallelism", {"parallelism.sequence": False}),
+    ("workers.gpusPerWorker", {"replicas": 3}),
+    ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
+]
+FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GOOD, {}),
+    (GOOD, {"parallelism": None}),
+    (GOOD, {"model": {"preset": "llama-3-8b"}}),
+    (GOOD, {"model.kvHeads": None}),
+    (GOOD, {"model.tieEmbeddings": True, "parallelism.pipeline": 1, "workers.gpusPerWorker": 4}),
+    (GOOD, {"training.sequenceLength": 129, "parallelism.sequence": False}),
+    (GOOD, {"data": {"source": "Files", "claimName": "text", "pattern": "*.txt"}}),
+    (GOOD, {"parallelism.pipeline": None, "workers.gpusPerWorker": 1}),
+    (GOOD, {"workers.env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}),
+    (GOOD, {"workers.tolerations": [{"operator": "Exists"}, {"key": "gpu", "value": "yes"}]}),
+    (GOOD, {"checkpoint": {"claimName": "c", "everySteps": 5, "keep": 1}}),
+    (COMMAND, {}),
+    (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
+    (COMMAND, {"parallelism": {"tensor": 2}}),
+]
+CASES = [
+    *((GOOD, changes, field) for field, changes in BAD),
+    *((COMMAND, changes, field) for field, changes in BAD_COMMANDS),
+]
+
+
+def broken_in_cel(spec: ParallelTrainingJobSpec) -> list[Rule]:
+    """The rules that CEL refuses, over the spec with the defaults that the API server fills in."""
+    defaulted = spec.wire()
+    return [rule for rule in SPEC_RULES if cel.compile(rule.cel).execute({"self": defaulted}) is not True]
+
+
+@pytest.mark.parametrize(("base", "changes", "field"), CASES)
+def test_a_bad_spec_is_refused_by_both_languages_for_the_same_rules(
+    base: dict[str, Any], changes: dict[str, Any], field: str
+) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(base, changes))
+    problems = check_spec(spec)
+    assert field in [problem.field for problem in problems]
+    assert [(p.field, p.message) for p in problems] == [(r.field, r.message) for r in broken_in_cel(spec)]
+
+
+@pytest.mark.parametrize(("base", "changes"), FINE)
+def test_a_good_spec_passes_in_both_languages(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(base, changes))
+    assert check_spec(spec) == []
+    assert broken_in_cel(spec) == []
+
+
+def test_the_table_is_long_and_breaks_every_rule() -> None:
+    assert len(CASES) >= 40
+    specs = [ParallelTrainingJobSpec.model_validate(changed(base, changes)) for base, changes, _ in CASES]
+    never = [rule.message for rule in SPEC_RULES if all(rule.holds(spec) for spec in specs)]
+    assert never == []
+
+
+def test_an_explicit_null_is_the_same_as_a_field_left_out() -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(GOOD, {"model": {"preset": "tiny", "layers": None}}))
+    assert "layers" in spec.model_dump()["model"]
+    assert check_spec(spec) == []
+
+
+def test_no_two_rules_say_the_same() -> None:
+    assert len({rule.cel for rule in SPEC_RULES}) == len(SPEC_RULES)
+    assert len({(rule.field, rule.message) for rule in SPEC_RULES}) == len(SPEC_RULES)

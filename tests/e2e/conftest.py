@@ -1,0 +1,49 @@
+"""One embedded cluster and one operator for all end-to-end tests.
+
+What runs here is what a user runs: the daemon of `meshwright local`, the operator, worker agents and ranks, each a
+process. Tests speak to them through the API server and look at processes, files and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from meshwright.cli.demo import setup
+from meshwright.cli.programs import Programs
+from tests.e2e.stage import Stage, tiny
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    """The cluster with the CRD, and the operator ready."""
+    directory = tmp_path_factory.mktemp("e2e")
+    provider = request.config.getoption("--cluster")
+    async with Programs() as programs:
+        kubeconfig = await setup.start_cluster(programs, directory, setup.Shape(), provider)
+        async with setup.connect(kubeconfig) as client:
+            await setup.install_crd(client)
+            ports = setup.Ports()
+            operator = await setup.start_operator(programs, directory, kubeconfig, ports)
+            yield Stage(directory, kubeconfig, client, programs, operator, ports)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def reference(stage: Stage) -> dict[str, Any]:
+    """What an undisturbed run of the tiny job ends with."""
+    await stage.apply(tiny("reference"))
+    await stage.complete("reference")
+    saved = await stage.saved("reference")
+    await stage.delete("reference")
+    return saved

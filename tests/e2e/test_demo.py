@@ -1,0 +1,103 @@
+"""`meshwright demo` as a program: its verdict, and what it leaves behind."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.stage import eventually, tiny
+
+DEMO = [sys.executable, "-c", "from meshwright.cli.main import main; main()", "demo"]
+
+
+async def start(directory, *options):
+    process = await asyncio.create_subprocess_exec(
+        *DEMO, "--directory", str(directory), *options,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    return process
+
+
+async def read_until(process, word):
+    assert process.stdout is not None
+    seen = []
+    async with asyncio.timeout(60):
+        while not seen or word not in seen[-1]:
+            line = await process.stdout.readline()
+            assert line, "".join(seen)
+            seen.append(line.decode())
+    return "".join(seen)
+
+
+def connected(directory):
+    """Processes that know of the demo's directory: by command line or by environment."""
+    needle = str(directory).encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if any(needle in (entry / part).read_bytes() for part in ("cmdline", "environ")):
+                    found.append((entry / "cmdline").read_bytes())
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job that is over in seconds."""
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump_all(tiny("short", training={"steps": 200})))
+    return path
+
+
+async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
+    directory = tmp_path / "demo"
+    process = await start(directory, "--manifest", str(job))
+    out = (await asyncio.wait_for(process.communicate(), 120))[0].decode()
+    assert process.returncode == 0, out
+    for word in (
+        "FAULT: deleting worker pod short-w1-0",
+        "RECOVERED",
+        "short-w1-1",
+        "recovered in",
+        "placement",
+        "def ",
+    ):
+        assert word in out, out
+    assert "step 200, 1,600 samples" in out
+    checkpoint = next(Path(line.split()[-1]) for line in out.splitlines() if line.startswith("checkpoint "))
+    assert (checkpoint / "meshwright.json").exists()
+    assert connected(directory) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+async def test_a_stopped_demo_leaves_no_process_and_the_next_one_works(tmp_path, job, number):
+    directory = tmp_path / "demo"
+    process = await start(directory, "--manifest", str(job))
+    await read_until(process, "MeshFormed")
+    process.send_signal(number)
+    await asyncio.wait_for(process.wait(), 30)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+
+    async def gone():
+        return not connected(directory)
+
+    await eventually("every process of the demo is gone", gone, 15)
+    again = await start(directory, "--manifest", str(job), "--no-fault")
+    out = (await asyncio.wait_for(again.communicate(), 120))[0].decode()
+    assert again.returncode == 0, out
+
+
+async def test_a_job_that_cannot_complete_is_a_failed_demo(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump_all(tiny("huge", replicas=64, training={"globalBatchSize": 64, "steps": 5})))
+    process = await start(tmp_path / "demo", "--manifest", str(path), "--timeout", "3")
+    out = (await asyncio.wait_for(process.communicate(), 60))[0].decode()
+    assert process.returncode == 1
+    assert "did not finish within 3 s" in out
+    assert "--- operator" in out

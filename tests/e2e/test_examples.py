@@ -1,0 +1,35 @@
+"""Examples that are cheap to run, run."""
+
+from meshwright.api import conditions
+from meshwright.api.labels import KIND
+from meshwright.cli import manifest
+from tests.e2e.stage import EXAMPLES, holds
+
+
+def job_name(path):
+    return next(item["metadata"]["name"] for item in manifest.read(path) if item["kind"] == KIND)
+
+
+async def test_planner_chooses_the_degrees_and_says_why(stage):
+    path = EXAMPLES / "planner-chooses.yaml"
+    await stage.apply(manifest.read(path))
+    name = job_name(path)
+    status = await stage.complete(name)
+    assert status.plan is not None
+    assert status.plan.data == 2
+    assert status.plan.tensor * status.plan.pipeline * 2 == status.plan.world_size
+    assert status.plan.reasons
+    await stage.delete(name)
+
+
+async def test_a_users_own_ddp_script_survives_the_loss_of_a_pod(stage):
+    path = EXAMPLES / "torch-ddp.yaml"
+    await stage.apply(manifest.read(path))
+    name = job_name(path)
+    await stage.until(name, holds(conditions.READY), "running")
+    lost = await stage.delete_pod(name, 1)
+    status = await stage.complete(name)
+    assert status.mesh is not None
+    assert status.mesh.generation == 2
+    assert (await stage.pod(name, 1))["metadata"]["name"] != lost
+    await stage.delete(name)

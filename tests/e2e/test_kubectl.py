@@ -1,0 +1,57 @@
+"""What a new user types."""
+
+import asyncio
+import shutil
+
+import pytest
+import yaml
+
+from tests.e2e.stage import EXAMPLES, tiny
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
+
+
+async def kubectl(stage, *arguments, stdin=""):
+    """stdout and stderr together; fails when the command does."""
+    process = await asyncio.create_subprocess_exec(
+        "kubectl", "--kubeconfig", str(stage.kubeconfig), *arguments,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    out, _ = await asyncio.wait_for(process.communicate(stdin.encode()), 120)
+    assert process.returncode == 0, out.decode()
+    return out.decode()
+
+
+async def test_apply_watch_and_delete_as_a_new_user_types_them(stage, tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump_all(tiny("typed", training={"steps": 40})))
+    assert "typed created" in await kubectl(stage, "apply", "-f", str(path))
+    waited = await kubectl(stage, "wait", "--for=condition=Complete", "ptj/typed", "--timeout=90s")
+    assert "typed condition met" in waited
+    table = (await kubectl(stage, "get", "ptj")).splitlines()
+    assert table[0].split()[:3] == ["NAME", "READY", "STATUS"]
+    assert any(line.startswith("typed ") and "Completed" in line and "TP 2 x PP 1 x DP 2" in line for line in table)
+    assert "typed" in await kubectl(stage, "get", "training")
+    described = await kubectl(stage, "describe", "ptj", "typed")
+    for word in ("Placed", "MeshFormed", "Completed", "Micro Batches"):
+        assert word in described, word
+    logs = await kubectl(stage, "logs", "-f", "typed-w0-0")
+    assert "step" in logs
+    assert "loss" in logs
+    assert "deleted" in await kubectl(stage, "delete", "-f", str(path), "--wait=true")
+    assert "typed" not in await kubectl(stage, "get", "ptj,pods,svc,secret")
+
+
+async def test_explain_describes_the_fields(stage):
+    text = await kubectl(stage, "explain", "ptj.spec.parallelism.tensor")
+    assert "NVLink domain" in text
+
+
+async def test_apply_server_side_and_again_changes_nothing(stage):
+    path = str(EXAMPLES / "ten-line.yaml")
+    assert "serverside-applied" in await kubectl(stage, "apply", "--server-side", "-f", path)
+    await kubectl(stage, "wait", "--for=condition=Complete", "ptj/ten-line", "--timeout=90s")
+    before = await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}")
+    await kubectl(stage, "apply", "--server-side", "-f", path)
+    assert await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}") == before
+    await stage.delete("ten-line")

@@ -1,0 +1,99 @@
+"""A job from apply to Complete; suspended; too large; deleted; two at once."""
+
+import asyncio
+from pathlib import Path
+
+from meshwright.api import conditions, names
+from meshwright.api.conditions import find, is_true
+from meshwright.local.resources import JOBS, SECRETS, SERVICES
+from tests.e2e.stage import NAMESPACE, eventually, holds, processes, tiny
+
+
+async def test_apply_to_complete(stage, reference):
+    assert (reference["step"], reference["samples"]) == (120, 120 * 8)
+    assert float.fromhex(reference["loss"]) < 4.0  # from ln 260 = 5.56
+
+
+async def test_status_says_what_happened(stage):
+    await stage.apply(tiny("story", training={"steps": 40}))
+    await stage.until("story", lambda s: s.ready_ranks == "4/4", "4/4 ranks")
+    status = await stage.complete("story")
+    assert (status.step, status.total_steps, status.restart_count) == (40, 40, 0)
+    assert status.plan is not None
+    assert (status.plan.tensor, status.plan.pipeline, status.plan.data, status.plan.workers) == (2, 1, 2, 2)
+    assert status.placement is not None
+    assert status.placement.straddling_tensor_groups == 0
+    assert status.checkpoint is not None
+    assert status.checkpoint.step == 40
+    assert status.observed_generation == 1
+    for condition in (conditions.READY, conditions.PLACED, conditions.COMPLETE):
+        assert is_true(status.conditions, condition), condition
+    for condition in (conditions.RECONCILING, conditions.STALLED, conditions.FAILED, conditions.SUSPENDED):
+        assert not is_true(status.conditions, condition), condition
+    directories = sorted(p.name for p in Path(status.checkpoint.path).parent.glob("step-*"))
+    assert directories == ["step-00000020", "step-00000040"]  # the newest two, as `keep` says
+    await stage.delete("story")
+
+
+async def test_suspend_gives_the_pods_back_and_resume_goes_on(stage, reference):
+    await stage.apply(tiny("pause"))
+    uid = (await stage.client.get(JOBS, "pause", NAMESPACE))["metadata"]["uid"]
+    await stage.trained("pause", 30)
+    await stage.client.patch(JOBS, "pause", {"spec": {"suspend": True}}, NAMESPACE)
+    status = await stage.until("pause", holds(conditions.SUSPENDED), "Suspended")
+    await stage.until("pause", lambda s: s.ready_ranks.startswith("0/"), "without ranks")
+    await stage.gone("pause", uid)
+    status = await stage.status("pause")
+    assert is_true(status.conditions, conditions.READY)  # settled as it was asked to be
+    assert status.checkpoint is not None
+    assert 30 <= status.checkpoint.step < 120
+    await stage.client.patch(JOBS, "pause", {"spec": {"suspend": False}}, NAMESPACE)
+    await stage.complete("pause")
+    saved = await stage.saved("pause")
+    assert {k: saved[k] for k in ("step", "samples", "digest", "loss")} == {
+        k: reference[k] for k in ("step", "samples", "digest", "loss")
+    }
+    await stage.delete("pause")
+
+
+async def test_a_job_too_large_says_what_is_missing_and_starts_when_it_fits(stage):
+    await stage.apply(tiny("large", replicas=6, training={"steps": 10, "globalBatchSize": 12}))
+    unplaced = lambda s: (c := find(s.conditions, conditions.PLACED)) is not None and c.status == "False"  # noqa: E731
+    status = await stage.until("large", unplaced, "refused by placement")
+    condition = find(status.conditions, conditions.PLACED)
+    assert condition is not None
+    assert "6 workers" in condition.message, condition.message
+    assert await stage.pods("large") == []
+    await stage.client.patch(JOBS, "large", {"spec": {"replicas": 2}}, NAMESPACE)
+    await stage.complete("large")
+    await stage.delete("large")
+
+
+async def test_two_jobs_train_side_by_side(stage, reference):
+    await stage.apply(tiny("left") + tiny("right", training={"seed": 4}))
+    await asyncio.gather(stage.trained("left", 1), stage.trained("right", 1))
+    nodes = [{p["spec"]["nodeName"] for p in await stage.pods(name)} for name in ("left", "right")]
+    assert not nodes[0] & nodes[1]
+    await asyncio.gather(stage.complete("left"), stage.complete("right"))
+    left, right = await stage.saved("left"), await stage.saved("right")
+    assert (left["loss"], left["digest"]) == (reference["loss"], reference["digest"])
+    assert right["digest"] != reference["digest"]
+    await asyncio.gather(stage.delete("left"), stage.delete("right"))
+
+
+async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
+    await stage.apply(tiny("brief", training={"steps": 100000}))
+    uid = (await stage.client.get(JOBS, "brief", NAMESPACE))["metadata"]["uid"]
+    await stage.trained("brief", 2)
+    assert len(processes(uid)) >= 6  # an agent and two ranks in each of two pods
+    assert await stage.client.find(SERVICES, names.service_name("brief"), NAMESPACE)
+    assert await stage.client.find(SECRETS, names.token_secret_name("brief"), NAMESPACE)
+    await stage.client.delete(JOBS, "brief", NAMESPACE)
+    await stage.gone("brief", uid)
+
+    async def collected():
+        service = await stage.client.find(SERVICES, names.service_name("brief"), NAMESPACE)
+        secret = await stage.client.find(SECRETS, names.token_secret_name("brief"), NAMESPACE)
+        return service is None and secret is None
+
+    await eventually("service and secret are collected", collected)

@@ -1,0 +1,106 @@
+"""Workers and operators are killed; the run ends as if nothing had happened."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from meshwright.api.labels import LABEL_INCARNATION
+from meshwright.local.resources import JOBS
+from tests.e2e.stage import NAMESPACE, eventually, processes, tiny
+
+SAME = ("step", "samples", "digest", "loss")
+
+
+def same(saved, reference):
+    assert {key: saved[key] for key in SAME} == {key: reference[key] for key in SAME}
+
+
+async def uid_of(stage, name):
+    return (await stage.client.get(JOBS, name, NAMESPACE))["metadata"]["uid"]
+
+
+@pytest.mark.parametrize(("worker", "grace"), [(1, None), (0, 0)], ids=["drained", "killed at once"])
+async def test_a_lost_pod_is_replaced_and_the_run_ends_bitwise_the_same(stage, reference, worker, grace):
+    name = f"lost{worker}"
+    await stage.apply(tiny(name))
+    await stage.trained(name, 45)
+    survivor = (await stage.pod(name, 1 - worker))["metadata"]
+    lost = await stage.delete_pod(name, worker, grace)
+    status = await stage.complete(name)
+    assert status.mesh is not None
+    assert status.mesh.generation == 2
+    assert [(r.cause, r.count) for r in status.restarts] == [("PodLost", 1)]
+    assert status.restarts_toward_limit == 0
+    replacement = (await stage.pod(name, worker))["metadata"]
+    assert replacement["name"] != lost
+    assert replacement["labels"][LABEL_INCARNATION] == "1"
+    assert (await stage.pod(name, 1 - worker))["metadata"]["uid"] == survivor["uid"]
+    same(await stage.saved(name), reference)
+    await stage.delete(name)
+
+
+async def test_a_killed_rank_restarts_in_place(stage, reference):
+    await stage.apply(tiny("rank"))
+    uid = await uid_of(stage, "rank")
+    await stage.trained("rank", 45)
+    pods = {p["metadata"]["uid"] for p in await stage.pods("rank")}
+    (started,) = re.findall(r"rank started rank=3 generation=1 pid=(\d+)", await stage.log("rank-w1-0"))
+    assert int(started) in processes(uid)
+    os.kill(int(started), signal.SIGKILL)
+    status = await stage.complete("rank")
+    assert [(r.cause, r.count) for r in status.restarts] == [("RankFailure", 1)]
+    assert status.restarts_toward_limit == 1
+    assert {p["metadata"]["uid"] for p in await stage.pods("rank")} == pods
+    same(await stage.saved("rank"), reference)
+    await stage.delete("rank")
+
+
+async def test_an_operator_killed_midway_touches_no_worker(stage, reference):
+    await stage.apply(tiny("steady"))
+    uid = await uid_of(stage, "steady")
+    before = await stage.trained("steady", 10)
+    pids = set(processes(uid))
+    await stage.kill_operator()
+    assert await stage.trained("steady", before + 5) > before  # training goes on without it
+    await stage.start_operator()
+    assert set(processes(uid)) >= pids or (await stage.status("steady")).step == 120
+    status = await stage.complete("steady")
+    assert status.restart_count == 0
+    assert status.mesh is not None
+    assert status.mesh.generation == 1
+    same(await stage.saved("steady"), reference)
+    await stage.delete("steady")
+
+
+async def test_a_job_that_always_fails_ends_failed_with_the_reason(stage):
+    script = "import sys; sys.exit('no such dataset')"
+    items = tiny(
+        "broken",
+        model=None,
+        data=None,
+        training=None,
+        checkpoint=None,
+        replicas=1,
+        parallelism={"tensor": 1, "microBatches": None},
+        workers={"gpusPerWorker": 1},
+        runtime={"command": ["python", "-c", script]},
+        recovery={"maxRestarts": 1},
+    )
+    await stage.apply(items)
+
+    async def given_up():
+        return condition(await stage.status("broken"), "Failed")
+
+    failed = await eventually("the job has failed", given_up, 60)
+    assert "no such dataset" in failed.message or "exit" in failed.message, failed
+    status = await stage.status("broken")
+    assert status.restarts_toward_limit == 1
+    assert condition(status, "Stalled")
+    assert not condition(status, "Complete")
+    await stage.delete("broken")
+
+
+def condition(status, kind):
+    return next((c for c in status.conditions if c.type == kind and c.status == "True"), None)

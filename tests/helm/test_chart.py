@@ -1,0 +1,201 @@
+"""The chart: what it renders, what it refuses. Rendering needs `helm` on the PATH, or its path in HELM."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.crd.definition import custom_resource_definition
+from meshwright_operator import settings
+
+CHART = Path(__file__).parents[2] / "helm" / "meshwright"
+HELM = os.environ.get("HELM") or shutil.which("helm")
+needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on the PATH and none named by HELM")
+
+
+def helm(*arguments):
+    assert HELM is not None
+    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False)
+
+
+def render(*sets):
+    """Every rendered object by (kind, name)."""
+    flags = [part for pair in sets for part in ("--set", pair)]
+    result = helm("template", "mw", str(CHART), "--namespace", "ops", "--kube-version", "1.31.0", *flags)
+    assert result.returncode == 0, result.stderr
+    objects = [item for item in yaml.safe_load_all(result.stdout) if item]
+    return {(item["kind"], item["metadata"]["name"]): item for item in objects}
+
+
+def rules(role):
+    """(group, resource, verb) triples, with names where they are limited."""
+    return {
+        (group, resource, verb, *rule.get("resourceNames", []))
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def grants(group, resource, *verbs):
+    return {(group, resource, verb) for verb in verbs}
+
+
+JOB_RULES = (
+    grants("meshwright.dev", "paralleltrainingjobs", "get", "list", "watch", "delete")
+    | grants("meshwright.dev", "paralleltrainingjobs/status", "patch")
+    | grants("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
+    | grants("", "pods", "get", "list", "watch", "create", "patch", "delete")
+    | grants("", "services", "create", "patch")
+    | grants("", "secrets", "create", "patch")
+    | grants("", "events", "create", "patch")
+)
+CLUSTER_RULES = grants("", "nodes", "get", "list", "watch") | grants("", "pods", "list")
+
+
+def test_the_crd_in_the_chart_is_the_generated_file():
+    linked = CHART / "files" / "meshwright.dev_paralleltrainingjobs.yaml"
+    assert linked.is_symlink()
+    assert yaml.safe_load(linked.read_text()) == custom_resource_definition()
+
+
+def test_every_value_is_in_the_schema_and_the_other_way_round():
+    def compare(values, schema, path):
+        properties = schema.get("properties")
+        if properties is None or schema.get("additionalProperties") is not False:
+            return
+        assert set(values) == set(properties) - {"global"}, path
+        for name, value in values.items():
+            if isinstance(value, dict):
+                compare(value, properties[name], f"{path}.{name}")
+
+    compare(
+        yaml.safe_load((CHART / "values.yaml").read_text()),
+        json.loads((CHART / "values.schema.json").read_text()),
+        "values",
+    )
+
+
+@needs_helm
+def test_lint():
+    result = helm("lint", "--strict", str(CHART))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_helm
+def test_rendered_crd_differs_by_the_keep_annotation_alone():
+    crd = render()["CustomResourceDefinition", "paralleltrainingjobs.meshwright.dev"]
+    assert crd["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert crd == custom_resource_definition()
+    free = render("crds.keep=false")["CustomResourceDefinition", "paralleltrainingjobs.meshwright.dev"]
+    assert free == custom_resource_definition()
+    assert not [kind for kind, _ in render("crds.enabled=false") if kind == "CustomResourceDefinition"]
+
+
+@needs_helm
+def test_cluster_wide_rights_are_exactly_what_the_operator_uses():
+    found = render()
+    assert rules(found["ClusterRole", "ops-mw-meshwright"]) == JOB_RULES | CLUSTER_RULES
+    lease = grants("coordination.k8s.io", "leases", "create") | {
+        ("coordination.k8s.io", "leases", verb, "mw-meshwright") for verb in ("get", "update")
+    }
+    assert rules(found["Role", "mw-meshwright-lease"]) == lease
+
+
+@needs_helm
+def test_named_namespaces_get_a_role_each():
+    found = render("watchNamespaces={red,blue}")
+    assert rules(found["ClusterRole", "ops-mw-meshwright"]) == CLUSTER_RULES
+    result = helm(
+        "template", "mw", str(CHART), "-n", "ops", "--kube-version", "1.31.0", "--set", "watchNamespaces={red,blue}"
+    )
+    roles = [item for item in yaml.safe_load_all(result.stdout) if item and item["kind"] == "Role"]
+    by_namespace = {role["metadata"]["namespace"]: rules(role) for role in roles}
+    assert by_namespace["red"] == by_namespace["blue"] == JOB_RULES
+    assert parsed(found).namespaces == ("red", "blue")
+
+
+@needs_helm
+@pytest.mark.parametrize("sets", [(), ("watchNamespaces={red}",)])
+def test_no_wildcard_and_no_secret_is_ever_read(sets):
+    for (kind, name), item in render(*sets).items():
+        if kind in ("Role", "ClusterRole"):
+            for group, resource, verb, *_ in rules(item):
+                assert "*" not in (group, resource, verb), name
+                assert resource != "secrets" or verb in ("create", "patch"), name
+
+
+def parsed(found):
+    """The operator's own reading of the arguments the chart gives it."""
+    container = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]["containers"][0]
+    return settings.parse(container["args"], {})
+
+
+@needs_helm
+def test_the_operator_understands_its_arguments():
+    read = parsed(render("operator.logLevel=debug", "operator.workers=3", "coordinator.port=7000"))
+    assert read.coordinator_url == "http://mw-meshwright.ops:7000"
+    assert (read.coordinator_listen.port, read.metrics_listen.port) == (7000, 9471)
+    assert (read.log_level, read.workers) == ("debug", 3)
+    assert (read.lease_name, read.lease_namespace) == ("mw-meshwright", "ops")
+    assert str(read.key_file) == "/etc/meshwright/coordinator.key"
+
+
+@needs_helm
+def test_the_pod_is_restricted():
+    spec = render()["Deployment", "mw-meshwright"]["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"coordinator": 9470, "metrics": 9471}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+
+
+@needs_helm
+def test_an_existing_key_is_used_and_none_is_made():
+    found = render("coordinator.key.existingSecret=ours")
+    assert not [kind for kind, _ in found if kind == "Secret"]
+    volumes = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]["volumes"]
+    assert volumes[0]["secret"]["secretName"] == "ours"
+    made = render()["Secret", "mw-meshwright-coordinator-key"]
+    assert made["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+@needs_helm
+def test_network_policy_is_optional():
+    assert not [kind for kind, _ in render() if kind == "NetworkPolicy"]
+    policy = render("networkPolicy.enabled=true")["NetworkPolicy", "mw-meshwright"]
+    worker_rule = policy["spec"]["ingress"][0]
+    assert worker_rule["ports"] == [{"port": "coordinator"}]
+    assert worker_rule["from"][0]["podSelector"]["matchExpressions"][0]["key"] == "meshwright.dev/job-name"
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("imagee.tag=x", "imagee"),
+        ("image.digest=latest", "digest"),
+        ("coordinator.port=0", "port"),
+        ("operator.logLevel=loud", "logLevel"),
+        ("watchNamespaces={Red}", "watchNamespaces"),
+    ],
+)
+def test_bad_values_are_refused_by_name(value, word):
+    result = helm("template", "mw", str(CHART), "--set", value)
+    assert result.returncode != 0
+    assert word in result.stderr

@@ -1,0 +1,113 @@
+"""One embedded cluster per test module, and the few verbs that its tests speak."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from meshwright.local.client import ApiClient
+from meshwright.local.cluster import ClusterShape, LocalCluster
+from meshwright.local.controllers.nodes import NodeTimes
+from meshwright.local.resources import EVENTS, PODS, Object
+
+Check = Callable[[Object | None], Any]
+
+
+@dataclass
+class Kit:
+    """A cluster and a namespace."""
+
+    cluster: LocalCluster
+    namespace: str = "default"
+    made: list[str] = field(default_factory=list)
+
+    @property
+    def client(self) -> ApiClient:
+        return self.cluster.client
+
+    async def pod(self, name: str, *command: str, spec: Object | None = None, meta: Object | None = None, **container):
+        """Create a pod of one container that runs `command`, or `sh -c` with a single word."""
+        words = ["sh", "-c", command[0]] if len(command) == 1 else list(command)
+        main = {"name": "main", "image": "none", "command": words, **container}
+        body = {
+            "metadata": {"name": name, **(meta or {})},
+            "spec": {"restartPolicy": "Never", "containers": [main], **(spec or {})},
+        }
+        return await self.client.create(PODS, body, self.namespace)
+
+    async def until(self, look: Callable[[], Awaitable[Any]], seconds: float = 10.0, what: str = "") -> Any:
+        """Repeat `look` until it gives something true."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = await look()
+            if found:
+                return found
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what or look}"
+            await asyncio.sleep(0.01)
+
+    async def pod_when(self, name: str, check: Check, seconds: float = 10.0) -> Object:
+        """The pod as soon as `check` holds."""
+        last: Object | None = None
+
+        async def look():
+            nonlocal last
+            last = await self.client.find(PODS, name, self.namespace)
+            return last if last is not None and check(last) else None
+
+        try:
+            return await self.until(look, seconds)
+        except AssertionError:
+            raise AssertionError(f"{name} is not as expected after {seconds} s: {last and last['status']}") from None
+
+    async def ended(self, name: str, seconds: float = 10.0) -> Object:
+        """The pod once it has succeeded or failed."""
+        return await self.pod_when(name, lambda pod: pod["status"].get("phase") in ("Succeeded", "Failed"), seconds)
+
+    async def running(self, name: str) -> Object:
+        """The pod once it runs."""
+        return await self.pod_when(name, lambda pod: pod["status"].get("phase") == "Running")
+
+    async def vanished(self, name: str, seconds: float = 10.0) -> None:
+        """Wait until there is no such pod."""
+
+        async def look():
+            return await self.client.find(PODS, name, self.namespace) is None
+
+        await self.until(look, seconds, f"pod {name} vanishes")
+
+    async def delete(self, name: str, **options: Any) -> None:
+        await self.client.delete(PODS, name, self.namespace, **options)
+
+    def log_of(self, pod: Object, container: str = "main") -> str:
+        """The text of a pod's log, read from its node's directory."""
+        uid, node = pod["metadata"]["uid"], pod["spec"]["nodeName"]
+        directory = self.cluster.directory / "nodes" / node / "pods" / uid / "logs" / container
+        files = sorted(directory.glob("*.log"), key=lambda path: int(path.stem))
+        return "".join(line.split(" ", 3)[3] + "\n" for line in files[-1].read_text().splitlines()) if files else ""
+
+    async def events_of(self, name: str) -> set[str]:
+        """Reasons of the events about an object."""
+        selector = f"involvedObject.name={name}"
+        listed = await self.client.list(EVENTS, self.namespace, field_selector=selector)
+        return {item["reason"] for item in listed.items}
+
+
+@pytest.fixture(scope="module")
+def shape() -> ClusterShape:
+    return ClusterShape()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(shape) -> AsyncIterator[LocalCluster]:
+    times = NodeTimes(renew=0.3, heartbeat=2.0, tolerate=0.5, check=0.2)
+    async with LocalCluster(shape, times=times, restart_pause=0.2) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kit(cluster) -> Kit:
+    return Kit(cluster)

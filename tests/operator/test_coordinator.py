@@ -1,0 +1,188 @@
+"""The coordinator over real HTTP: who is let in, what a long poll answers and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from meshwright.protocol import FailureKind, MeshDocument, MeshRequest, WorkerReport
+from meshwright.protocol import WorkerState as AgentState
+from meshwright_operator.cache import Cache, JobKey
+from meshwright_operator.coordinator.board import Board
+from meshwright_operator.coordinator.server import Coordinator
+from meshwright_operator.decide.mesh import document
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.serving import serving
+from meshwright_operator.settings import Address
+from meshwright_operator.tokens import Tokens
+from tests.operator.builders import observed, report
+
+KEY = JobKey("default", "train")
+WORKERS = {0: 0, 1: 0, 2: 1, 3: 0}
+
+
+class Stage:
+    """A coordinator that serves one job."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        cache = Cache()
+        cache.put_job({"metadata": {"name": "train", "namespace": "default", "uid": "u1", "resourceVersion": "1"}})
+        self.tokens = Tokens(b"k" * 32)
+        self.told: list[tuple[JobKey, bool]] = []
+        self.coordinator = Coordinator(cache, self.tokens, OperatorMetrics(), lambda *what: self.told.append(what))
+        self.coordinator.synced = True
+        self.token = self.tokens.token("default", "train", "u1")
+        self.port = 0
+        self._session = session
+
+    @property
+    def board(self) -> Board:
+        return self.coordinator.board("u1")
+
+    async def post(
+        self, endpoint: str, body: Any, token: str | None = None, job: str = "default/train/u1"
+    ) -> tuple[int, Any]:
+        url = f"http://127.0.0.1:{self.port}/v1/jobs/{job}/{endpoint}"
+        headers = {"Authorization": f"Bearer {self.token if token is None else token}"}
+        async with self._session.post(url, json=body, headers=headers) as response:
+            text = await response.text()
+            return response.status, (await response.json() if response.content_type == "application/json" else text)
+
+    async def poll(
+        self, worker: int = 0, wait: float = 2.0, generation: int = 0, incarnation: int = 0
+    ) -> tuple[int, Any]:
+        request = MeshRequest(
+            worker=worker,
+            incarnation=incarnation,
+            generation=generation,
+            address="10.0.0.1",
+            store_port=2000 + generation,
+            wait_seconds=wait,
+        )
+        return await self.post("mesh", request.wire())
+
+
+@pytest_asyncio.fixture
+async def stage(session: aiohttp.ClientSession) -> AsyncIterator[Stage]:
+    stage = Stage(session)
+    async with serving(stage.coordinator.application(), Address("127.0.0.1", 0)) as port:
+        stage.port = port
+        yield stage
+
+
+def mesh_document(generation: int = 1) -> MeshDocument:
+    seen = observed()
+    found = document(seen, seen.mesh.model_copy(update={"generation": generation}))
+    assert found is not None
+    return found
+
+
+async def test_only_the_jobs_own_token_is_let_in(stage: Stage) -> None:
+    others = stage.tokens.token("default", "train", "u2")
+    for token in ("", "nonsense", others):
+        status, _ = await stage.post("report", {}, token=token)
+        assert status == 401
+    status, _ = await stage.post("report", {}, token=others, job="default/train/u2")
+    assert status == 404, "the token is right, but the job is gone"
+    assert stage.told == []
+
+
+async def test_before_the_first_listing_everyone_waits(stage: Stage) -> None:
+    stage.coordinator.synced = False
+    status, _ = await stage.poll()
+    assert status == 503
+
+
+async def test_a_body_that_breaks_the_protocol_is_refused_with_the_field(stage: Stage) -> None:
+    status, text = await stage.post("mesh", {"worker": -1, "incarnation": 0, "address": "a", "storePort": 1})
+    assert status == 400
+    assert "worker" in text
+    status, _ = await stage.post("report", {"junk": "x" * 400_000})
+    assert status == 413
+
+
+async def test_a_poll_is_answered_when_the_generation_is_announced(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    waiting = asyncio.create_task(stage.poll(wait=10))
+    await asyncio.sleep(0.1)
+    assert set(stage.board.agents().hellos) == {0}
+    await stage.board.publish(mesh_document(), WORKERS, generation=1)
+    status, body = await asyncio.wait_for(waiting, 1)
+    assert status == 200
+    assert MeshDocument.model_validate(body) == mesh_document()
+    assert stage.board.agents().hellos == {}, "its store port is in use now"
+
+
+async def test_a_poll_for_a_generation_that_runs_already_waits(stage: Stage) -> None:
+    await stage.board.publish(mesh_document(3), WORKERS, generation=3)
+    assert (await stage.poll(generation=3, wait=0.1))[0] == 204
+    assert (await stage.poll(generation=2))[0] == 200
+    assert (await stage.poll(generation=0))[0] == 200
+
+
+async def test_agents_of_an_older_incarnation_are_told_to_go(stage: Stage) -> None:
+    assert (await stage.poll(worker=2, incarnation=0, wait=0.1))[0] == 204, "nothing is published yet: wait"
+    waiting = asyncio.create_task(stage.poll(worker=2, incarnation=0, wait=10))
+    await asyncio.sleep(0.1)
+    await stage.board.publish(None, WORKERS)
+    assert (await asyncio.wait_for(waiting, 1))[0] == 410
+    assert (await stage.poll(worker=2, incarnation=1, wait=0.1))[0] == 204
+    assert (await stage.poll(worker=9, incarnation=0))[0] == 410
+    status, _ = await stage.post("report", report(2, AgentState.RUNNING, incarnation=0).wire())
+    assert status == 410
+    await stage.board.publish(None, WORKERS, closed=True)
+    assert (await stage.poll(worker=0))[0] == 410
+
+
+async def test_an_agent_that_hangs_up_is_away(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright_operator.coordinator.board.AWAY_SECONDS", 0.0)
+    await stage.board.publish(None, WORKERS)
+    waiting = asyncio.create_task(stage.poll(wait=20))
+    await asyncio.sleep(0.1)
+    assert set(stage.board.agents().hellos) == {0}
+    waiting.cancel()
+    await asyncio.sleep(0.1)
+    assert stage.board.agents().hellos == {}
+
+
+async def test_reports_are_urgent_when_they_tell_something_new(stage: Stage) -> None:
+    await stage.board.publish(mesh_document(), WORKERS, generation=1)
+
+    async def send(body: WorkerReport) -> bool:
+        stage.told.clear()
+        status, reply = await stage.post("report", body.wire())
+        assert (status, reply) == (200, {"generation": 1})
+        (_, urgent), *_ = stage.told
+        return urgent
+
+    assert await send(report(0, AgentState.STARTING))
+    assert await send(report(0, AgentState.RUNNING))
+    assert not await send(report(0, AgentState.RUNNING))
+    failure = report(0, AgentState.FAILED, failure=FailureKind.ERROR, message="boom")
+    assert await send(failure)
+    first = stage.board.agents().reports[0].failing_for
+    await asyncio.sleep(0.05)
+    assert not await send(failure)
+    assert stage.board.agents().reports[0].failing_for > first + 0.04, "the clock of a failure runs on"
+    assert not await send(report(0, AgentState.RUNNING, generation=0)), "an old generation's report changes nothing"
+    assert stage.board.agents().reports[0].report.state is AgentState.FAILED
+
+
+async def test_a_generation_beyond_reason_is_not_believed(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    await stage.poll(generation=1 << 40, wait=0.01)
+    await stage.poll(generation=7, wait=0.01)
+    assert stage.board.agents().newest_generation == 7
+
+
+async def test_a_job_that_is_gone_lets_its_agents_go(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    waiting = asyncio.create_task(stage.poll(wait=10))
+    await asyncio.sleep(0.1)
+    await stage.coordinator.forget("u1")
+    assert (await asyncio.wait_for(waiting, 1))[0] == 410

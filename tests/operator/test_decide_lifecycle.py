@@ -1,0 +1,159 @@
+"""Suspension, deadline, completion, time to live, edits, progress and the conditions they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.api.status import CheckpointStatus, ParallelTrainingJobStatus
+from meshwright.protocol import CheckpointCommit, Progress
+from meshwright.protocol import WorkerState as AgentState
+from meshwright_operator.coordinator.board import Agents
+from meshwright_operator.decide.decision import decide, rejected, unplannable
+from meshwright_operator.decide.draft import Draft
+from meshwright_operator.decide.revision import revision_of
+from tests.operator.builders import NOW, agents, ago, observed, pod, report, running_status, spec
+
+SUCCEEDED = [pod(worker, phase="Succeeded") for worker in range(4)]
+
+
+def conditions(draft: Draft | ParallelTrainingJobStatus) -> dict[str, tuple[str, str]]:
+    status = draft.status if isinstance(draft, Draft) else draft
+    return {c.type: (c.status, c.reason) for c in status.conditions}
+
+
+def test_a_generation_that_trains_is_ready() -> None:
+    draft = decide(observed())
+    assert conditions(draft)["Ready"] == ("True", "Running")
+    assert conditions(draft)["Reconciling"][0] == conditions(draft)["Stalled"][0] == "False"
+    assert draft.status.ready_ranks == "8/8"
+    assert not draft.notes
+    assert decide(observed(status=draft.status)).status == draft.status, "seen twice, it changes nothing"
+
+
+def test_a_generation_that_starts_is_reconciling() -> None:
+    reports = [report(0, AgentState.RUNNING), *(report(w, AgentState.STARTING) for w in range(1, 4))]
+    draft = decide(observed(heard=agents(reports)))
+    assert conditions(draft)["Ready"] == ("False", "Starting")
+    assert draft.status.ready_ranks == "2/8"
+
+
+def test_pods_that_all_ended_well_complete_the_job() -> None:
+    draft = decide(observed(SUCCEEDED))
+    assert conditions(draft)["Complete"] == ("True", "Completed")
+    assert conditions(draft)["Ready"] == ("True", "Completed")
+    assert draft.status.completion_time == ago(0)
+    assert draft.status.active_seconds == 90
+    done = decide(observed(SUCCEEDED, draft.status))
+    assert done.status == draft.status
+
+
+def test_suspension_deletes_pods_and_is_true_when_they_are_gone() -> None:
+    first = decide(observed(suspend=True))
+    assert len(first.delete) == 4
+    assert conditions(first)["Ready"] == ("False", "Suspending")
+    assert first.mesh.pending_cause == "Resume"
+    second = decide(observed([], first.status, heard=Agents(), suspend=True))
+    assert conditions(second)["Suspended"] == ("True", "SuspendedByUser")
+    assert conditions(second)["Ready"] == ("True", "Suspended")
+    assert second.status.ready_ranks == "0/8"
+    assert second.status.active_seconds == 90
+    third = decide(observed([], second.status, heard=Agents()))
+    assert conditions(third)["Suspended"][0] == "False"
+    assert third.place is not None
+
+
+@pytest.mark.parametrize(("deadline", "fails"), [(80, True), (91, False)])
+def test_deadline(deadline: int, fails: bool) -> None:
+    draft = decide(observed(activeDeadlineSeconds=deadline))
+    assert (conditions(draft)["Failed"] == ("True", "DeadlineExceeded")) == fails
+    assert (len(draft.delete) == 4) == fails
+    if not fails:
+        assert draft.requeue == 1
+
+
+def test_suspended_time_does_not_count_toward_the_deadline() -> None:
+    status = running_status(active_seconds=10, active_since=None)
+    draft = decide(observed([], status, heard=Agents(), suspend=True, activeDeadlineSeconds=20))
+    assert conditions(draft)["Failed"][0] == "False"
+
+
+@pytest.mark.parametrize(("ttl", "deleted"), [(None, False), (50, True), (70, False)])
+def test_time_to_live(ttl: int | None, deleted: bool) -> None:
+    done = decide(observed(SUCCEEDED)).status
+    done.completion_time = ago(60)
+    draft = decide(observed(SUCCEEDED, done, **({} if ttl is None else {"ttlSecondsAfterFinished": ttl})))
+    assert draft.delete_job is deleted
+    assert draft.requeue == (None if ttl is None else ttl - 60)
+
+
+def test_an_edit_that_changes_the_run_restarts_the_workers() -> None:
+    training = {"steps": 99, "globalBatchSize": 8, "sequenceLength": 64}
+    draft = decide(observed(training=training))
+    assert draft.mesh.pending_cause == "SpecChanged"
+    assert len(draft.delete) == 4
+    assert draft.status.restarts_toward_limit == 0
+    assert draft.status.plan is not None
+    assert draft.status.plan.revision == revision_of(spec(training=training))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"recovery": {"maxRestarts": 3}}, {"activeDeadlineSeconds": 9999}, {"ttlSecondsAfterFinished": 5}],
+)
+def test_an_edit_that_takes_effect_at_once_restarts_nobody(edit: dict[str, Any]) -> None:
+    draft = decide(observed(**edit))
+    assert not draft.delete
+    assert conditions(draft)["Ready"] == ("True", "Running")
+
+
+def test_the_revision_ignores_defaults_written_out() -> None:
+    assert revision_of(spec(suspend=False)) == revision_of(spec())
+    explicit = {"image": "meshwright/worker", "gpusPerWorker": 2, "terminationGracePeriodSeconds": 60}
+    assert revision_of(spec(workers=explicit)) == revision_of(spec())
+    assert revision_of(spec(replicas=1)) != revision_of(spec())
+
+
+def test_progress_is_taken_from_rank_zero() -> None:
+    commit = CheckpointCommit(step=5, time="2026-01-02T03:04:00.5+00:00", path="/ckpt/5")
+    reports = [report(0, AgentState.RUNNING, checkpoint=commit), *(report(w, AgentState.RUNNING) for w in (1, 2, 3))]
+    status = decide(observed(heard=agents(reports))).status
+    assert (status.step, status.total_steps, status.loss) == (7, 50, "2.25")
+    assert (status.tokens_per_second, status.eta_seconds) == (1000, 21)
+    assert status.checkpoint == CheckpointStatus(step=5, time="2026-01-02T03:04:00Z", path="/ckpt/5")
+
+
+@pytest.mark.parametrize(
+    ("progress", "commit"),
+    [
+        (Progress(step=-4, loss=float("nan"), step_seconds=float("inf"), tokens_per_second=1e300), None),
+        (Progress(step=3, loss=float("nan"), step_seconds=float("nan"), tokens_per_second=float("inf")), None),
+        (Progress(step=1 << 60, loss=1.0), CheckpointCommit(step=-1, time="never", path="x" * 5000)),
+    ],
+)
+def test_numbers_out_of_bounds_do_not_reach_status(progress: Progress, commit: CheckpointCommit | None) -> None:
+    reports = [report(0, AgentState.RUNNING, progress=progress, checkpoint=commit)]
+    status = decide(observed(heard=agents(reports))).status
+    ParallelTrainingJobStatus.model_validate(status.wire())
+
+
+def test_progress_of_an_old_generation_is_not_taken() -> None:
+    draft = decide(observed(heard=agents([report(0, AgentState.RUNNING, generation=0)])))
+    assert draft.status.step is None
+
+
+def test_a_rejected_spec_is_stalled_and_never_reconciling_too() -> None:
+    status = rejected(running_status(), 3, NOW, "InvalidSpec", "spec.replicas: must be at least 1")
+    assert conditions(status)["Stalled"] == ("True", "InvalidSpec")
+    assert conditions(status)["Reconciling"][0] == "False"
+    assert status.observed_generation == 3
+    assert status.mesh is not None
+    assert status.mesh.generation == 1, "what runs is not forgotten"
+
+
+def test_a_job_without_a_layout_waits() -> None:
+    status = unplannable(ParallelTrainingJobStatus(), 1, NOW, "no node has 16 GPUs")
+    assert conditions(status)["Placed"] == ("False", "NoLayout")
+    assert conditions(status)["Reconciling"][0] == "True"
+    assert conditions(status)["Stalled"][0] == "False"

@@ -1,0 +1,127 @@
+"""The objects the operator makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api import labels
+from meshwright.api.status import WorkerPlacement
+from meshwright_operator.manifests.children import service, token_secret
+from meshwright_operator.manifests.pods import PodContext, worker_pod
+from meshwright_operator.pods import read_pod
+from tests.operator.builders import spec
+
+UID = "0f1e2d3c-0000-4000-8000-000000000000"
+
+
+def make(**fields: Any) -> dict[str, Any]:
+    context = PodContext("train", "team", UID, spec(**fields), "0123456789", "http://coordinator:9470")
+    return worker_pod(context, WorkerPlacement(worker=1, incarnation=3, pod="train-w1-3", node="node-7", ranks="2-3"))
+
+
+def environment(pod: dict[str, Any]) -> dict[str, Any]:
+    return {e["name"]: e.get("value", e.get("valueFrom")) for e in pod["spec"]["containers"][0]["env"]}
+
+
+def test_a_pod_is_named_owned_gated_and_pinned() -> None:
+    pod = make()
+    metadata, body = pod["metadata"], pod["spec"]
+    assert (metadata["name"], metadata["namespace"]) == ("train-w1-3", "team")
+    assert metadata["labels"][labels.LABEL_REVISION] == "0123456789"
+    assert metadata["labels"][labels.LABEL_WORKER] == "1"
+    assert metadata["ownerReferences"] == [
+        {
+            "apiVersion": "meshwright.dev/v1alpha1", "kind": "ParallelTrainingJob", "name": "train", "uid": UID,
+            "controller": True, "blockOwnerDeletion": True,
+        }
+    ]  # fmt: skip
+    assert body["schedulingGates"] == [{"name": "meshwright.dev/gang"}]
+    terms = body["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert terms == [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-7"]}]}]
+    assert "nodeName" not in body
+    assert (body["hostname"], body["subdomain"], body["restartPolicy"]) == ("train-w1-3", "train", "Never")
+    read = read_pod({**pod, "metadata": {**metadata, "uid": "p"}})
+    assert read is not None
+    assert (read.node, read.worker, read.incarnation, read.gated, read.bound) == ("node-7", 1, 3, True, False)
+
+
+def test_a_pod_is_restricted() -> None:
+    pod = make()
+    body, container = pod["spec"], pod["spec"]["containers"][0]
+    assert body["automountServiceAccountToken"] is body["enableServiceLinks"] is False
+    assert body["securityContext"]["runAsNonRoot"] is True
+    assert body["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_a_pod_asks_for_gpus_and_what_the_spec_says() -> None:
+    workers = {"image": "i", "gpusPerWorker": 2, "resources": {"cpu": "3", "memory": "4Gi"}}
+    container = make(workers=workers)["spec"]["containers"][0]
+    assert container["resources"] == {
+        "requests": {"nvidia.com/gpu": "2", "cpu": "3", "memory": "4Gi"},
+        "limits": {"nvidia.com/gpu": "2", "memory": "4Gi"},
+    }
+    assert container["command"] == ["python", "-m", "meshwright_worker"]
+
+
+def test_the_environment_is_the_contract() -> None:
+    found = environment(make(checkpoint={"claimName": "ckpt"}))
+    assert found == {
+        labels.ENV_JOB_NAME: "train",
+        labels.ENV_JOB_NAMESPACE: "team",
+        labels.ENV_JOB_UID: UID,
+        labels.ENV_WORKER_INDEX: "1",
+        labels.ENV_INCARNATION: "3",
+        labels.ENV_COORDINATOR_URL: "http://coordinator:9470",
+        labels.ENV_METRICS_PORT: "9464",
+        labels.ENV_GRACE_SECONDS: "60",
+        labels.ENV_CHECKPOINT_DIR: "/meshwright/checkpoints/train-0f1e2d3c",
+        labels.ENV_POD_IP: {"fieldRef": {"fieldPath": "status.podIP"}},
+        labels.ENV_TOKEN: {"secretKeyRef": {"name": "train-coordinator", "key": "token"}},
+    }
+    assert labels.ENV_CHECKPOINT_DIR not in environment(make())
+
+
+def test_volumes_follow_the_spec() -> None:
+    pod = make(
+        data={"source": "Files", "claimName": "texts"},
+        checkpoint={"claimName": "ckpt"},
+        runtime={"scripts": "my-scripts"},
+    )
+    mounts = {m["mountPath"]: m for m in pod["spec"]["containers"][0]["volumeMounts"]}
+    volumes = {v["name"]: v for v in pod["spec"]["volumes"]}
+    assert set(mounts) == {"/dev/shm", "/meshwright/checkpoints", "/meshwright/data", "/meshwright/scripts"}
+    assert mounts["/meshwright/data"]["readOnly"] is mounts["/meshwright/scripts"]["readOnly"] is True
+    assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "ckpt"}
+    assert volumes["scripts"]["configMap"] == {"name": "my-scripts"}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory"}
+    assert environment(pod)[labels.ENV_DATA_DIR] == "/meshwright/data"
+
+
+def test_pod_options_of_the_spec_reach_the_pod() -> None:
+    workers = {
+        "image": "i",
+        "gpusPerWorker": 2,
+        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+        "nodeSelector": {"pool": "a"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "serviceAccountName": "trainer",
+        "terminationGracePeriodSeconds": 90,
+    }
+    pod = make(workers=workers)
+    body = pod["spec"]
+    assert environment(pod)["NCCL_DEBUG"] == "INFO"
+    assert body["nodeSelector"] == {"pool": "a"}
+    assert body["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert body["serviceAccountName"] == "trainer"
+    assert body["terminationGracePeriodSeconds"] == 90
+    assert environment(pod)[labels.ENV_GRACE_SECONDS] == "90"
+
+
+def test_small_children_belong_to_the_job() -> None:
+    headless, secret = service("train", "team", UID), token_secret("train", "team", UID, "t0ken")
+    assert headless["spec"]["clusterIP"] == "None"
+    assert headless["spec"]["selector"] == {labels.LABEL_JOB: "train", labels.LABEL_JOB_UID: UID}
+    assert (secret["metadata"]["name"], secret["stringData"]) == ("train-coordinator", {"token": "t0ken"})
+    for child in (headless, secret):
+        assert child["metadata"]["ownerReferences"][0]["uid"] == UID

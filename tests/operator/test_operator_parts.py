@@ -1,0 +1,345 @@
+"""The small parts: tokens, settings, status patches, reading pods, the cache, API retries, events, the chronicle."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes.aio.client import Configuration
+
+from meshwright.api.job import parse_status
+from meshwright.protocol import Phase
+from meshwright.protocol import WorkerState as AgentState
+from meshwright_operator import settings
+from meshwright_operator.cache import Cache, JobKey
+from meshwright_operator.chronicle import Chronicle
+from meshwright_operator.cluster import ApiError, Cluster, core_path, jobs_path, lease_path, pods_path, resource_of
+from meshwright_operator.decide.decision import decide
+from meshwright_operator.events import EventRecorder, Note
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.pods import read_pod
+from meshwright_operator.serving import serving
+from meshwright_operator.settings import Address
+from meshwright_operator.status import difference, urgent
+from meshwright_operator.tokens import KeyFileError, Tokens, load_key
+from tests.operator.builders import agents, observed, pod, report, running_status
+
+
+def test_tokens_depend_on_key_and_job() -> None:
+    tokens = Tokens(b"a" * 32)
+    token = tokens.token("ns", "job", "uid")
+    assert tokens.valid(token, "ns", "job", "uid")
+    assert Tokens(b"a" * 32).token("ns", "job", "uid") == token
+    for other in (("ns2", "job", "uid"), ("ns", "job2", "uid"), ("ns", "job", "uid2"), ("nsjob", "", "uid")):
+        assert not tokens.valid(token, *other)
+    assert not Tokens(b"b" * 32).valid(token, "ns", "job", "uid")
+    assert not tokens.valid("café", "ns", "job", "uid")
+
+
+def test_a_key_file_is_made_once_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    key = load_key(path)
+    assert len(key) >= 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert load_key(path) == key
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(KeyFileError, match="must hold at least 32"):
+        load_key(tmp_path / "short")
+    with pytest.raises(KeyFileError, match="--key-file"):
+        load_key(tmp_path / "no" / "such" / "folder")
+
+
+def test_flags_win_over_the_environment() -> None:
+    environment = {
+        "MESHWRIGHT_OPERATOR_LEASE_NAME": "from-env",
+        "MESHWRIGHT_OPERATOR_NAMESPACE": "a,b",
+        "MESHWRIGHT_OPERATOR_COORDINATOR_URL": "http://coordinator:9470",
+    }
+    found = settings.parse(["--lease-name", "from-flag", "--metrics-listen", "127.0.0.1:1"], environment)
+    assert (found.lease_name, found.namespaces) == ("from-flag", ("a", "b"))
+    assert found.metrics_listen == Address("127.0.0.1", 1)
+    assert found.identity
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--coordinator-url is needed"),
+        (["--coordinator-listen", "here"], "HOST:PORT"),
+        (["--coordinator-listen", "127.0.0.1:99999"], "HOST:PORT"),
+        (["--coordinator-url", "http://a", "--workers", "0"], "--workers must be"),
+        (["--coordinator-url", "http://a", "--lease-seconds", "0.5"], "--lease-seconds must be"),
+    ],
+)
+def test_bad_settings_name_the_flag(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.parse(arguments, {})
+    assert words in capsys.readouterr().err
+
+
+def apply_merge(target: Any, patch: Any) -> Any:
+    """RFC 7386, as the API server does it."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = apply_merge(result.get(key), value)
+    return result
+
+
+leaves = st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
+trees = st.dictionaries(
+    st.sampled_from("abc"), st.recursive(leaves, lambda t: st.dictionaries(st.sampled_from("abc"), t, max_size=3))
+)
+
+
+@given(trees, trees)
+def test_the_patch_of_a_difference_gives_the_new_status(old: dict[str, Any], new: dict[str, Any]) -> None:
+    patch = difference(old, new)
+    assert apply_merge(old, patch) == new
+    assert bool(patch) == (old != new)
+
+
+def test_progress_and_wording_are_not_urgent() -> None:
+    old = decide(observed()).status
+    new = old.model_copy(deep=True)
+    new.step, new.loss, new.tokens_per_second = 99, "1.0", 5
+    new.conditions[0].message = "other words"
+    assert not urgent(old.wire(), new.wire())
+    new.conditions[0].reason = "Restarting"
+    assert urgent(old.wire(), new.wire())
+    renewed = old.model_copy(update={"restart_count": 1})
+    assert urgent(old.wire(), renewed.wire())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.fixed_dictionaries({"metadata": json_values, "spec": json_values, "status": json_values}))
+def test_a_pod_of_any_shape_is_read_or_left_out(obj: dict[str, Any]) -> None:
+    read_pod(obj)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={k: json_values for k in ("mesh", "placement", "conditions", "plan", "step")})
+)
+def test_a_status_of_any_shape_is_read(status: dict[str, Any]) -> None:
+    parse_status({"status": status})
+
+
+def test_a_damaged_field_of_status_takes_nothing_else_with_it() -> None:
+    good = running_status().wire()
+    damaged = {
+        **good,
+        "step": "many",
+        "conditions": [{"type": "Ready"}, 7],
+        "mesh": {**good["mesh"], "startedTime": 5, "surprise": True},  # type: ignore[dict-item]
+        "restarts": [{"cause": "", "count": 1}, {"cause": "PodLost", "count": 2}],
+    }
+    status = parse_status({"status": damaged})
+    assert status.mesh is not None
+    assert status.mesh.generation == 1
+    assert status.placement == running_status().placement
+    assert [(r.cause, r.count) for r in status.restarts] == [("PodLost", 2)]
+    assert status.step is None
+    assert status.conditions == []
+
+
+def pod_object(**changes: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": "train-w2-5",
+            "namespace": "default",
+            "uid": "u",
+            "resourceVersion": "12",
+            "labels": {"meshwright.dev/job-name": "train", "meshwright.dev/worker-index": "99"},
+            "ownerReferences": [{"uid": "other"}, {"uid": "mine", "controller": True}],
+        },
+        "spec": {"schedulingGates": [{"name": "meshwright.dev/gang"}, {"name": "kueue"}]},
+        "status": {"phase": "Pending"},
+        **changes,
+    }
+
+
+def test_a_pod_is_identified_by_name_and_owner_not_by_labels() -> None:
+    found = read_pod(pod_object())
+    assert found is not None
+    assert (found.worker, found.incarnation, found.owner, found.gated) == (2, 5, "mine", True)
+    assert found.gates == ("meshwright.dev/gang", "kueue")
+    assert read_pod(pod_object(metadata={**pod_object()["metadata"], "name": "other-w2-5"})) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "disrupted"),
+    [
+        ({"phase": "Failed", "reason": "Evicted"}, True),
+        ({"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}, True),
+        ({"phase": "Failed"}, False),
+        (
+            {
+                "phase": "Failed",
+                "containerStatuses": [{"name": "worker", "state": {"terminated": {"exitCode": 143}}}],
+            },
+            True,
+        ),
+        (
+            {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": {"terminated": {"exitCode": 1}}}]},
+            False,
+        ),
+    ],
+)
+def test_whose_fault_a_failed_pod_is(status: dict[str, Any], disrupted: bool) -> None:
+    found = read_pod(pod_object(status=status))
+    assert found is not None
+    assert found.disrupted is disrupted
+
+
+def test_the_cache_never_goes_back() -> None:
+    cache = Cache()
+    key = JobKey("default", "train")
+    cache.put_pod(pod(0, version=5))
+    cache.put_pod(pod(0, version=4, phase="Pending"))
+    assert [p.version for p in cache.pods(key, "job-uid")] == [5]
+    assert cache.pods(key, "somebody-else") == []
+    cache.remove_pod(pod(0, version=6))
+    cache.put_pod(pod(0, version=5))
+    assert cache.pods(key, "job-uid") == []
+    cache.put_pod(pod(0, uid="again", version=7))
+    assert len(cache.pods(key, "job-uid")) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "resource"),
+    [
+        (jobs_path("default", "a"), "paralleltrainingjobs"),
+        (jobs_path("default", "a") + "/status", "paralleltrainingjobs/status"),
+        (jobs_path(None), "paralleltrainingjobs"),
+        (pods_path("default", "a"), "pods"),
+        (core_path(None, "nodes", "n0"), "nodes"),
+        (lease_path("default", "l"), "leases"),
+    ],
+)
+def test_requests_are_counted_by_resource(path: str, resource: str) -> None:
+    assert resource_of(path) == resource
+
+
+class Server:
+    """Answers what it was told to, one after the other, and remembers what it was asked."""
+
+    def __init__(self, *answers: tuple[int, Any]) -> None:
+        self.answers = list(answers)
+        self.requests: list[tuple[str, str, Any]] = []
+
+    def application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        return application
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.requests.append((request.method, request.path_qs, body))
+        code, answer = self.answers.pop(0)
+        return web.json_response(answer, status=code)
+
+
+async def with_cluster(server: Server, use: Any) -> Any:
+    async with serving(server.application(), Address("127.0.0.1", 0)) as port:
+        configuration = Configuration()
+        configuration.host = f"http://127.0.0.1:{port}"
+        cluster = Cluster(configuration, OperatorMetrics(), timeout=5)
+        try:
+            return await use(cluster)
+        finally:
+            await cluster.close()
+
+
+async def test_the_client_is_patient_when_asked_to_be() -> None:
+    server = Server((429, {"message": "slow down"}), (200, {"ok": True}))
+    assert await with_cluster(server, lambda cluster: cluster.get("/api/v1/x")) == {"ok": True}
+    assert len(server.requests) == 2
+
+
+async def test_the_client_pages_and_preconditions() -> None:
+    server = Server((200, {"items": [1], "metadata": {"continue": "next"}}), (200, {"items": [2], "metadata": {}}))
+
+    async def collect(cluster: Cluster) -> list[Any]:
+        return [item async for page in cluster.pages("/api/v1/pods") for item in page]
+
+    assert await with_cluster(server, collect) == [1, 2]
+    assert "continue=next" in server.requests[1][1]
+    gone = Server((404, {"reason": "NotFound"}))
+    await with_cluster(gone, lambda cluster: cluster.delete("/api/v1/x", "the-uid"))
+    assert gone.requests[0][2]["preconditions"] == {"uid": "the-uid"}
+
+
+async def test_refusals_carry_the_servers_words() -> None:
+    server = Server((403, {"reason": "Forbidden", "message": "exceeded quota"}))
+    with pytest.raises(ApiError, match="403 Forbidden: exceeded quota"):
+        await with_cluster(server, lambda cluster: cluster.create("/api/v1/x", {}))
+
+
+async def test_repeated_events_are_counted_up() -> None:
+    server = Server((201, {}), (200, {}), (201, {}))
+    job = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
+
+    async def post(cluster: Cluster) -> None:
+        recorder = EventRecorder(cluster, "test")
+        for message in ("same", "same", "other"):
+            recorder.post(job, Note("PodLost", message))
+        await recorder.flush(5)
+
+    await with_cluster(server, post)
+    assert [method for method, _, _ in server.requests] == ["POST", "PATCH", "POST"]
+    assert server.requests[0][2]["involvedObject"]["uid"] == "u"
+    assert server.requests[1][2]["count"] == 2
+
+
+def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
+    chronicle = Chronicle()
+    assert chronicle.follow(decide(observed()), 100.0) == []
+    broken = decide(observed([pod(0), pod(1), pod(2, deleting=True), pod(3)]))
+    assert chronicle.follow(broken, 200.0) == []
+    replaced = replace_draft(decide(observed([pod(0), pod(1), pod(3)], broken.status)), create=[2])
+    assert chronicle.follow(replaced, 201.5) == []
+    formed = decide(observed(status=broken.status))
+    assert formed.mesh.generation == 2
+    assert chronicle.follow(formed, 203.5) == []
+    phases = [Phase(name="rendezvous", seconds=0.4), Phase(name="first-step", seconds=0.9)]
+    reports = [report(0, AgentState.RUNNING, 2, phases=phases)]
+    trains = decide(observed(status=formed.status, heard=agents(reports)))
+    (note,) = chronicle.follow(trains, 205.0)
+    assert note.reason == "Recovered"
+    assert note.message == (
+        "recovered in 4.8 s: detect 0.0, drain 1.5, replace pod 2.0, rendezvous 0.4, first step 0.9 "
+        "(generation 2, PodLost)"
+    )
+    assert chronicle.follow(trains, 206.0) == []
+
+
+def replace_draft(draft: Any, **changes: Any) -> Any:
+    return replace(draft, **changes)
+
+
+def test_times_are_written_as_kubernetes_does() -> None:
+    from meshwright_operator.clock import format_micro_time, format_time, parse_time, seconds_since
+
+    moment = datetime(2026, 1, 2, 3, 4, 5, 678900, tzinfo=UTC)
+    assert format_time(moment) == "2026-01-02T03:04:05Z"
+    assert format_micro_time(moment) == "2026-01-02T03:04:05.678900Z"
+    assert parse_time("2026-01-02T03:04:05Z") == moment.replace(microsecond=0)
+    assert parse_time("yesterday") is parse_time(None) is None
+    assert seconds_since("2026-01-02T03:04:00Z", moment) == pytest.approx(5.6789)

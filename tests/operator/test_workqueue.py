@@ -1,0 +1,95 @@
+"""The queue: no change lost, no key twice at once, one bad key harms itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from meshwright_operator.workqueue import WorkQueue
+
+
+async def drain(queue: WorkQueue[str], handler, seconds: float = 0.2, workers: int = 4) -> None:  # type: ignore[no-untyped-def]
+    task = asyncio.create_task(queue.run_many(workers, handler))
+    await asyncio.sleep(seconds)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    queue.close()
+
+
+async def test_a_key_added_often_runs_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    runs: Counter[str] = Counter()
+
+    async def handler(key: str) -> None:
+        runs[key] += 1
+
+    for _ in range(100):
+        queue.add("a")
+    queue.add("b")
+    assert len(queue) == 2
+    await drain(queue, handler)
+    assert runs == {"a": 1, "b": 1}
+
+
+async def test_a_key_added_while_it_runs_runs_again_and_never_twice_at_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    running = most = runs = 0
+
+    async def handler(key: str) -> None:
+        nonlocal running, most, runs
+        running, runs = running + 1, runs + 1
+        most = max(most, running)
+        if runs == 1:
+            for _ in range(5):
+                queue.add(key)
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    queue.add("a")
+    await drain(queue, handler)
+    assert (runs, most) == (2, 1)
+
+
+async def test_the_earliest_delay_wins() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    moments: list[float] = []
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+
+    async def handler(key: str) -> None:
+        moments.append(loop.time() - started)
+
+    queue.add_after("a", 5)
+    queue.add_after("a", 0.05)
+    queue.add_after("a", 3)
+    await drain(queue, handler)
+    assert len(moments) == 1
+    assert 0.04 < moments[0] < 0.19
+
+
+async def test_a_key_that_raises_is_tried_again_and_others_run() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    runs: Counter[str] = Counter()
+
+    async def handler(key: str) -> None:
+        runs[key] += 1
+        if key == "bad" and runs[key] < 3:
+            raise ValueError(key)
+
+    queue.add("bad")
+    queue.add("good")
+    await drain(queue, handler, 0.6)
+    assert runs == {"bad": 3, "good": 1}
+
+
+async def test_forget_drops_what_was_delayed() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    runs: list[str] = []
+
+    async def handler(key: str) -> None:
+        runs.append(key)
+
+    queue.add_after("a", 0.05)
+    queue.forget("a")
+    await drain(queue, handler)
+    assert runs == []

@@ -1,0 +1,253 @@
+"""Plans: what the spec fixes is checked, what it leaves out is chosen, and each choice says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.api.status import PlanStatus
+from meshwright.layout import Layout
+from meshwright.planner.degrees import divisors
+from meshwright.planner.errors import PlanError
+from meshwright.planner.inventory import Inventory
+from meshwright.planner.plan import make_plan
+from meshwright_worker.validate import validate
+from tests.planner.builders import inventory, node, racks, spec_of
+
+DEMO = inventory(*racks(2, 2, 2, memory_mib=2048))
+H100 = inventory(*racks(4, 4, 8))
+LARGE: dict[str, Any] = {
+    "replicas": 2,
+    "training": {"steps": 1, "globalBatchSize": 128, "sequenceLength": 4096, "precision": "bf16"},
+    "workers": {"image": "worker", "gpusPerWorker": 8},
+}
+
+
+def test_what_the_spec_says_is_what_runs() -> None:
+    plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "microBatches": 4}), DEMO)
+    assert plan.layout == Layout(2, 2, 2)
+    assert plan.micro_batches == 4
+    assert plan.summary == "TP 2 x PP 2 x DP 2"
+    assert plan.workers == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert "TP 2: set by `parallelism.tensor`" in plan.reasons
+
+
+def test_a_small_model_is_not_split_at_all() -> None:
+    plan = make_plan(spec_of(workers={"image": "w", "gpusPerWorker": 1}), DEMO)
+    assert plan.layout == Layout(1, 1, 2)
+    assert plan.micro_batches == 1
+    assert any("fits without a pipeline" in reason for reason in plan.reasons)
+
+
+def test_the_smallest_tensor_degree_that_fits_memory_is_chosen_and_explained() -> None:
+    plan = make_plan(spec_of(model={"preset": "llama-3-8b"}, **LARGE), H100)
+    assert plan.layout == Layout(4, 1, 2)
+    assert plan.memory is not None
+    assert plan.memory.total < 0.9 * 81559 * 2**20
+    assert any("TP 2 needs" in reason and "usable are 71.7 GiB" in reason for reason in plan.reasons)
+
+
+def test_a_model_beyond_one_domain_gets_a_pipeline_with_enough_micro_batches() -> None:
+    plan = make_plan(spec_of(model={"preset": "llama-3-70b"}, **LARGE), H100)
+    assert plan.layout.tensor == 8
+    assert plan.layout.pipeline > 1
+    assert plan.micro_batches >= 4 * plan.layout.pipeline
+    assert any("an NVLink domain of 8 GPUs alone does not hold a replica" in reason for reason in plan.reasons)
+
+
+def test_sharding_over_replicas_needs_less_splitting() -> None:
+    asked = {**LARGE, "replicas": 8, "workers": {"image": "worker", "gpusPerWorker": 2}}
+    plain = make_plan(spec_of(model={"preset": "llama-3-8b"}, **asked), H100)
+    sharded = make_plan(spec_of(model={"preset": "llama-3-8b"}, parallelism={"zeroStage": 3}, **asked), H100)
+    assert sharded.layout.replica_size < plain.layout.replica_size
+
+
+def test_a_tied_model_never_gets_a_pipeline() -> None:
+    plan = make_plan(spec_of(model={"preset": "llama-3.2-3b"}, **LARGE), H100)
+    assert plan.layout.pipeline == 1
+
+
+def test_gpus_of_different_memory_are_used_where_they_suffice() -> None:
+    mixed = inventory(*racks(1, 2, 8, memory_mib=15360), *(node(f"big{i}", rack="big") for i in range(2)))
+    plan = make_plan(spec_of(model={"preset": "llama-3-8b"}, **LARGE), mixed)
+    assert plan.layout == Layout(4, 1, 2)
+
+
+def test_unknown_memory_is_not_held_against_a_plan() -> None:
+    plan = make_plan(spec_of(model={"preset": "llama-3-8b"}, **LARGE), inventory(node("n", memory_mib=None)))
+    assert any("the memory of the GPUs is not known" in reason for reason in plan.reasons)
+
+
+def test_replicas_fill_workers_when_nothing_else_asks_for_more() -> None:
+    plan = make_plan(spec_of(replicas=1, workers={"image": "w", "gpusPerWorker": 2}), DEMO)
+    assert plan.layout == Layout(2, 1, 1)
+    assert any("fills workers of 2 GPUs" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "text", "cluster"),
+    [
+        ({"parallelism": {"tensor": 4, "pipeline": 1}}, "InvalidSpec", "`model.kvHeads`", False),
+        ({"model": {"preset": "lama-3-8b"}}, "InvalidSpec", "did you mean `llama-3-8b`", False),
+        ({"workers": {"image": "w", "gpusPerWorker": 8}}, "NoNodeLargeEnough", "largest usable node has 2 GPUs", True),
+        (
+            {"model": {"preset": "llama-3-8b"}, "parallelism": {"tensor": 8}},
+            "NoDomainWideEnough",
+            "widest NVLink domain has 2 GPUs",
+            True,
+        ),
+        ({"model": {"preset": "llama-3-8b"}}, "OutOfMemory", "comes closest and needs", True),
+        (
+            {"replicas": 1, "parallelism": {"tensor": 1, "pipeline": 1}},
+            "InvalidSpec",
+            "spec.workers.gpusPerWorker: must divide the world size",
+            False,
+        ),
+    ],
+)
+def test_a_plan_that_is_not_possible_says_why(changes: dict[str, Any], reason: str, text: str, cluster: bool) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_plan(spec_of(**changes), DEMO)
+    assert text in str(caught.value)
+    assert (caught.value.reason, caught.value.depends_on_cluster) == (reason, cluster)
+
+
+def test_without_nodes_stated_degrees_plan_and_open_ones_wait() -> None:
+    stated = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "microBatches": 4}), Inventory())
+    assert stated.layout == Layout(2, 2, 2)
+    with pytest.raises(PlanError, match="`parallelism.microBatches` left out, and no usable GPU node") as caught:
+        make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2}), Inventory())
+    assert caught.value.depends_on_cluster
+
+
+def test_no_degree_fills_the_workers() -> None:
+    odd = {"layers": 2, "hiddenSize": 64, "intermediateSize": 96, "heads": 1, "vocabSize": 300}
+    training = {"steps": 1, "globalBatchSize": 1, "sequenceLength": 64}
+    with pytest.raises(PlanError, match=r"no tensor and pipeline degree gives whole workers of 2 GPUs"):
+        make_plan(spec_of(replicas=1, model=odd, training=training), DEMO)
+
+
+def test_a_running_job_keeps_its_degrees_whatever_the_cluster_became() -> None:
+    spec = spec_of(model={"preset": "llama-3-70b"}, **LARGE)
+    first = make_plan(spec, H100)
+    again = make_plan(spec, Inventory(), first.to_status())
+    assert again == first
+    on_other = make_plan(spec, inventory(node("n", gpus=1)), first.to_status())
+    assert on_other == first
+
+
+def test_a_running_job_follows_a_new_number_of_replicas() -> None:
+    spec = spec_of(parallelism={"tensor": 2, "pipeline": 2})
+    first = make_plan(spec, DEMO)
+    again = make_plan(spec.model_copy(update={"replicas": 1}), DEMO, first.to_status())
+    assert again.layout == Layout(2, 2, 1)
+    assert again.micro_batches == first.micro_batches
+
+
+def test_degrees_that_the_spec_no_longer_allows_are_chosen_again() -> None:
+    kept = PlanStatus(tensor=3, pipeline=1, data=2, micro_batches=1, world_size=6, workers=3)
+    assert make_plan(spec_of(), DEMO, kept).layout.tensor == 1
+    damaged = PlanStatus(tensor=0, pipeline=0, data=0, micro_batches=0, world_size=0, workers=0)
+    assert make_plan(spec_of(), DEMO, damaged).layout == make_plan(spec_of(), DEMO).layout
+
+
+def command_spec(**changes: Any) -> Any:
+    base: dict[str, Any] = {"model": None, "data": None, "training": None, "replicas": 4}
+    return spec_of(**{**base, "runtime": {"command": ["python", "train.py"]}, **changes})
+
+
+def test_a_command_gets_what_it_asks_for_and_no_estimate() -> None:
+    plan = make_plan(command_spec(), DEMO)
+    assert plan.layout == Layout(1, 1, 4)
+    assert plan.memory is None
+    assert plan.architecture is None
+    run = plan.run_config(command_spec())
+    assert run.command == ["python", "train.py"]
+    assert make_plan(command_spec(), Inventory(), plan.to_status()).layout == plan.layout
+    with pytest.raises(PlanError, match="largest usable node"):
+        make_plan(command_spec(replicas=8, workers={"image": "w", "gpusPerWorker": 8}), DEMO)
+
+
+def test_a_command_keeps_its_checkpoint_fields_empty() -> None:
+    spec = command_spec(checkpoint={"claimName": "c"})
+    run = make_plan(spec, DEMO).run_config(spec)
+    assert run.checkpoint is not None
+    assert run.checkpoint.every_steps is None
+
+
+def test_the_run_config_leaves_nothing_open() -> None:
+    spec = spec_of(checkpoint={"claimName": "c"})
+    run = make_plan(spec, DEMO).run_config(spec)
+    assert (run.parallelism.tensor, run.parallelism.pipeline) == (run.tensor, run.pipeline)
+    assert run.parallelism.micro_batches == run.micro_batches
+    assert run.architecture is not None
+    assert run.checkpoint is not None
+    assert (run.checkpoint.every_steps, run.checkpoint.keep) == (100, 2)
+
+
+def test_status_carries_the_plan() -> None:
+    plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2}), DEMO)
+    status = plan.to_status()
+    assert (status.tensor, status.pipeline, status.data, status.world_size, status.workers) == (2, 2, 2, 8, 4)
+    assert plan.memory is not None
+    assert status.memory_per_rank_bytes == plan.memory.total
+    assert status.parameters == plan.architecture.parameters if plan.architecture else False
+    assert status.summary == plan.summary
+    assert list(plan.reasons) == status.reasons
+
+
+def test_other_numbers_of_replicas_must_fill_workers_and_divide_the_batch() -> None:
+    plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "microBatches": 4}), DEMO)
+    assert [r for r in range(6) if plan.allows_replicas(r)] == [1, 2, 4]
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "layers": st.integers(1, 8),
+            "hiddenSize": st.sampled_from([64, 128]),
+            "intermediateSize": st.sampled_from([96, 192, 200]),
+            "heads": st.sampled_from([1, 2, 4, 8]),
+            "vocabSize": st.sampled_from([257, 320]),
+        }
+    ),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 6, 8, 16]),
+    st.sampled_from([8, 30, 64]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "tensor": st.sampled_from([1, 2, 4]),
+            "pipeline": st.integers(1, 4),
+            "microBatches": st.integers(1, 8),
+            "sequence": st.booleans(),
+            "zeroStage": st.sampled_from([0, 2, 3]),
+        },
+    ),
+    st.sampled_from([1, 2]),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_plan_is_one_the_runtime_accepts(
+    model: dict[str, int], replicas: int, per_replica: int, length: int, parallelism: dict[str, Any], gpus: int
+) -> None:
+    spec = spec_of(
+        replicas=replicas,
+        model=model,
+        training={"steps": 1, "globalBatchSize": replicas * per_replica, "sequenceLength": length},
+        parallelism=parallelism,
+        workers={"image": "w", "gpusPerWorker": gpus},
+    )
+    try:
+        plan = make_plan(spec, H100)
+    except PlanError:
+        return
+    validate(plan.run_config(spec))
+    assert make_plan(spec, Inventory(), plan.to_status()).layout == plan.layout
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 360])
+def test_divisors_are_all_and_ascending(number: int) -> None:
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,86 @@
+"""Ranks and coordinates: one bijection, and groups that cut the world into equal parts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.layout import Coordinates, Layout, split_layers
+
+degrees = st.integers(1, 6)
+layouts = st.builds(Layout, tensor=degrees, pipeline=degrees, data=degrees)
+
+
+def test_tensor_is_innermost_and_data_outermost() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=2)
+    assert [layout.coordinates(rank) for rank in range(8)] == [
+        Coordinates(data, pipeline, tensor) for data in range(2) for pipeline in range(2) for tensor in range(2)
+    ]
+    assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.pipeline_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.data_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@given(layouts)
+def test_rank_and_coordinates_are_inverse(layout: Layout) -> None:
+    assert [layout.rank(*layout.coordinates(rank)) for rank in range(layout.world_size)] == list(
+        range(layout.world_size)
+    )
+
+
+@given(layouts)
+def test_each_kind_of_group_covers_every_rank_once(layout: Layout) -> None:
+    for groups, size in (
+        (layout.tensor_groups(), layout.tensor),
+        (layout.pipeline_groups(), layout.pipeline),
+        (layout.data_groups(), layout.data),
+    ):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        assert {len(group) for group in groups} == {size}
+
+
+@given(layouts)
+def test_groups_differ_in_their_own_coordinate_alone(layout: Layout) -> None:
+    for groups, own in ((layout.tensor_groups(), 2), (layout.pipeline_groups(), 1), (layout.data_groups(), 0)):
+        for group in groups:
+            others = {tuple(v for i, v in enumerate(layout.coordinates(r)) if i != own) for r in group}
+            assert len(others) == 1
+            assert [layout.coordinates(r)[own] for r in group] == list(range(len(group)))
+
+
+@given(layouts, st.integers(1, 12))
+def test_workers_are_consecutive_and_whole_or_refused(layout: Layout, size: int) -> None:
+    if layout.world_size % size:
+        with pytest.raises(ValueError, match="does not divide"):
+            layout.workers(size)
+    else:
+        workers = layout.workers(size)
+        assert [rank for worker in workers for rank in worker] == list(range(layout.world_size))
+        assert {len(worker) for worker in workers} == {size}
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="outside a world of 8"):
+        Layout(2, 2, 2).coordinates(rank)
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "data"])
+def test_a_degree_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+        Layout(**{name: 0})
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_every_layer_has_exactly_one_stage(layers: int, stages: int) -> None:
+    if stages > layers:
+        with pytest.raises(ValueError, match="each stage needs at least one"):
+            split_layers(layers, stages)
+        return
+    split = split_layers(layers, stages)
+    assert [layer for stage in split for layer in stage] == list(range(layers))
+    sizes = [len(stage) for stage in split]
+    assert len(sizes) == stages
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)

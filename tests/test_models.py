@@ -1,0 +1,83 @@
+"""Presets against published parameter counts, and FLOPs against their own definition."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.api.spec import ModelSpec
+from meshwright.models.architecture import Architecture
+from meshwright.models.flops import flops_per_token
+from meshwright.models.presets import PRESETS, UnknownModelError, resolve
+
+# Sums of the published checkpoints' tensors.
+PUBLISHED = {
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_a_preset_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert resolve(ModelSpec(preset=name)).parameters == parameters
+
+
+def test_every_published_preset_is_checked() -> None:
+    assert set(PRESETS) == {*PUBLISHED, "tiny"}
+
+
+@pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
+def test_presets_are_buildable(architecture: Architecture) -> None:
+    assert architecture.hidden_size % (2 * architecture.heads) == 0
+    assert architecture.heads % architecture.kv_heads == 0
+    assert PRESETS[architecture.name] is architecture
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"), [("llama3-8b", "`llama-3-8b`"), ("Llama-3-8B", "`llama-3-8b`"), ("llama-3.2-2b", "llama-3.2-")]
+)
+def test_an_unknown_preset_names_the_nearest(asked: str, named: str) -> None:
+    with pytest.raises(UnknownModelError, match="`model.preset`") as caught:
+        resolve(ModelSpec(preset=asked))
+    assert named in str(caught.value)
+
+
+def test_a_preset_like_nothing_known_lists_all() -> None:
+    with pytest.raises(UnknownModelError, match=r"known are .*llama-2-13b.*tiny"):
+        resolve(ModelSpec(preset="zzz"))
+
+
+def test_numbers_make_an_architecture_with_stated_defaults() -> None:
+    found = resolve(ModelSpec(layers=2, hidden_size=64, intermediate_size=96, heads=4, vocab_size=300))
+    assert (found.kv_heads, found.rope_theta, found.tie_embeddings, found.head_size) == (4, 10000.0, False, 16)
+
+
+def test_missing_numbers_are_named() -> None:
+    with pytest.raises(UnknownModelError, match="`intermediateSize`"):
+        resolve(ModelSpec(layers=2))
+
+
+def test_tied_embeddings_are_counted_once() -> None:
+    tied = PRESETS["llama-3.2-1b"]
+    untied = tied.model_copy(update={"tie_embeddings": False})
+    assert untied.parameters - tied.parameters == tied.vocab_size * tied.hidden_size
+
+
+def test_flops_are_six_per_parameter_and_the_attention_term() -> None:
+    model = PRESETS["llama-2-7b"]
+    short = flops_per_token(model, 1)
+    assert short == pytest.approx(6 * model.parameters, rel=0.03)
+    assert flops_per_token(model, 4097) - short == 12 * 32 * 4096 * 4096
+
+
+def test_a_tied_embedding_multiplies_once_as_the_output() -> None:
+    tied = PRESETS["llama-3.2-1b"]
+    assert flops_per_token(tied, 8) == flops_per_token(tied.model_copy(update={"tie_embeddings": False}), 8)

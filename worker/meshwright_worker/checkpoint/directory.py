@@ -1,0 +1,115 @@
+"""The directory of a job's checkpoints: what is complete has a plain name, what is not has a hidden one.
+
+A checkpoint is written under a hidden name and renamed when every byte of it is on the disk. A crash at any moment
+leaves either a complete checkpoint or a hidden directory that nobody reads and the next start removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from meshwright_worker.checkpoint.safetensors import checksum_of
+
+log = logging.getLogger(__name__)
+
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_TEMPORARY, _DAMAGED, _REPLACED = ".writing-", ".damaged-", ".replaced-"
+
+
+class CheckpointDirectory:
+    """Names, commits and removes checkpoints under one root. Only rank 0 changes anything, except inside `temporary`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, step: int) -> Path:
+        """Where the complete checkpoint of a step is."""
+        return self.root / f"step-{step:08d}"
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of a step is while it is written."""
+        return self.root / f"{_TEMPORARY}{self.path(step).name}"
+
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints, newest first."""
+        if not self.root.is_dir():
+            return []
+        found = ((entry, _COMPLETE.fullmatch(entry.name)) for entry in self.root.iterdir())
+        return sorted((int(name[1]) for entry, name in found if name and (entry / MANIFEST).is_file()), reverse=True)
+
+    def prepare(self, step: int) -> Path:
+        """An empty hidden directory for a checkpoint that is about to be written."""
+        path = self.temporary(step)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Make the checkpoint that was written under its hidden name a complete one: the manifest, then the rename."""
+        step = manifest.state.step
+        hidden, final = self.temporary(step), self.path(step)
+        write_durably(hidden / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
+        _sync_directory(hidden)
+        if final.exists():
+            self._hide(final, _REPLACED)
+        hidden.rename(final)
+        _sync_directory(self.root)
+        return final
+
+    def retain(self, keep: int) -> None:
+        """Remove all complete checkpoints but the newest `keep`, and what was replaced."""
+        for step in self.steps()[keep:]:
+            self._hide(self.path(step), _REPLACED)
+        self._remove_hidden(_REPLACED)
+
+    def clean(self) -> None:
+        """Remove what earlier processes left unfinished, found damaged or replaced. Call it before anything is written."""
+        self._remove_hidden(_TEMPORARY, _DAMAGED, _REPLACED)
+
+    def set_aside(self, step: int) -> None:
+        """Take a damaged checkpoint out of sight."""
+        if self.path(step).exists():
+            self._hide(self.path(step), _DAMAGED)
+
+    def _hide(self, path: Path, prefix: str) -> None:
+        # Renamed before it is removed: a half-removed directory under a plain name would look like a checkpoint.
+        hidden = path.with_name(prefix + path.name)
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+
+    def _remove_hidden(self, *prefixes: str) -> None:
+        if not self.root.is_dir():
+            return
+        for entry in self.root.iterdir():
+            if entry.name.startswith(prefixes):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file and flush it to the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_intact(path: Path, record: FileRecord) -> bool:
+    """Whether a file is what was written. Reads all of it."""
+    try:
+        return checksum_of(path) == (record.size, record.crc32)
+    except OSError as error:
+        log.warning("cannot read %s: %s", path, error)
+        return False
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

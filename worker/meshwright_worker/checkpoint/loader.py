@@ -1,0 +1,98 @@
+"""Loading the newest checkpoint that is whole, in whatever layout this mesh has.
+
+Rank 0 names a candidate, every rank checks its share of the files against the manifest, and all take it or leave it
+together. A damaged one is set aside and the one before is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
+from meshwright_worker.checkpoint.manifest import Manifest, read_manifest
+from meshwright_worker.checkpoint.storage import CheckpointReader
+from meshwright_worker.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+_NONE = -1
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint belongs to another run. The message names what differs and the fix."""
+
+
+def newest_intact(directory: CheckpointDirectory, mesh: Mesh) -> Manifest | None:
+    """The newest complete checkpoint whose files are what was written; None when there is none. Collective."""
+    if mesh.rank == 0:
+        directory.clean()
+    while True:
+        step = _from_first_rank((directory.steps() or [_NONE])[0] if mesh.rank == 0 else _NONE)
+        if step == _NONE:
+            return None
+        manifest = read_manifest(directory.path(step))
+        if _everywhere(manifest is not None and _share_is_intact(directory.path(step), manifest, mesh)):
+            return manifest
+        if mesh.rank == 0:
+            log.warning("the checkpoint of step %d is damaged; trying the one before it", step)
+            directory.set_aside(step)
+        dist.barrier()
+
+
+def check_same_run(found: Manifest, expected: Manifest) -> None:
+    """Refuse to continue from the checkpoint of another model or another text.
+
+    Raises:
+        CheckpointMismatchError: it is of another run.
+    """
+    old, new = found.architecture.model_dump(exclude={"name"}), expected.architecture.model_dump(exclude={"name"})
+    differing = [f"`{field}` {old[field]} there, {new[field]} here" for field in old if old[field] != new[field]]
+    fix = "use an empty `checkpoint.claimName`, or the old settings"
+    if differing:
+        raise CheckpointMismatchError(f"the checkpoint holds another model ({'; '.join(differing)}): {fix}")
+    if found.stream != expected.stream:
+        raise CheckpointMismatchError(
+            "the checkpoint was trained on another stream of samples, so its position means nothing here: `data`, "
+            f"`training.sequenceLength` or `training.seed` differ: {fix}"
+        )
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, this process alone.
+
+    Raises:
+        CheckpointMismatchError: a tensor is missing there or has another shape.
+    """
+    try:
+        dcp.load(
+            tensors,
+            storage_reader=CheckpointReader(path),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except dcp.CheckpointException as error:
+        raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
+
+
+def _share_is_intact(path: Path, manifest: Manifest, mesh: Mesh) -> bool:
+    share = sorted(manifest.files)[mesh.rank :: mesh.layout.world_size]
+    return all(is_intact(path / name, manifest.files[name]) for name in share)
+
+
+def _from_first_rank(step: int) -> int:
+    shared = torch.tensor([step])
+    dist.broadcast(shared, src=0)
+    return int(shared.item())
+
+
+def _everywhere(here: bool) -> bool:
+    agreed = torch.tensor([int(here)])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed.item())

@@ -1,0 +1,78 @@
+"""The manifest of a checkpoint: what it holds and how to tell that it is whole. Its presence makes a checkpoint one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meshwright.api.base import ApiModel
+from meshwright.models.architecture import Architecture
+
+MANIFEST = "meshwright.json"
+FORMAT = 1
+
+
+class FileRecord(ApiModel):
+    """A file as it was written."""
+
+    size: int
+    """Bytes."""
+    crc32: int
+    """CRC-32 of its content."""
+
+
+class LayoutRecord(ApiModel):
+    """The layout that wrote the checkpoint. For people: any layout can load it."""
+
+    tensor: int
+    """Tensor-parallel degree."""
+    pipeline: int
+    """Pipeline-parallel degree."""
+    data: int
+    """Data-parallel degree."""
+    zero_stage: int
+    """ZeRO stage."""
+
+
+class TrainingState(ApiModel):
+    """Where training stands after a step: all of its state that is not a tensor."""
+
+    step: int = 0
+    """Steps finished."""
+    samples: int = 0
+    """Samples consumed since the beginning of the run."""
+    digest: int = 0
+    """Multiset hash of those samples; equal for two runs exactly when they consumed the same ones."""
+    loss: str = ""
+    """Loss of the last step as a hexadecimal float, so that it is exact."""
+
+
+class Manifest(ApiModel):
+    """The content of `meshwright.json`."""
+
+    format: int = FORMAT
+    """Version of the checkpoint format."""
+    state: TrainingState
+    """Where training stands."""
+    architecture: Architecture
+    """The model."""
+    seed: int
+    """Seed of the run."""
+    sequence_length: int
+    """Tokens per sample."""
+    stream: str
+    """Identity of the sample stream that `state.samples` counts in."""
+    layout: LayoutRecord
+    """Who wrote it."""
+    files: dict[str, FileRecord] = {}
+    """Every other file of the checkpoint."""
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a checkpoint directory; None when there is none that this version can read."""
+    try:
+        manifest = Manifest.model_validate_json((directory / MANIFEST).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return manifest if manifest.format == FORMAT else None

@@ -1,0 +1,107 @@
+"""Saving while training goes on: stage a copy, write it in a thread, commit when every rank's bytes are on the disk.
+
+At most one save is under way; the next one waits for it, on every rank alike, so that no rank decides from its own
+clock. The thread's collectives run on a group of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.manifest import FileRecord, Manifest
+from meshwright_worker.checkpoint.storage import CheckpointWriter
+from meshwright_worker.checkpoint.tensors import stage_copy
+from meshwright_worker.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that became durable."""
+
+    step: int
+    path: Path
+    seconds: float
+
+
+class Checkpointer:
+    """Saves this rank's part of the checkpoints of one mesh generation."""
+
+    def __init__(self, directory: CheckpointDirectory, keep: int, mesh: Mesh) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._mesh = mesh
+        self._staged: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._result: Saved | BaseException | None = None
+
+    def begin(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+        """Start to save; returns when a copy is taken. Collective. Call `finished` before and between."""
+        if self._thread is not None:
+            raise CheckpointError("a save is still under way")
+        staged = stage_copy(tensors, self._staged)
+        self._thread = threading.Thread(target=self._run, args=(staged, manifest), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finished(self, *, wait: bool) -> Saved | None:
+        """The save that ended since the last call, if any; with `wait` the one under way is waited for.
+
+        Raises:
+            CheckpointError: it failed, on this rank or another.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        self._thread = None
+        result, self._result = self._result, None
+        if isinstance(result, BaseException):
+            raise CheckpointError(f"a checkpoint could not be written: {result}") from result
+        return result
+
+    def _run(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+        started = time.monotonic()
+        step = manifest.state.step
+        try:
+            self._write(tensors, manifest)
+            self._result = Saved(step, self._directory.path(step), time.monotonic() - started)
+        # torch's CheckpointException is no Exception; whatever it is, the training thread raises it.
+        except BaseException as error:
+            self._result = error
+
+    def _write(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+        group = self._mesh.checkpoint_group
+        step = manifest.state.step
+        if self._mesh.rank == 0:
+            self._directory.prepare(step)
+        dist.barrier(group=group)
+        dcp.save(
+            tensors,
+            storage_writer=CheckpointWriter(
+                self._directory.temporary(step), self._mesh.rank, self._commit_of(manifest)
+            ),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+
+    def _commit_of(self, manifest: Manifest) -> Callable[[dict[str, FileRecord]], None]:
+        def commit(files: dict[str, FileRecord]) -> None:
+            self._directory.commit(manifest.model_copy(update={"files": files}))
+            self._directory.retain(self._keep)
+
+        return commit

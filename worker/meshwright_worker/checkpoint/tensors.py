@@ -1,0 +1,53 @@
+"""The tensors of a checkpoint: parameters and moments under the parameter's name in the whole model.
+
+Stage and rank appear in no name, so a checkpoint of one layout is one of every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_worker.optimizer import AdamW
+from meshwright_worker.parallel.shards import Shard
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+def checkpoint_tensors(shards: Sequence[Shard], optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
+    tensors = {}
+    for shard in shards:
+        tensors[f"{MODEL}.{shard.name}"] = _distributed(shard, shard.local)
+        for moment, local in optimizer.moments(shard).items():
+            tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = _distributed(shard, local)
+    return tensors
+
+
+def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy in main memory that training does not touch, so that it can be written while training goes on.
+
+    Args:
+        tensors: what to copy.
+        staged: an earlier copy of the same tensors, whose memory is used again; empty the first time.
+    """
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name not in staged:
+            memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            staged[name] = _like(tensor, memory) if isinstance(tensor, DTensor) else memory
+        target = staged[name]
+        (target.to_local() if isinstance(target, DTensor) else target).copy_(local)
+    return staged
+
+
+def _distributed(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+    return _like(shard.parameter, local) if isinstance(shard.parameter, DTensor) else local
+
+
+def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
