@@ -62,6 +62,8 @@ def up(directory: Path, racks: int, nodes_per_rack: int, gpus_per_node: int, por
     if holder(directory) is not None:
         raise click.ClickException(f"a cluster runs in {directory} already: see `meshwright local status`")
     directory.mkdir(parents=True, exist_ok=True)
+    # One that was killed leaves it behind.
+    (directory / READY_FILE).unlink(missing_ok=True)
     log = directory / "daemon.log"
     options = {"racks": racks, "nodes-per-rack": nodes_per_rack, "gpus-per-node": gpus_per_node, "port": port}
     words = [f"--directory={directory}", f"--provider={provider}"]

@@ -7,6 +7,8 @@ import logging
 import signal
 import sys
 
+import prometheus_client
+
 from meshwright_operator import logs, settings
 from meshwright_operator.connection import ConnectionFailedError
 from meshwright_operator.run import run
@@ -19,6 +21,7 @@ def main() -> None:
     """The console script. Exit status 0 after a signal, 1 when a part failed, 2 when the settings are bad."""
     chosen = settings.parse(sys.argv[1:])
     logs.configure(chosen.log_level)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))
     except (ConnectionFailedError, KeyFileError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -16,7 +16,7 @@ from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement import Placement, place
 from meshwright.planner.plan import Plan
 from meshwright_operator.cache import Cache
-from meshwright_operator.cluster import Cluster, pods_path
+from meshwright_operator.cluster import ApiError, Cluster, pods_path
 from meshwright_operator.metrics import OperatorMetrics
 
 Object = dict[str, Any]
@@ -36,8 +36,13 @@ class Placer:
         """Held from placing until the pods are made."""
 
     def nodes(self, spec: ParallelTrainingJobSpec) -> Inventory:
-        """The nodes as the job sees them, as if nothing ran on them: enough to plan, and to check one node."""
-        return self._inventory(spec, (), None)
+        """The nodes as the job sees them, as if nothing ran on them: enough to plan."""
+        return self._inventory(spec, list(self._cache.nodes.values()), (), None)
+
+    def refusals(self, spec: ParallelTrainingJobSpec, names: Iterable[str]) -> Mapping[str, str]:
+        """Of these nodes, those that take no pod of the job (any more), and why."""
+        nodes = [self._cache.nodes[name] for name in sorted(set(names)) if name in self._cache.nodes]
+        return self._inventory(spec, nodes, (), None).unusable
 
     async def place(self, plan: Plan, spec: ParallelTrainingJobSpec, uid: str, keep: Mapping[int, str]) -> Placement:
         """A node for every worker; those in `keep` stay. Call it with the lock held.
@@ -50,7 +55,7 @@ class Placer:
         result = "error"
         try:
             pods = await self._running_pods()
-            inventory = self._inventory(spec, pods, uid)
+            inventory = self._inventory(spec, list(self._cache.nodes.values()), pods, uid)
             result = "no_room"
             placement = await asyncio.to_thread(place, plan, inventory, keep)
             result = "placed"
@@ -59,9 +64,11 @@ class Placer:
             self._metrics.placement_attempts.labels(result).inc()
             self._metrics.placement_seconds.observe(time.monotonic() - started)
 
-    def _inventory(self, spec: ParallelTrainingJobSpec, pods: Sequence[Object], without: str | None) -> Inventory:
+    def _inventory(
+        self, spec: ParallelTrainingJobSpec, nodes: Sequence[Object], pods: Sequence[Object], without: str | None
+    ) -> Inventory:
         return Inventory.from_objects(
-            list(self._cache.nodes.values()),
+            nodes,
             pods,
             gpu_resource=spec.workers.gpu_resource,
             node_selector=spec.workers.node_selector,
@@ -70,9 +77,21 @@ class Placer:
         )
 
     async def _running_pods(self) -> list[Object]:
-        """Every pod that holds something, whoever made it: read from the server now, not from a cache."""
+        """Every pod that holds something, whoever made it: read from the server now, not from a cache.
+
+        An operator that serves a few namespaces and may not list the others' pods does not see what those hold; the
+        scheduler, which checks every pinned pod, then has the last word.
+        """
+        try:
+            return await self._pods_of((None,))
+        except ApiError as error:
+            if error.code != 403 or not self._namespaces:
+                raise
+            return await self._pods_of(self._namespaces)
+
+    async def _pods_of(self, namespaces: Sequence[str | None]) -> list[Object]:
         found: list[Object] = []
-        for namespace in self._namespaces or (None,):
+        for namespace in namespaces:
             async for page in self._cluster.pages(pods_path(namespace), fieldSelector=ACTIVE):
                 found += [_slim(pod) for pod in page if isinstance(pod, dict)]
         return found

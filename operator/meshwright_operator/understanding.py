@@ -80,8 +80,8 @@ def _workers(
 ) -> tuple[list[Worker], list[Pod]]:
     named = {entry.node for entry in (status.placement.workers if status.placement else [])}
     down = {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
-    unbound = any(not pod.bound and not pod.terminal for pod in pods)
-    refused = placer.nodes(spec).unusable if unbound else {}
+    unbound = [pod.node for pod in pods if not pod.bound and not pod.terminal]
+    refused = placer.refusals(spec, unbound) if unbound else {}
     return observe_workers(len(plan.workers), status, pods, down, refused)
 
 

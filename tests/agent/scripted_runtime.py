@@ -32,7 +32,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     if what == "exit":
         os._exit(0)
     if what == "leave-a-child":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10)"])
         return Outcome.COMPLETE
     events.running(0)
     while not events.stop_requested():

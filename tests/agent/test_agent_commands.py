@@ -155,12 +155,12 @@ signal.signal(signal.SIGTERM, save)
 
 
 async def test_a_drain_ends_before_the_grace_period(coordinator: Coordinator, start_agent: StartAgent) -> None:
-    agent = start_agent(MESHWRIGHT_GRACE_SECONDS="2")
+    agent = start_agent(MESHWRIGHT_GRACE_SECONDS="6")
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
     await start_generation(coordinator, 1, deaf, ranks_each=1)
     await until(lambda: "asleep" in agent.log, 20)
     agent.terminate()
-    assert await agent.exit_code(3.0) == 143
+    assert await agent.exit_code(6.0) == 143
 
 
 async def test_stopped_elsewhere_means_idle(coordinator: Coordinator, start_agent: StartAgent) -> None:

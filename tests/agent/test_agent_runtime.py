@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -36,6 +37,12 @@ def step_of(coordinator: Coordinator, generation: int) -> int:
     return report.progress.step
 
 
+def resumed_after(agent: AgentProcess, generation: int) -> dict[int, int]:
+    """By rank, the step after which this generation began to train."""
+    lines = re.findall(rf"rank trains rank=(\d+) generation={generation} after-step=(\d+)", agent.log)
+    return {int(rank): int(step) for rank, step in lines}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -46,10 +53,10 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     port = free_port()
     first, second = start_agent(0, MESHWRIGHT_METRICS_PORT=str(port)), start_agent(1)
     await announce(coordinator, 1, LONG, every_steps=5)
-    await until(lambda: step_of(coordinator, 1) >= 5, 90, lambda: first.log)
-    assert [coordinator.states(worker) for worker in (0, 1)] == [
-        [WorkerState.IDLE, WorkerState.STARTING, WorkerState.RUNNING]
-    ] * 2
+    await until(lambda: step_of(coordinator, 1) >= 5, 150, lambda: first.log)
+    for worker in (0, 1):
+        await until(lambda w=worker: coordinator.states(w)[-1] is WorkerState.RUNNING, 10)
+        assert WorkerState.STARTING in coordinator.states(worker)
     await until(lambda: (report := coordinator.last(0)) is not None and report.checkpoint is not None, 10)
     await check_report_and_metrics(coordinator, port)
 
@@ -64,7 +71,10 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     before = (report := coordinator.last(0)) and report.checkpoint and report.checkpoint.step
     assert before
     await announce(coordinator, 2, LONG, every_steps=5)
-    await until(lambda: step_of(coordinator, 2) > before, 60, lambda: first.log)
+    await until(lambda: step_of(coordinator, 2) > before, 120, lambda: first.log)
+    steps = set(resumed_after(first, 2).values())
+    assert len(steps) == 1
+    assert steps.pop() >= before, "a checkpoint may be durable before its commit is told"
 
     # One pod drains: all ranks of both pods stop after the same step, which is saved.
     second.terminate()
@@ -75,8 +85,9 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
 
     replacement = start_agent(1)
     await announce(coordinator, 3, saved + 5, every_steps=5)
-    codes = await asyncio.gather(first.exit_code(60), replacement.exit_code(60))
+    codes = await asyncio.gather(first.exit_code(120), replacement.exit_code(120))
     assert codes == [0, 0]
+    assert resumed_after(first, 3) | resumed_after(replacement, 3) == dict.fromkeys(range(4), saved)
     assert [coordinator.states(worker)[-1] for worker in (0, 1)] == [WorkerState.COMPLETE] * 2
     assert f"step {saved + 5}/{saved + 5} loss=" in first.log
 
@@ -100,7 +111,7 @@ async def check_report_and_metrics(coordinator: Coordinator, port: int) -> None:
 async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agents = [start_agent(worker) for worker in range(2)]
     await announce(coordinator, 1, LONG)
-    await until(lambda: step_of(coordinator, 1) >= 1, 90, lambda: agents[0].log)
+    await until(lambda: step_of(coordinator, 1) >= 1, 150, lambda: agents[0].log)
     family = agents[0].processes()
     assert len(family) == 1 + 1 + 2  # the agent, the rank server, two ranks
     agents[0].process.kill()

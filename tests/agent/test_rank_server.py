@@ -113,7 +113,7 @@ async def test_a_child_that_keeps_the_pipes_does_not_hold_up_the_end(server: Ran
     life = Life(await fork(server, "leave-a-child"))
     started = time.monotonic()
     assert (await life.told())[-1] == messages.Finished(Outcome.COMPLETE)
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 8
 
 
 async def test_ranks_die_with_a_killed_server_and_the_next_one_works(server: RankServer) -> None:

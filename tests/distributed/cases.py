@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
+from meshwright_worker.checkpoint.tensors import checkpoint_tensors
+from meshwright_worker.data.corpus import open_corpus
+from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import joined
+from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.step import StepResult, Trainer
-from meshwright_worker.task import RankTask
+from meshwright_worker.task import Outcome, RankTask, StepReport
+from meshwright_worker.train import train
 from meshwright_worker.validate import validate
 
 
 @dataclass
 class Trained:
-    """One rank's view after some steps: results, and of the stage it holds whole gradients and parameters."""
+    """One rank's view after some steps; of its stage the whole gradients of step 1 and the whole parameters at the end."""
 
     results: list[StepResult]
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
-    placements: dict[str, str]
+    local_elements: int
+
+
+class InterruptedTrainingError(Exception):
+    """Stands for a rank that is lost without warning."""
+
+
+@dataclass
+class Recorder:
+    """The events of one rank; asks to stop, or dies, after a step."""
+
+    stop_after: int | None = None
+    die_after: int | None = None
+    phases: list[str] = field(default_factory=list)
+    began_at: int = -1
+    reports: list[StepReport] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+
+    def phase(self, name: str, seconds: float) -> None:
+        self.phases.append(name)
+
+    def running(self, step: int) -> None:
+        self.began_at = step
+
+    def step(self, report: StepReport) -> None:
+        self.reports.append(report)
+        if report.step == self.die_after:
+            raise InterruptedTrainingError
+
+    def checkpoint(self, step: int, path: str, seconds: float) -> None:
+        self.checkpoints.append(step)
+
+    def stop_requested(self) -> bool:
+        return self.stop_after is not None and bool(self.reports) and self.reports[-1].step >= self.stop_after - 1
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_of(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which `local` is the part that this rank holds of the shard's parameter."""
+    parameter = shard.parameter
+    if not isinstance(parameter, DTensor):
+        return local.detach().clone()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return whole(DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride()))
 
 
 def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Tensor:
@@ -33,39 +81,50 @@ def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Ten
 
 
 def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
-    """Some steps on made-up tokens, the first one's gradients kept."""
     model, _, training = validate(task.run)
     with joined(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         update = trainer.optimizer.step
         gradients: dict[str, torch.Tensor] = {}
 
-        def watching(reduced: list[torch.Tensor], rate: float) -> None:
+        def watched(reduced: list[torch.Tensor], rate: float) -> None:
             if not gradients:
                 for shard, local in zip(trainer.shards, reduced, strict=True):
-                    parameter = shard.parameter
-                    gradients[shard.name] = whole(
-                        DTensor.from_local(
-                            local,
-                            parameter.device_mesh,
-                            parameter.placements,
-                            shape=parameter.shape,
-                            stride=parameter.stride(),
-                        )
-                        if isinstance(parameter, DTensor)
-                        else local
-                    )
+                    gradients[shard.name] = whole_of(shard, local)
             update(reduced, rate)
 
-        trainer.optimizer.step = watching  # type: ignore[method-assign]
+        trainer.optimizer.step = watched  # type: ignore[method-assign]
         share = training.global_batch_size // mesh.layout.data
+        first = mesh.coordinates.data * share
         results = []
         for number in range(1, steps + 1):
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-            results.append(trainer.step(number, batch[mesh.coordinates.data * share :][:share]))
-        return Trained(
-            results,
-            gradients,
-            {shard.name: whole(shard.parameter) for shard in trainer.shards},
-            {s.name: str(s.parameter.placements) for s in trainer.shards if isinstance(s.parameter, DTensor)},
-        )
+            results.append(trainer.step(number, batch[first : first + share]))
+        parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
+        return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
+
+
+def train_fully(
+    task: RankTask, stop_rank: int = -1, stop_after: int | None = None, die_after: int | None = None
+) -> tuple[Outcome | None, Recorder]:
+    """`train` as an agent runs it. `stop_rank` alone is asked to stop; every rank dies after `die_after`."""
+    recorder = Recorder(stop_after if task.rank == stop_rank else None, die_after)
+    try:
+        return train(task, recorder), recorder
+    except InterruptedTrainingError:
+        return None, recorder
+
+
+def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:
+    """What a rank of this layout has after loading: the step, and the whole tensors of its stage."""
+    model, data, training = validate(task.run)
+    assert task.run.checkpoint is not None
+    assert task.checkpoint_dir is not None
+    with joined(task) as mesh:
+        trainer = Trainer(task.run, model, training, mesh)
+        stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
+        blank = blank_manifest(task, model, training, stream.identity, mesh)
+        session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, Recorder(), blank)
+        state = session.load(trainer.shards, trainer.optimizer)
+        tensors = checkpoint_tensors(trainer.shards, trainer.optimizer)
+        return state.step, {name: whole(tensor) for name, tensor in tensors.items()}

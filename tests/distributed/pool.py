@@ -83,7 +83,7 @@ class RankPool:
         for task, (_, connection) in zip(tasks, self._ranks, strict=False):
             connection.send((function, (task, *arguments)))
         answers = []
-        for task, (_, connection) in zip(tasks, self._ranks, strict=False):
+        for _, (_, connection) in zip(tasks, self._ranks, strict=False):
             # A rank whose peers failed may wait for them: once one has failed, the others get a little longer.
             failed = any(not good for good, _ in answers)
             if connection.poll(2 if failed else timeout):

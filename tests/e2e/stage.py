@@ -198,11 +198,11 @@ class Stage:
         self.operator = await setup.start_operator(self.programs, self.directory, self.kubeconfig, self.ports)
 
     async def saved(self, name: str) -> dict[str, Any]:
-        """The manifest of the job's newest durable checkpoint."""
+        """Where training stands, by the manifest of the job's newest durable checkpoint."""
         status = await self.status(name)
         assert status.checkpoint is not None
-        found: dict[str, Any] = json.loads((Path(status.checkpoint.path) / "meshwright.json").read_text())
-        return found
+        state: dict[str, Any] = json.loads((Path(status.checkpoint.path) / "meshwright.json").read_text())["state"]
+        return state
 
 
 def processes(job_uid: str) -> dict[int, str]:

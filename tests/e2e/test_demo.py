@@ -15,11 +15,10 @@ DEMO = [sys.executable, "-c", "from meshwright.cli.main import main; main()", "d
 
 
 async def start(directory, *options):
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         *DEMO, "--directory", str(directory), *options,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    return process
 
 
 async def read_until(process, word):
@@ -95,7 +94,7 @@ async def test_a_stopped_demo_leaves_no_process_and_the_next_one_works(tmp_path,
 
 async def test_a_job_that_cannot_complete_is_a_failed_demo(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump_all(tiny("huge", replicas=64, training={"globalBatchSize": 64, "steps": 5})))
+    path.write_text(yaml.safe_dump_all(tiny("huge", replicas=64, training={"globalBatchSize": 128, "steps": 5})))
     process = await start(tmp_path / "demo", "--manifest", str(path), "--timeout", "3")
     out = (await asyncio.wait_for(process.communicate(), 60))[0].decode()
     assert process.returncode == 1

@@ -12,6 +12,7 @@ import pytest_asyncio
 from meshwright.local.client import ApiClient
 from meshwright.local.cluster import ClusterShape, LocalCluster
 from meshwright.local.controllers.nodes import NodeTimes
+from meshwright.local.providers.assets import AssetsProvider
 from meshwright.local.resources import EVENTS, PODS, Object
 
 Check = Callable[[Object | None], Any]
@@ -102,9 +103,13 @@ def shape() -> ClusterShape:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(shape) -> AsyncIterator[LocalCluster]:
+async def cluster(shape, request, tmp_path_factory) -> AsyncIterator[LocalCluster]:
     times = NodeTimes(renew=0.3, heartbeat=2.0, tolerate=0.5, check=0.2)
-    async with LocalCluster(shape, times=times, restart_pause=0.2) as running:
+    directory = provider = None
+    if request.config.getoption("--cluster") == "assets":
+        directory = tmp_path_factory.mktemp("assets")
+        provider = AssetsProvider(directory)
+    async with LocalCluster(shape, directory, provider=provider, times=times, restart_pause=0.2) as running:
         yield running
 
 

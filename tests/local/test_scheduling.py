@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshwright.local.resources import NODES, PODS
+from meshwright.local.resources import NODES, PODS, Resource
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -75,8 +75,10 @@ async def test_priority_goes_first(kit):
     for index in range(4):
         await kit.pod(f"block-{index}", "sleep 60", resources=gpus(2))
         await kit.running(f"block-{index}")
+    classes = Resource("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False)
+    await kit.client.create(classes, {"metadata": {"name": "urgent"}, "value": 100})
     await kit.pod("low", "sleep 60", resources=gpus(2))
-    await kit.pod("high", "true", resources=gpus(2), spec={"priority": 100})
+    await kit.pod("high", "true", resources=gpus(2), spec={"priorityClassName": "urgent"})
     await kit.pod_when("high", scheduled)
     await kit.delete("block-0", grace_seconds=0)
     assert (await kit.ended("high"))["status"]["phase"] == "Succeeded"

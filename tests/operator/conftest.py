@@ -43,6 +43,9 @@ async def api(session: aiohttp.ClientSession) -> AsyncIterator[Api]:
 
 
 async def _clean(api: Api) -> Api:
+    """A server that several tests use begins each without what the one before left."""
+    for node in await api.items("/api/v1/nodes"):
+        await api.delete(f"/api/v1/nodes/{node['metadata']['name']}")
     await install(api)
     for job in await api.items(JOBS):
         await api.delete(f"{JOBS}/{job['metadata']['name']}")

@@ -61,7 +61,7 @@ class Stage:
             incarnation=incarnation,
             generation=generation,
             address="10.0.0.1",
-            store_port=2000 + generation,
+            store_port=2000 + generation % 100,
             wait_seconds=wait,
         )
         return await self.post("mesh", request.wire())

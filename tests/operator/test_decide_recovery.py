@@ -108,7 +108,7 @@ def test_a_lost_pod_does_not_count_toward_the_limit() -> None:
     assert draft.mesh.generation == 1
     assert (draft.status.restart_count, draft.status.restarts_toward_limit) == (1, 0)
     assert draft.status.ready_ranks == "0/8"
-    assert [note.reason for note in draft.notes] == ["PodLost", "RestartingFromCheckpoint"]
+    assert [note.reason for note in draft.notes] == ["PodLost"]
     assert not draft.create
     assert draft.place is None, "the pod still runs: no second one may start"
 

@@ -25,10 +25,12 @@ from meshwright_operator.decide.decision import decide
 from meshwright_operator.events import EventRecorder, Note
 from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.pods import read_pod
+from meshwright_operator.resync import Resync
 from meshwright_operator.serving import serving
 from meshwright_operator.settings import Address
 from meshwright_operator.status import difference, urgent
 from meshwright_operator.tokens import KeyFileError, Tokens, load_key
+from meshwright_operator.workqueue import WorkQueue
 from tests.operator.builders import agents, observed, pod, report, running_status
 
 
@@ -290,6 +292,35 @@ async def test_refusals_carry_the_servers_words() -> None:
     server = Server((403, {"reason": "Forbidden", "message": "exceeded quota"}))
     with pytest.raises(ApiError, match="403 Forbidden: exceeded quota"):
         await with_cluster(server, lambda cluster: cluster.create("/api/v1/x", {}))
+
+
+async def test_a_resync_drops_ghosts_and_keeps_what_came_meanwhile() -> None:
+    """kopf never tells what vanished while a watch was down."""
+    cache, queue, metrics = Cache(), WorkQueue[JobKey](), OperatorMetrics()
+    key = JobKey("default", "train")
+    cache.put_node({"metadata": {"name": "gone"}})
+    cache.put_pod(pod(0))
+    cache.put_pod(pod(1))
+    cache.put_job({"metadata": {"name": "ghost", "namespace": "default", "uid": "g", "resourceVersion": "1"}})
+    here = {**pod_object()["metadata"], "name": "train-w1-0", "uid": "uid-1-0", "resourceVersion": "11"}
+    here["ownerReferences"] = [{"uid": "job-uid", "controller": True}]
+    server = Server(
+        (200, {"items": [{"metadata": {"name": "n0"}}, {"metadata": 7}]}),
+        (200, {"items": [{"metadata": here}, {"metadata": {"name": "junk"}}]}),
+        (200, {"items": [{"metadata": {"name": "train", "namespace": "default", "uid": "job-uid"}}]}),
+    )
+
+    async def sync(cluster: Cluster) -> None:
+        resync = Resync(cluster, cache, queue, metrics, (), 60)
+        assert not resync.fresh()
+        await resync.once()
+        assert resync.fresh()
+
+    await with_cluster(server, sync)
+    assert set(cache.nodes) == {"n0"}
+    assert [p.name for p in cache.pods(key, "job-uid")] == ["train-w1-0"]
+    assert set(cache.jobs) == {key}
+    assert len(queue) == 2, "the ghost's job and the living one are looked at"
 
 
 async def test_repeated_events_are_counted_up() -> None:

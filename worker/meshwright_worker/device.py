@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch.utils import deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ def claim(local_rank: int) -> Device:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.layout import Coordinates, Layout
@@ -62,7 +63,7 @@ def joined(task: RankTask) -> Iterator[Mesh]:
     """
     device = claim(task.local_rank)
     _pin_interface(task.pod_address)
-    store = dist.TCPStore(
+    store = TCPStore(
         task.master_address,
         task.master_port,
         task.world_size,
@@ -72,7 +73,7 @@ def joined(task: RankTask) -> Iterator[Mesh]:
     )
     dist.init_process_group(
         device.backend,
-        store=dist.PrefixStore(f"generation-{task.generation}", store),
+        store=PrefixStore(f"generation-{task.generation}", store),
         rank=task.rank,
         world_size=task.world_size,
         timeout=_COLLECTIVE_TIMEOUT,

@@ -14,7 +14,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
-    """The rate of step `step`, 1 to `steps`: linear warm-up to the peak, then a cosine to the minimum (arXiv 1608.03983)."""
+    """The rate of step `step`, 1 to `steps`: linear warm-up to the peak, then a cosine (SGDR, arXiv 1608.03983)."""
     if step < spec.warmup_steps:
         return spec.learning_rate * step / spec.warmup_steps
     progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)

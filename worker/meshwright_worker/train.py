@@ -1,1 +1,144 @@
-"""stub while building"""
+"""Training on one rank, from the rendezvous to the last checkpoint.
+
+1. rendezvous: the process groups of the mesh generation;
+2. build: this rank's shard of the model, its optimizer, the stream of samples;
+3. load: the newest whole checkpoint, whatever layout wrote it;
+4. steps, each reported, with a checkpoint at every interval written in the background;
+5. the last checkpoint, written before the rank says that it is done.
+
+Every rank takes each of these steps, and every decision that all must share (which checkpoint, when to stop) is taken
+from numbers that all of them have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from meshwright.api.spec import TrainingSpec
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
+from meshwright_worker.data.corpus import open_corpus
+from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.mesh import Mesh, joined
+from meshwright_worker.step import StepResult, Trainer
+from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.validate import validate
+
+log = logging.getLogger(__name__)
+
+
+def preload() -> None:
+    """Nothing beyond importing this module, which brings torch and all that training uses: do it before forking ranks.
+
+    No thread is started and no device is touched, so forking stays safe.
+    """
+
+
+def train(task: RankTask, events: RankEvents) -> Outcome:
+    """Run this rank of the task's mesh generation to its end.
+
+    Raises:
+        InvalidRunError: the run cannot be executed in this layout.
+        CorpusError: there is no text to train on.
+        CheckpointMismatchError: the checkpoints are another run's.
+        CheckpointError: a checkpoint could not be written.
+        DivergedError: loss or gradients are not finite.
+        RuntimeError: torch lost the connection to another rank.
+    """
+    architecture, data, training = validate(task.run)
+    started = time.monotonic()
+    with joined(task) as mesh:
+        events.phase("rendezvous", time.monotonic() - started)
+        with _phase(events, "build"):
+            trainer = Trainer(task.run, architecture, training, mesh)
+            corpus = open_corpus(data, task.data_dir)
+            stream = SampleStream(corpus, training.sequence_length, training.seed)
+        session = None
+        if task.run.checkpoint is not None and task.checkpoint_dir is not None:
+            blank = blank_manifest(task, architecture, training, stream.identity, mesh)
+            session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
+        with _phase(events, "load"):
+            state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
+        events.running(state.step)
+        return _Loop(trainer, stream, session, mesh, training, events).run(state)
+
+
+class _Loop:
+    """The steps from a state to the end of the run or to a stop."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        stream: SampleStream,
+        session: CheckpointSession | None,
+        mesh: Mesh,
+        training: TrainingSpec,
+        events: RankEvents,
+    ) -> None:
+        self._trainer = trainer
+        self._stream = stream
+        self._session = session
+        self._mesh = mesh
+        self._training = training
+        self._events = events
+        self._digest = SampleDigest()
+
+    def run(self, state: TrainingState) -> Outcome:
+        """Train until the last step, or until any rank is asked to stop; what was done is durable on return."""
+        # One rank carries what earlier generations fed; each adds its own part, and saving sums them up.
+        if self._mesh.rank == 0:
+            self._digest.value = state.digest
+        first, stopped = state.step + 1, False
+        for number in range(first, self._training.steps + 1):
+            began = time.monotonic()
+            state, stopped = self._step(number, state)
+            if number == first:
+                self._events.phase("first-step", time.monotonic() - began)
+            if stopped:
+                break
+            if self._session is not None:
+                self._session.report()
+                if self._session.due(number):
+                    self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=False)
+        if self._session is not None:
+            self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=True)
+        return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
+        began = time.monotonic()
+        coordinates = self._mesh.coordinates
+        batch = self._training.global_batch_size
+        share = batch // self._mesh.layout.data
+        mine = state.samples + coordinates.data * share
+        samples = self._stream.batch(mine, share)
+        read = time.monotonic()
+        result = self._trainer.step(number, samples, stop=self._events.stop_requested())
+        if coordinates.pipeline == 0 and coordinates.tensor == 0:
+            self._digest.add(mine, samples)
+        consumed = state.samples + batch
+        self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))
+        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
+        return after, result.stop
+
+    def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
+        return StepReport(
+            step=number,
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            learning_rate=result.learning_rate,
+            tokens=self._training.global_batch_size * self._training.sequence_length,
+            samples=samples,
+            seconds=seconds,
+            data_seconds=data_seconds,
+        )
+
+
+@contextmanager
+def _phase(events: RankEvents, name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    events.phase(name, time.monotonic() - began)

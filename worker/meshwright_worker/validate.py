@@ -49,7 +49,7 @@ def _model_problems(model: Architecture) -> Iterator[str]:
     hidden, heads = model.hidden_size, model.heads
     if hidden % heads or model.head_size % 2:
         fits = nearest(heads, lambda n: hidden % n == 0 and hidden // n % 2 == 0, hidden)
-        yield f"`model.heads: {heads}` must divide `model.hiddenSize: {hidden}` into heads of even width; nearest: {fits}"
+        yield f"`model.heads: {heads}` must divide `model.hiddenSize: {hidden}` into even widths; nearest: {fits}"
     if heads % model.kv_heads:
         fits = nearest(model.kv_heads, lambda n: heads % n == 0, heads)
         yield f"`model.kvHeads: {model.kv_heads}` must divide `model.heads: {heads}`; nearest: {fits}"
@@ -67,14 +67,14 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
     fits = nearest(run.tensor, lambda n: not any(value % n for value in divisible.values()), model.heads)
     for name, value in divisible.items():
         if value % run.tensor:
-            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit the model: {fits}"
+            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
 
 
 def _pipeline_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     if run.pipeline > model.layers:
         yield f"`parallelism.pipeline: {run.pipeline}` needs a layer a stage; at most `model.layers: {model.layers}`"
     if run.pipeline > 1 and model.tie_embeddings:
-        yield "`model.tieEmbeddings: true` needs `parallelism.pipeline: 1`: both ends of the pipeline would own the matrix"
+        yield "`model.tieEmbeddings: true` needs `parallelism.pipeline: 1`: both ends would own the matrix"
     if run.micro_batches < run.pipeline:
         yield (
             f"`parallelism.microBatches: {run.micro_batches}` must be at least `parallelism.pipeline: {run.pipeline}`: "

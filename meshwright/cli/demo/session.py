@@ -174,9 +174,9 @@ def read_saved(end: Snapshot) -> evidence.Saved | None:
     if end.status.checkpoint is None:
         return None
     try:
-        found = json.loads((Path(end.status.checkpoint.path) / "meshwright.json").read_text())
-        return evidence.Saved(int(found["step"]), int(found["samples"]), str(found["digest"]))
-    except (OSError, ValueError, KeyError):
+        state = json.loads((Path(end.status.checkpoint.path) / "meshwright.json").read_text())["state"]
+        return evidence.Saved(int(state["step"]), int(state["samples"]), f"{int(state['digest']):016x}")
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -186,4 +186,6 @@ async def sample_text(programs: Programs, end: Snapshot, directory: Path) -> str
         return ""
     argv = [sys.executable, "-m", "meshwright_worker.generate", "--checkpoint", end.status.checkpoint.path]
     argv += ["--prompt", PROMPT, "--tokens", "240"]
-    return (await programs.output("text sampler", argv, directory / "generate.log")).rstrip()
+    # One thread: more of them only get into each other's way with a model this small.
+    env = {"OMP_NUM_THREADS": "1"}
+    return (await programs.output("text sampler", argv, directory / "generate.log", env)).rstrip()

@@ -64,6 +64,9 @@ def admit(
         causes = validate(resource.node, obj, old)
     else:
         causes = _fit_builtin(resource, obj, old)
+    for key in ("finalizers", "ownerReferences", "labels", "annotations"):
+        if key in obj["metadata"] and not obj["metadata"][key]:
+            del obj["metadata"][key]
     causes += check_metadata(obj["metadata"], resource.rules.name_form)
     if not causes:
         if old is not None:

@@ -131,7 +131,7 @@ class Api:
     async def _review(self, request: web.Request, target: Target, user: User) -> web.StreamResponse:
         if request.method != "POST" or target.name or target.version != "v1":
             raise method_not_allowed()
-        review = bodies.parse_object(request.content_type, await request.read())
+        review = bodies.parse_object(bodies.media_type(request.headers.get("Content-Type", "")), await request.read())
         return plain(self._reviews.answer(target.plural, review, user), 201)
 
 

@@ -25,6 +25,11 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
+def media_type(header: str) -> str:
+    """The media type in a Content-Type header, without its parameters; empty when there is none."""
+    return header.partition(";")[0].strip().lower()
+
+
 def parse_object(content_type: str, raw: bytes) -> dict[str, Any]:
     """The object in the body of a create or replace.
 

@@ -51,10 +51,14 @@ class Authority:
         """The private key. Whoever has it can pose as any server of this authority."""
         return _key_pem(self.key)
 
-    def issue(self, common_name: str, names: Iterable[str] = LOCAL_NAMES) -> tuple[str, str]:
-        """A serving certificate for host names and IP addresses; returns certificate and key as PEM."""
+    def issue(self, common_name: str, names: Iterable[str] = LOCAL_NAMES, *, client: bool = False) -> tuple[str, str]:
+        """A serving certificate for host names and IP addresses; returns certificate and key as PEM.
+
+        With `client` it also proves who connects, as a real API server does to kubelets.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if client else [])]
+        usage = x509.ExtendedKeyUsage(uses)
         builder = _builder(_name(common_name), self.certificate.subject, key)
         builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(n) for n in names]), critical=False)
         builder = builder.add_extension(usage, critical=False)

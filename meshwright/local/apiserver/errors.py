@@ -51,9 +51,11 @@ class ApiError(Exception):
         }
 
 
-def success(code: int = 200, details: JsonObject | None = None) -> JsonObject:
-    """A success `Status` object."""
-    status: JsonObject = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}
+def success(code: int | None = None, details: JsonObject | None = None) -> JsonObject:
+    """A success `Status` object. That of a delete carries no code, as with a real server."""
+    status: JsonObject = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+    if code is not None:
+        status["code"] = code
     return {**status, "details": details} if details else status
 
 

@@ -57,9 +57,14 @@ class Call:
         """How the client wants the write done."""
         return write_options(self.request.query, self.request.headers.get("User-Agent", ""))
 
+    @property
+    def content_type(self) -> str:
+        """The media type of the body; empty when the client names none."""
+        return bodies.media_type(self.request.headers.get("Content-Type", ""))
+
     async def object(self) -> dict[str, Any]:
         """The object in the body."""
-        return bodies.parse_object(self.request.content_type if self.request.can_read_body else "", await self.raw())
+        return bodies.parse_object(self.content_type, await self.raw())
 
     async def raw(self) -> bytes:
         """The body."""
@@ -172,7 +177,7 @@ class ResourceRequests:
 
     async def _patch(self, call: Call) -> web.StreamResponse:
         view, options, raw = call.view(), call.options(), await call.raw()
-        resource, target, kind = call.resource, call.target, call.request.content_type
+        resource, target, kind = call.resource, call.target, call.content_type
         if kind == APPLY_PATCH:
             config = bodies.parse("application/yaml", raw)
             if not isinstance(config, dict):
@@ -199,7 +204,7 @@ class ResourceRequests:
 
     async def _delete(self, call: Call) -> web.StreamResponse:
         view, body = call.view(), await call.raw()
-        given = bodies.parse_object(call.request.content_type, body) if body else {}
+        given = bodies.parse_object(call.content_type, body) if body else {}
         options = delete_options(call.request.query, given)
         last, gone = self.deleting.delete(call.resource, self._existing(call), options)
         if not gone or call.resource.rules.returns_deleted:
@@ -212,7 +217,7 @@ class ResourceRequests:
         if call.resource.namespaced and not call.target.namespace:
             raise method_not_allowed()
         view, body = call.view(), await call.raw()
-        given = bodies.parse_object(call.request.content_type, body) if body else {}
+        given = bodies.parse_object(call.content_type, body) if body else {}
         options = {**delete_options(call.request.query, given), "preconditions": None}
         items, metadata = list_objects(
             self.store, call.resource, call.target.namespace, list_options(call.request.query)
@@ -271,9 +276,9 @@ class ResourceRequests:
         if method == "PUT":
             scale = await call.object()
         elif method == "PATCH":
-            patch = self._parsed(resource, call.request.content_type, await call.raw())
+            patch = self._parsed(resource, call.content_type, await call.raw())
             present = self.subresources.scale_of(resource, self._existing(call))
-            scale = _patched(resource, call.request.content_type, present, patch)
+            scale = _patched(resource, call.content_type, present, patch)
         else:
             raise method_not_allowed()
         return plain(self.subresources.rescale(resource, self._existing(call), scale, options))

@@ -10,6 +10,7 @@ import secrets
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -157,15 +158,16 @@ def _has_account(writing: Writing, namespace: str, name: str, uid: str) -> bool:
 
 def _populate(registry: Registry, writing: Writing) -> None:
     """Create what every cluster has from the start and this one lacks."""
-    wanted = [(("", "namespaces"), {"metadata": {"name": name}}) for name in PERMANENT_NAMESPACES]
+    wanted: list[tuple[ResourceKey, dict[str, Any]]] = [
+        (("", "namespaces"), {"metadata": {"name": name}}) for name in PERMANENT_NAMESPACES
+    ]
     wanted += [((GROUP, plural), obj) for plural, obj in initial_roles()]
     for key, obj in wanted:
         _create_if_missing(registry, writing, key, obj)
 
 
-def _create_if_missing(registry: Registry, writing: Writing, key: ResourceKey, obj: dict[str, object]) -> None:
+def _create_if_missing(registry: Registry, writing: Writing, key: ResourceKey, obj: dict[str, Any]) -> None:
     resource = registry.get(key[0], "v1", key[1])
-    metadata = obj["metadata"]
-    if resource is None or not isinstance(metadata, dict) or writing.find(key, "", metadata["name"]) is not None:
+    if resource is None or writing.find(key, "", obj["metadata"]["name"]) is not None:
         return
     writing.create(resource, "", obj, WriteOptions(_SYSTEM, True, False, "Strict", False))

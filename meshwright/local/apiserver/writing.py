@@ -187,9 +187,6 @@ class Writing:
         metadata, was = new["metadata"], old["metadata"]
         check_finalizers(resource, new, old)
         admit(resource, new, old, options, subresource)
-        for key in ("finalizers", "ownerReferences", "labels", "annotations"):
-            if key in metadata and not metadata[key]:
-                del metadata[key]
         if not applied:
             track_update(resource.node, old, new, self._writer(resource, options, subresource), resource.custom)
         if "generation" in was and subresource != "status" and _essence(new) != _essence(old):

@@ -12,6 +12,8 @@ import logging
 from collections import OrderedDict
 from functools import partial
 
+import aiohttp
+
 from meshwright.local.client import ApiClient, ApiError
 from meshwright.local.controllers.ownership import FOREGROUND, ORPHAN, Graph, Node, OwnerState, judge
 from meshwright.local.discovery import discover
@@ -37,6 +39,8 @@ class GarbageCollector:
         self._graph = Graph()
         self._kinds: dict[tuple[str, str], Resource] = {}
         self._watches: dict[Resource, tuple[Reflector, asyncio.Task[None]]] = {}
+        self._unsure: set[str] = set()
+        """Dependents of an owner that no watch has shown: looked at again when there are more watches."""
         self._absent: OrderedDict[str, None] = OrderedDict()
         self._queue: WorkQueue[str] = WorkQueue("garbage", self._look, workers=4)
         self._rediscover = asyncio.Event()
@@ -56,7 +60,7 @@ class GarbageCollector:
             self._rediscover.clear()
             try:
                 await self._update_watches(group)
-            except (ApiError, OSError, TimeoutError) as error:
+            except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
                 logger.debug("discovery failed: %r", error)
                 await asyncio.sleep(0.5)
                 continue
@@ -78,12 +82,19 @@ class GarbageCollector:
             reflector = Reflector(self._client, resource, trim=_metadata_only)
             reflector.listeners.append(partial(self._changed, resource))
             self._watches[resource] = (reflector, group.create_task(reflector.run()))
+            group.create_task(self._recheck(reflector))
         for resource in self._watches.keys() - wanted:
             reflector, task = self._watches.pop(resource)
             task.cancel()
             for item in reflector.objects.values():
                 # No longer served is not deleted: what they own stays, as long as nothing better is known.
                 self._graph.remove(item["metadata"]["uid"])
+
+    async def _recheck(self, reflector: Reflector) -> None:
+        await reflector.synced.wait()
+        unsure, self._unsure = self._unsure, set()
+        for uid in unsure:
+            self._queue.add(uid)
 
     def _changed(self, resource: Resource, change: Change) -> None:
         node = Node.of(resource, change.object)
@@ -157,6 +168,9 @@ class GarbageCollector:
         if owner["uid"] in self._absent:
             return OwnerState.GONE
         known = self._graph.nodes.get(owner["uid"])
+        if known is None:
+            # It may go before its kind is watched, and then nobody would tell.
+            self._unsure.add(node.uid)
         if known is None or known.namespace not in ("", node.namespace):
             group = owner["apiVersion"].rpartition("/")[0]
             resource = self._kinds.get((group, owner["kind"]))

@@ -15,12 +15,13 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.local.apiserver import certificates
+from meshwright.local.apiserver.certificates import TlsFiles
 from meshwright.local.client import ApiClient
 from meshwright.local.connection import Connection, write_kubeconfig
 from meshwright.local.nodeagent.kubelet import KubeletTls
 from meshwright.local.nodeagent.process import Process, ProcessSpec
 from meshwright.local.providers.base import ControlPlane, ProviderError
+from meshwright.local.providers.tls import serving_files
 
 _DEFAULT_DIRECTORY = "/usr/local/kubebuilder/bin"
 _READY_SECONDS = 60.0
@@ -49,12 +50,12 @@ class AssetsProvider:
             if path is None:
                 raise ProviderError(f"{name} not found: set KUBEBUILDER_ASSETS to a directory that has it")
         self._logs.mkdir(parents=True, exist_ok=True)
-        tls = certificates.ensure(self._directory / "certificates")
-        kubelet = KubeletTls(tls.certificate, tls.key, secrets.token_urlsafe(32), client_ca=tls.ca)
+        tls = serving_files(self._directory / "certificates", client=True)
+        kubelet = KubeletTls(tls.certificate, tls.key, secrets.token_urlsafe(32), client_ca=tls.authority)
         token = secrets.token_urlsafe(32)
         etcd, port = await self._start_etcd(), _free_port()
         await self._start("kube-apiserver", self._apiserver_flags(etcd, port, token, tls))
-        connection = Connection(f"https://127.0.0.1:{port}", token, tls.ca.read_text())
+        connection = Connection(f"https://127.0.0.1:{port}", token, tls.authority.read_text())
         await self._wait_ready(connection)
         kubeconfig = self._logs / "kubeconfig"
         write_kubeconfig(kubeconfig, connection)
@@ -108,7 +109,7 @@ class AssetsProvider:
         )
         return client
 
-    def _apiserver_flags(self, etcd: str, port: int, token: str, tls: certificates.TlsFiles) -> list[str]:
+    def _apiserver_flags(self, etcd: str, port: int, token: str, tls: TlsFiles) -> list[str]:
         tokens = self._logs / "tokens.csv"
         tokens.touch(mode=0o600)
         tokens.write_text(f'{token},admin,admin,"system:masters"\n')
@@ -125,14 +126,14 @@ class AssetsProvider:
             # Pods here get no service account tokens: nothing mounts them.
             "--disable-admission-plugins=ServiceAccount",
             "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-account-key-file={tls.key}",
+            f"--service-account-key-file={tls.certificate}",
             f"--service-account-signing-key-file={tls.key}",
             "--service-cluster-ip-range=10.0.0.0/24",
             "--endpoint-reconciler-type=none",
             # For `kubectl logs`: how it shows itself to our nodes, and whom it believes to be one.
             f"--kubelet-client-certificate={tls.certificate}",
             f"--kubelet-client-key={tls.key}",
-            f"--kubelet-certificate-authority={tls.ca}",
+            f"--kubelet-certificate-authority={tls.authority}",
             "--kubelet-preferred-address-types=InternalIP",
         ]
 

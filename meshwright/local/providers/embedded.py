@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from meshwright.local.apiserver import certificates
 from meshwright.local.apiserver.server import ApiServer
 from meshwright.local.connection import Connection
 from meshwright.local.nodeagent.kubelet import KubeletTls
 from meshwright.local.providers.base import ControlPlane, ProviderError
+from meshwright.local.providers.tls import serving_files
 
 
 class EmbeddedProvider:
@@ -29,7 +29,7 @@ class EmbeddedProvider:
 
     async def start(self) -> ControlPlane:
         """Serve."""
-        tls = certificates.ensure(self._directory / "certificates")
+        tls = serving_files(self._directory / "certificates")
         kubelet = KubeletTls(tls.certificate, tls.key, secrets.token_urlsafe(32))
         objects = None if self._in_memory else self._directory / "objects"
         self._server = ApiServer(objects, kubelet_token=kubelet.token, tls=tls)

@@ -6,6 +6,7 @@ a reconcile has published: a coordinator that has just started makes everyone wa
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -20,6 +21,8 @@ from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.tokens import Tokens
 
 MAX_BODY_BYTES = 256 << 10
+HUNG_UP = 499
+"""In the metrics, for a client that went away before it was answered."""
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -71,6 +74,9 @@ class Coordinator:
                 response = await handler(request)
                 code = response.status
                 return response
+            except asyncio.CancelledError:
+                code = HUNG_UP
+                raise
             except web.HTTPException as refusal:
                 code = refusal.status
                 raise

@@ -161,9 +161,6 @@ def _break(draft: Draft, verdict: recovery.Break) -> None:
     draft.mesh.pending_cause = verdict.cause
     # Whole seconds, rounded up: the pods that this verdict has seen ended before it.
     draft.mesh.pending_since = format_time(draft.observed.now + timedelta(seconds=1))
-    checkpoint = draft.status.checkpoint
-    where = f"the checkpoint of step {checkpoint.step}" if checkpoint is not None else "the last checkpoint, if any"
-    draft.note("RestartingFromCheckpoint", f"generation {draft.mesh.generation + 1} will go on from {where}")
     draft.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
 
 
@@ -192,10 +189,18 @@ def _toward_generation(draft: Draft) -> None:
             _starting(draft, "the gang starts")
         case gang.Form():
             draft.status.mesh = form(draft.observed, cause)
-            mesh = draft.mesh
-            layout = draft.observed.plan.summary
-            draft.note("MeshFormed", f"generation {mesh.generation} ({cause}): {layout}, master {mesh.master}")
-            _starting(draft, f"generation {mesh.generation} starts")
+            _announce(draft)
+            _starting(draft, f"generation {draft.mesh.generation} starts")
+
+
+def _announce(draft: Draft) -> None:
+    mesh, checkpoint = draft.mesh, draft.status.checkpoint
+    number, layout = mesh.generation, draft.observed.plan.summary
+    draft.note("MeshFormed", f"generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
+    if checkpoint is not None and number > 1:
+        draft.note(
+            "RestartingFromCheckpoint", f"generation {number} goes on from the checkpoint of step {checkpoint.step}"
+        )
 
 
 def _starting(draft: Draft, message: str, problem: str = "") -> None:

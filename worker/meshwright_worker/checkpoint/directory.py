@@ -22,10 +22,14 @@ _TEMPORARY, _DAMAGED, _REPLACED = ".writing-", ".damaged-", ".replaced-"
 
 
 class CheckpointDirectory:
-    """Names, commits and removes checkpoints under one root. Only rank 0 changes anything, except inside `temporary`."""
+    """Names, commits and removes checkpoints under one root. Only rank 0 changes anything, except inside `temporary`.
 
-    def __init__(self, root: Path) -> None:
+    The hidden name carries the mesh generation: a straggler of an older one cannot write into a newer one's checkpoint.
+    """
+
+    def __init__(self, root: Path, generation: int = 0) -> None:
         self.root = root
+        self._generation = generation
 
     def path(self, step: int) -> Path:
         """Where the complete checkpoint of a step is."""
@@ -33,7 +37,7 @@ class CheckpointDirectory:
 
     def temporary(self, step: int) -> Path:
         """Where the checkpoint of a step is while it is written."""
-        return self.root / f"{_TEMPORARY}{self.path(step).name}"
+        return self.root / f"{_TEMPORARY}{self._generation}-{self.path(step).name}"
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, newest first."""
@@ -68,7 +72,7 @@ class CheckpointDirectory:
         self._remove_hidden(_REPLACED)
 
     def clean(self) -> None:
-        """Remove what earlier processes left unfinished, found damaged or replaced. Call it before anything is written."""
+        """Remove what earlier processes left unfinished, found damaged or replaced. Call before any save."""
         self._remove_hidden(_TEMPORARY, _DAMAGED, _REPLACED)
 
     def set_aside(self, step: int) -> None:

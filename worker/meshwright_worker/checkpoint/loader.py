@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
 from meshwright_worker.checkpoint.manifest import Manifest, read_manifest
@@ -33,16 +34,16 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh) -> Manifest | None
     if mesh.rank == 0:
         directory.clean()
     while True:
-        step = _from_first_rank((directory.steps() or [_NONE])[0] if mesh.rank == 0 else _NONE)
+        step = _from_first_rank((directory.steps() or [_NONE])[0] if mesh.rank == 0 else _NONE, mesh)
         if step == _NONE:
             return None
         manifest = read_manifest(directory.path(step))
-        if _everywhere(manifest is not None and _share_is_intact(directory.path(step), manifest, mesh)):
+        if _everywhere(manifest is not None and _share_is_intact(directory.path(step), manifest, mesh), mesh):
             return manifest
         if mesh.rank == 0:
             log.warning("the checkpoint of step %d is damaged; trying the one before it", step)
             directory.set_aside(step)
-        dist.barrier()
+        dist.barrier(group=mesh.checkpoint_group)
 
 
 def check_same_run(found: Manifest, expected: Manifest) -> None:
@@ -70,14 +71,14 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
         CheckpointMismatchError: a tensor is missing there or has another shape.
     """
     try:
-        dcp.load(
+        load(
             tensors,
             storage_reader=CheckpointReader(path),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
 
 
@@ -86,13 +87,13 @@ def _share_is_intact(path: Path, manifest: Manifest, mesh: Mesh) -> bool:
     return all(is_intact(path / name, manifest.files[name]) for name in share)
 
 
-def _from_first_rank(step: int) -> int:
+def _from_first_rank(step: int, mesh: Mesh) -> int:
     shared = torch.tensor([step])
-    dist.broadcast(shared, src=0)
+    dist.broadcast(shared, src=0, group=mesh.checkpoint_group)
     return int(shared.item())
 
 
-def _everywhere(here: bool) -> bool:
+def _everywhere(here: bool, mesh: Mesh) -> bool:
     agreed = torch.tensor([int(here)])
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=mesh.checkpoint_group)
     return bool(agreed.item())

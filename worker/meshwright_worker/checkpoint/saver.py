@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import FileRecord, Manifest
@@ -90,7 +90,7 @@ class Checkpointer:
         if self._mesh.rank == 0:
             self._directory.prepare(step)
         dist.barrier(group=group)
-        dcp.save(
+        save(
             tensors,
             storage_writer=CheckpointWriter(
                 self._directory.temporary(step), self._mesh.rank, self._commit_of(manifest)

@@ -7,6 +7,8 @@ may be larger than memory. The page cache keeps what is read again.
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,24 +88,38 @@ def open_corpus(data: DataSpec, data_dir: str | None) -> Corpus:
         CorpusError: there is no volume, or nothing in it matches.
     """
     if data.source is DataSource.PYTHON_STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = (path for path in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts))
-        return Corpus(_documents(root, paths))
+        return Corpus(_walk(Path(sysconfig.get_path("stdlib")), skip=_NOT_LIBRARY, suffix=".py"))
     if data_dir is None:
         raise CorpusError("`data.source: Files` needs `data.claimName`: no data volume is mounted")
-    root = Path(data_dir)
+    wanted = _glob_pattern(data.pattern)
+    return Corpus(document for document in _walk(Path(data_dir)) if wanted.fullmatch(document.name))
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset(), suffix: str = "") -> list[Document]:
     # Hidden entries are not data: Kubernetes keeps `..data` beside the files of projected volumes.
-    visible = (
-        path for path in root.glob(data.pattern) if not any(p.startswith(".") for p in path.relative_to(root).parts)
-    )
-    return Corpus(_documents(root, visible))
-
-
-def _documents(root: Path, paths: Iterable[Path]) -> list[Document]:
-    found = [
-        Document(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths if path.is_file()
-    ]
+    # Every rank does this at every start, so directories that are skipped are never entered.
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        for file in files:
+            path = os.path.join(folder, file)
+            if file.endswith(suffix) and not file.startswith(".") and os.path.isfile(path):
+                found.append(Document(Path(path), os.path.relpath(path, root), os.path.getsize(path)))
     return sorted(found, key=lambda document: document.name)
+
+
+def _glob_pattern(pattern: str) -> re.Pattern[str]:
+    """`**` as any number of folders, `*` and `?` within one name."""
+    parts = pattern.strip("/").split("/")
+    text = ""
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1
+        if part == "**":
+            text += ".*" if last else "(?:.*/)?"
+            continue
+        name = "".join({"*": "[^/]*", "?": "[^/]"}.get(letter, re.escape(letter)) for letter in part)
+        text += name if last else name + "/"
+    return re.compile(text, re.DOTALL)
 
 
 def _read(document: Document, offset: int, length: int) -> npt.NDArray[np.uint8]:

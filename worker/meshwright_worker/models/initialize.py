@@ -38,7 +38,7 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
     local = parameter.to_local().detach()
-    chunks = parameter.__create_chunk_list__()
+    chunks = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if not chunks:
         return local, tuple(slice(0, size) for size in local.shape)
     (chunk,) = chunks

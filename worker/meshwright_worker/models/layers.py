@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy in fp32, summed over tokens. A module of its own so that tensor parallelism can say how it is split."""
+    """Cross-entropy in fp32, summed over tokens. A module so that tensor parallelism can say how it is split."""
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits [batch, positions, vocabulary] and targets [batch, positions] -> []."""

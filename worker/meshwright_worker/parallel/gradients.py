@@ -55,7 +55,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> No
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in pending:
         work.wait()
-        parts = flat.split([tensor.numel() for tensor in bucket])
+        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism after Megatron-LM (arXiv 1909.08053), with its sequence parallelism (arXiv 2205.05198) as an option.
+"""Tensor parallelism after Megatron-LM (arXiv 1909.08053), optionally with its sequence parallelism (2205.05198).
 
 Attention heads, the feed-forward width and the vocabulary are split over the ranks of a tensor group: DTensor's column
 and row styles, a vocabulary-parallel embedding, and logits that stay split through the loss. With sequence parallelism
@@ -26,7 +26,7 @@ from meshwright_worker.models.llama import DecoderStage
 
 
 def split_over_tensor_group(stage: DecoderStage, group: DeviceMesh, *, sequence: bool) -> None:
-    """Split a stage in place: its matrices become DTensors on `group`. Works on the meta device, without communication."""
+    """Split a stage in place: its matrices become DTensors on `group`. On the meta device it communicates nothing."""
     residual: Placement = Shard(1) if sequence else Replicate()
     for block in stage.layers.values():
         parallelize_module(block, group, _block_styles(residual))

@@ -1,0 +1,61 @@
+"""Runs small enough for hundreds of them, with everything in them that can go wrong: grouped heads, uneven stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api.spec import (
+    CheckpointSpec,
+    DataSource,
+    DataSpec,
+    OptimizerSpec,
+    ParallelismSpec,
+    Precision,
+    TrainingSpec,
+)
+from meshwright.models.architecture import Architecture
+from meshwright.protocol import RunConfig
+
+
+def small_run(
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    *,
+    zero: int = 0,
+    sequence: bool = True,
+    micro_batches: int = 2,
+    steps: int = 8,
+    every: int = 3,
+    keep: int = 2,
+    precision: Precision = Precision.FP32,
+    clip: float = 1.0,
+    seed: int = 0,
+    **model: Any,
+) -> RunConfig:
+    numbers = {
+        "layers": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 260,
+    }
+    return RunConfig(
+        tensor=tensor,
+        pipeline=pipeline,
+        data_parallel=data,
+        micro_batches=micro_batches,
+        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
+        architecture=Architecture(**{**numbers, **model}),
+        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
+        training=TrainingSpec(
+            steps=steps,
+            global_batch_size=8,
+            sequence_length=16,
+            seed=seed,
+            precision=precision,
+            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+        ),
+        checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
+    )

@@ -1,0 +1,114 @@
+"""Checkpoints as the training loop sees them: where to begin, and what to save when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.spec import CheckpointSpec, TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, newest_intact
+from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
+from meshwright_worker.checkpoint.saver import Checkpointer
+from meshwright_worker.checkpoint.tensors import checkpoint_tensors
+from meshwright_worker.data.digest import MODULUS
+from meshwright_worker.mesh import Mesh
+from meshwright_worker.optimizer import AdamW
+from meshwright_worker.parallel.shards import Shard
+from meshwright_worker.task import RankEvents, RankTask
+
+
+class CheckpointSession:
+    """The checkpoints of one rank in one mesh generation. Every method is collective."""
+
+    def __init__(
+        self,
+        task: RankTask,
+        spec: CheckpointSpec,
+        root: str,
+        mesh: Mesh,
+        events: RankEvents,
+        blank: Manifest,
+    ) -> None:
+        self._spec = spec
+        self._mesh = mesh
+        self._events = events
+        self._blank = blank
+        self._directory = CheckpointDirectory(Path(root), task.generation)
+        self._saver = Checkpointer(self._directory, spec.retained, mesh)
+        self._newest = -1
+
+    def load(self, shards: Sequence[Shard], optimizer: AdamW) -> TrainingState:
+        """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
+
+        Raises:
+            CheckpointMismatchError: it is of another run.
+        """
+        found = newest_intact(self._directory, self._mesh)
+        if found is None:
+            return TrainingState()
+        check_same_run(found, self._blank)
+        path = self._directory.path(found.state.step)
+        load_tensors(checkpoint_tensors(shards, optimizer), path, self._mesh.checkpoint_group)
+        optimizer.set_steps(found.state.step)
+        self._newest = found.state.step
+        return found.state
+
+    def due(self, step: int) -> bool:
+        """Whether the interval asks for a checkpoint after `step`."""
+        return step % self._spec.interval == 0
+
+    def save(self, shards: Sequence[Shard], optimizer: AdamW, state: TrainingState, *, wait: bool) -> None:
+        """Save `state`, whose digest is this rank's own part; returns at once, or with `wait` when it is durable.
+
+        Raises:
+            CheckpointError: this save, or an earlier one, failed.
+        """
+        self.report(wait=True)
+        if state.step != self._newest:
+            self._newest = state.step
+            whole = state.model_copy(update={"digest": self._summed(state.digest)})
+            manifest = self._blank.model_copy(update={"state": whole})
+            self._saver.begin(checkpoint_tensors(shards, optimizer), manifest)
+        if wait:
+            self.report(wait=True)
+
+    def report(self, *, wait: bool = False) -> None:
+        """Tell of a save that became durable meanwhile; with `wait`, when the one under way is.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        saved = self._saver.finished(wait=wait)
+        if saved is not None and self._mesh.rank == 0:
+            self._events.checkpoint(saved.step, str(saved.path), saved.seconds)
+
+    def _summed(self, digest: int) -> int:
+        # int64 sums wrap modulo 2^64, which 2^63 divides.
+        total = torch.tensor([digest], dtype=torch.int64)
+        dist.all_reduce(total, group=self._mesh.checkpoint_group)
+        return int(total.item()) % MODULUS
+
+
+def blank_manifest(
+    task: RankTask, architecture: Architecture, training: TrainingSpec, stream: str, mesh: Mesh
+) -> Manifest:
+    """What every manifest of this generation says alike."""
+    layout = LayoutRecord(
+        tensor=mesh.layout.tensor,
+        pipeline=mesh.layout.pipeline,
+        data=mesh.layout.data,
+        zero_stage=task.run.parallelism.zero_stage,
+    )
+    return Manifest(
+        state=TrainingState(),
+        architecture=architecture,
+        seed=training.seed,
+        sequence_length=training.sequence_length,
+        stream=stream,
+        layout=layout,
+    )
