@@ -69,6 +69,18 @@ def required_node_terms(pod_spec: Object) -> list[Object] | None:
     return None if required is None else list(required.get("nodeSelectorTerms") or ())
 
 
+def pinned_to(pod_spec: Object) -> set[str] | None:
+    """The only nodes a pod can go to, when every term of its required affinity names some; else None."""
+    terms = required_node_terms(pod_spec)
+    names: set[str] = set()
+    for term in terms or ():
+        named = [set(item.get("values") or ()) for item in term.get("matchFields") or () if item["operator"] == "In"]
+        if not named:
+            return None
+        names |= set.intersection(*named)
+    return names if terms else None
+
+
 def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
     """Whether any toleration covers a taint."""
     return any(toleration_covers(toleration, taint) for toleration in tolerations)

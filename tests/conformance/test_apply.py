@@ -84,7 +84,8 @@ async def test_keyed_lists_merge_by_item(api, runs):
     assert code == 200, obj
     assert [t["key"] for t in obj["spec"]["tolerations"]] == ["x", "y"]
     assert owned(obj, "m2") == {"f:spec": {"f:tolerations": {'k:{"key":"y"}': {".": {}, "f:key": {}, "f:value": {}}}}}
-    _, obj = await tolerate("m2")
+    code, obj = await tolerate("m2")
+    assert code == 200, obj
     assert [t["key"] for t in obj["spec"]["tolerations"]] == ["x"]
 
 

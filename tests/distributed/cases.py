@@ -21,7 +21,7 @@ from meshwright_worker.validate import validate
 
 @dataclass
 class Trained:
-    """One rank's view after some steps; of its stage the whole gradients of step 1 and the whole parameters at the end."""
+    """One rank's view after some steps; of its stage the gradients of step 1 and the parameters at the end, whole."""
 
     results: list[StepResult]
     gradients: dict[str, torch.Tensor]

@@ -51,6 +51,13 @@ def complete(
     return answers
 
 
+def is_pickle(content: bytes) -> bool:
+    try:
+        return bool(list(pickletools.genops(content)))
+    except ValueError:
+        return False
+
+
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 0xFF
@@ -195,8 +202,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(pool: RankPool, tmp_path: Path, tex
     assert {file.suffix for file in files} == {".json", ".safetensors"}
     for file in files:
         content = file.read_bytes()
-        with pytest.raises(ValueError, match=""):
-            list(pickletools.genops(content))
+        assert not is_pickle(content)
         header = content[8 : 8 + int.from_bytes(content[:8], "little")] if file.suffix == ".safetensors" else content
         json.loads(header)
 

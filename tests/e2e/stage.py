@@ -37,10 +37,10 @@ replicas: 2
 model: {layers: 2, hiddenSize: 32, intermediateSize: 64, heads: 2, vocabSize: 260}
 data: {source: PythonStdlib}
 training:
-  {steps: 120, globalBatchSize: 8, sequenceLength: 32, seed: 3, optimizer: {learningRate: 0.003, warmupSteps: 5}}
+  {steps: 60, globalBatchSize: 8, sequenceLength: 32, seed: 3, optimizer: {learningRate: 0.003, warmupSteps: 5}}
 parallelism: {tensor: 2, pipeline: 1, microBatches: 2}
 workers: {image: meshwright-worker:0.1.0, gpusPerWorker: 2}
-checkpoint: {claimName: NAME, everySteps: 20, keep: 2}
+checkpoint: {claimName: NAME, everySteps: 10, keep: 2}
 """
 
 

@@ -50,7 +50,7 @@ def connected(directory):
 def job(tmp_path):
     """A job that is over in seconds."""
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump_all(tiny("short", training={"steps": 200})))
+    path.write_text(yaml.safe_dump_all(tiny("short", training={"steps": 100})))
     return path
 
 
@@ -68,7 +68,7 @@ async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
         "def ",
     ):
         assert word in out, out
-    assert "step 200, 1,600 samples" in out
+    assert "step 100, 800 samples" in out
     checkpoint = next(Path(line.split()[-1]) for line in out.splitlines() if line.startswith("checkpoint "))
     assert (checkpoint / "meshwright.json").exists()
     assert connected(directory) == []

@@ -25,7 +25,7 @@ async def uid_of(stage, name):
 async def test_a_lost_pod_is_replaced_and_the_run_ends_bitwise_the_same(stage, reference, worker, grace):
     name = f"lost{worker}"
     await stage.apply(tiny(name))
-    await stage.trained(name, 45)
+    await stage.trained(name, 25)
     survivor = (await stage.pod(name, 1 - worker))["metadata"]
     lost = await stage.delete_pod(name, worker, grace)
     status = await stage.complete(name)
@@ -44,7 +44,7 @@ async def test_a_lost_pod_is_replaced_and_the_run_ends_bitwise_the_same(stage, r
 async def test_a_killed_rank_restarts_in_place(stage, reference):
     await stage.apply(tiny("rank"))
     uid = await uid_of(stage, "rank")
-    await stage.trained("rank", 45)
+    await stage.trained("rank", 25)
     pods = {p["metadata"]["uid"] for p in await stage.pods("rank")}
     (started,) = re.findall(r"rank started rank=3 generation=1 pid=(\d+)", await stage.log("rank-w1-0"))
     assert int(started) in processes(uid)
@@ -65,7 +65,7 @@ async def test_an_operator_killed_midway_touches_no_worker(stage, reference):
     await stage.kill_operator()
     assert await stage.trained("steady", before + 5) > before  # training goes on without it
     await stage.start_operator()
-    assert set(processes(uid)) >= pids or (await stage.status("steady")).step == 120
+    assert set(processes(uid)) >= pids or (await stage.status("steady")).step == 60
     status = await stage.complete("steady")
     assert status.restart_count == 0
     assert status.mesh is not None

@@ -9,6 +9,8 @@ from meshwright.local.resources import CLAIMS, CONFIG_MAPS, CRDS, NAMESPACES, PO
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+# kube-controller-manager learns of new kinds every 30 s.
+SLOW = 75.0
 WIDGETS = Resource("example.com", "v1", "widgets", "Widget")
 
 
@@ -30,11 +32,11 @@ async def make(kit, name, *owners, block=True, resource=CONFIG_MAPS, **metadata)
     return await kit.client.create(resource, body, kit.namespace)
 
 
-async def gone(kit, name, resource=CONFIG_MAPS):
+async def gone(kit, name, resource=CONFIG_MAPS, seconds=10.0):
     async def look():
         return await kit.client.find(resource, name, kit.namespace) is None
 
-    await kit.until(look, what=f"{name} is collected")
+    await kit.until(look, seconds, what=f"{name} is collected")
 
 
 @pytest.mark.parametrize("policy", ["Background", "Foreground"])
@@ -122,13 +124,13 @@ async def test_pods_of_a_custom_resource(kit):
     await kit.pod("w-pod", "sleep 60", meta={"ownerReferences": owned_by(widget)})
     await kit.running("w-pod")
     await kit.client.delete(WIDGETS, "w", "default")
-    await kit.vanished("w-pod")
+    await kit.vanished("w-pod", SLOW)
     # The definition itself takes its objects, and they their dependents, along.
     widget = await kit.client.create(WIDGETS, {"metadata": {"name": "x"}}, "default")
     await make(kit, "x-child", widget)
     await asyncio.sleep(0.3)
     await kit.client.delete(CRDS, "widgets.example.com")
-    await gone(kit, "x-child")
+    await gone(kit, "x-child", seconds=SLOW)
 
 
 async def test_namespace_deletion_takes_everything(kit):
@@ -151,13 +153,13 @@ async def test_namespace_deletion_takes_everything(kit):
         pods = (await kit.client.list(PODS, "team")).items
         return not pods and any("configmaps has 1" in message for message in messages)
 
-    await kit.until(told)
+    await kit.until(told, SLOW)
     await kit.client.patch(CONFIG_MAPS, "held", {"metadata": {"finalizers": None}}, "team")
 
     async def empty():
         return await kit.client.find(NAMESPACES, "team") is None
 
-    await kit.until(empty)
+    await kit.until(empty, SLOW)
 
 
 def claim(name, **spec):

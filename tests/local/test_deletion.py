@@ -159,7 +159,7 @@ async def test_deleting_a_pod_that_waits_for_a_volume(kit):
 
 
 async def test_what_a_pod_left_on_the_node_goes_with_it(kit):
-    await kit.pod("tidy", "touch \"$HOME/x\" \"$TMPDIR/y\"")
+    await kit.pod("tidy", 'touch "$HOME/x" "$TMPDIR/y"')
     pod = await kit.ended("tidy")
     directory = kit.cluster.directory / "nodes" / pod["spec"]["nodeName"] / "pods" / pod["metadata"]["uid"]
     assert (directory / "home" / "x").exists()

@@ -66,7 +66,6 @@ TAINT = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
         ({"affinity": required({"key": "fast", "operator": "DoesNotExist"})}, "ab"),
         ({"affinity": required({"key": "fast", "operator": "Gt", "values": ["3"]})}, "c"),
         ({"affinity": required({"key": "fast", "operator": "Lt", "values": ["3"]})}, ""),
-        ({"affinity": required(fields=[{"key": "metadata.name", "operator": "In", "values": ["b"]}])}, "b"),
         ({"affinity": required()}, ""),
     ],
 )
@@ -75,6 +74,19 @@ def test_node_selection(spec, allowed):
     against = why(pod("p", **spec), nodes)
     assert "".join(name for name, reasons in against.items() if not reasons) == allowed
     assert all(reasons == [AFFINITY] for reasons in against.values() if reasons)
+
+
+def test_pinned_by_name():
+    pin = required(fields=[{"key": "metadata.name", "operator": "In", "values": ["b"]}])
+    against = why(pod("p", gpus=3, affinity=pin), [node("a"), node("b"), node("c", taints=[TAINT])])
+    assert fits.unschedulable_message(against) == (
+        "0/3 nodes are available: 1 Insufficient nvidia.com/gpu, 2 node(s) didn't satisfy plugin(s) [NodeAffinity]."
+    )
+    pin["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"].append(
+        {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    )
+    against = why(pod("p", affinity=pin), [node("a"), node("b"), node("c")])
+    assert [name for name, reasons in against.items() if not reasons] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +122,9 @@ def test_resources_count_what_runs_and_not_what_ended():
     assert why(pod("p", gpus=2), [node("a")], there)["a"] == ["Insufficient nvidia.com/gpu"]
     assert why(pod("p", gpus=1), [node("a")], there, assumed={"z": "a"})["a"] == []
     bound = pod("z", gpus=1)
-    assert why(pod("p", gpus=1), [node("a")], [*there, bound], assumed={"z": "a"})["a"] == ["Insufficient nvidia.com/gpu"]
+    assert why(pod("p", gpus=1), [node("a")], [*there, bound], assumed={"z": "a"})["a"] == [
+        "Insufficient nvidia.com/gpu"
+    ]
 
 
 def test_several_resources_are_named():
@@ -179,7 +193,9 @@ def test_topology_spread():
     against = why(candidate, nodes, there)
     assert against["a1"] == ["node(s) didn't match pod topology spread constraints"]
     assert against["b1"] == []
-    soft = pod("p", labels={"app": "x"}, topologySpreadConstraints=[{**constraint, "whenUnsatisfiable": "ScheduleAnyway"}])
+    soft = pod(
+        "p", labels={"app": "x"}, topologySpreadConstraints=[{**constraint, "whenUnsatisfiable": "ScheduleAnyway"}]
+    )
     assert why(soft, nodes, there)["a1"] == []
 
 

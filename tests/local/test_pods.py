@@ -67,7 +67,9 @@ async def test_no_command_is_explained(kit):
 
 
 async def test_environment(kit):
-    await kit.client.create(CONFIG_MAPS, {"metadata": {"name": "settings"}, "data": {"one": "1", "two": "2"}}, "default")
+    await kit.client.create(
+        CONFIG_MAPS, {"metadata": {"name": "settings"}, "data": {"one": "1", "two": "2"}}, "default"
+    )
     await kit.client.create(SECRETS, {"metadata": {"name": "hidden"}, "data": {"key": "czNjcmV0"}}, "default")
     env = [
         {"name": "PLAIN", "value": "plain"},
@@ -80,7 +82,7 @@ async def test_environment(kit):
         {"name": "ONE", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "one"}}},
         {"name": "MISSING", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "x", "optional": True}}},
         {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "hidden", "key": "key"}}},
-        {"name": "GPUS", "valueFrom": {"resourceFieldRef": {"resource": "limits.nvidia.com/gpu"}}},
+        {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
     ]
     await kit.pod(
         "env",
@@ -90,7 +92,7 @@ async def test_environment(kit):
         "$(PLAIN)",
         env=env,
         envFrom=[{"prefix": "S_", "configMapRef": {"name": "settings"}}],
-        resources={"limits": {"nvidia.com/gpu": "1"}, "requests": {"nvidia.com/gpu": "1"}},
+        resources={"limits": {"cpu": "1500m"}},
         meta={"labels": {"team": "a"}, "annotations": {"example.com/note": "b"}},
     )
     pod = await kit.ended("env")
@@ -105,7 +107,7 @@ async def test_environment(kit):
         "NOTE": "b",
         "ONE": "1",
         "KEY": "s3cret",
-        "GPUS": "1",
+        "CORES": "2",
         "S_two": "2",
         "HOSTNAME": "env",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -119,7 +121,9 @@ async def test_environment(kit):
 
 
 async def test_volumes_by_path(kit):
-    await kit.client.create(CONFIG_MAPS, {"metadata": {"name": "scripts"}, "data": {"go.sh": "echo from script"}}, "default")
+    await kit.client.create(
+        CONFIG_MAPS, {"metadata": {"name": "scripts"}, "data": {"go.sh": "echo from script"}}, "default"
+    )
     volumes = [
         {"name": "scratch", "emptyDir": {}},
         {"name": "code", "configMap": {"name": "scripts", "defaultMode": 0o755}},
@@ -152,12 +156,15 @@ async def test_volumes_by_path(kit):
     )
     pod = await kit.ended("volumes")
     *lines, directory = kit.log_of(pod).splitlines()
-    assert lines == ["written", "from script", 'team="a"']
+    assert lines[:2] == ["written", "from script"]
+    assert 'team="a"' in lines
     assert directory.endswith("/volumes/scratch")
 
 
 async def test_waits_for_a_config_map(kit):
-    await kit.pod("early", "echo $ONE", env=[{"name": "ONE", "valueFrom": {"configMapKeyRef": {"name": "late", "key": "k"}}}])
+    await kit.pod(
+        "early", "echo $ONE", env=[{"name": "ONE", "valueFrom": {"configMapKeyRef": {"name": "late", "key": "k"}}}]
+    )
 
     def waits(pod):
         statuses = pod["status"].get("containerStatuses") or [{"state": {}}]

@@ -21,7 +21,13 @@ SOLID, LEAVING, GONE = OwnerState.SOLID, OwnerState.LEAVING, OwnerState.GONE
 
 def thing(uid, *owners, finalizers=(), deleting=False):
     references = [{"uid": owner, "blockOwnerDeletion": True} for owner in owners]
-    metadata = {"name": uid, "namespace": "n", "uid": uid, "ownerReferences": references, "finalizers": list(finalizers)}
+    metadata = {
+        "name": uid,
+        "namespace": "n",
+        "uid": uid,
+        "ownerReferences": references,
+        "finalizers": list(finalizers),
+    }
     if deleting:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     return Node.of(CONFIG_MAPS, {"metadata": metadata})
@@ -87,7 +93,16 @@ def test_seconds_to_stay(taints, tolerations, stay):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1", 1000), ("250m", 250), ("1.5", 1500), ("1Ki", 1024000), ("1e3", 1000000), ("1k", 1000000), ("1n", 1), ("0", 0)],
+    [
+        ("1", 1000),
+        ("250m", 250),
+        ("1.5", 1500),
+        ("1Ki", 1024000),
+        ("1e3", 1000000),
+        ("1k", 1000000),
+        ("1n", 1),
+        ("0", 0),
+    ],
 )
 def test_quantities(text, value):
     assert thousandths(text) == value
@@ -135,7 +150,15 @@ def test_paths(value, real):
 
 @pytest.mark.parametrize(
     ("text", "result"),
-    [("$(A)", "1"), ("x$(A)y$(B)", "x1y2"), ("$(C)", "$(C)"), ("$$(A)", "$(A)"), ("$A", "$A"), ("$$", "$"), ("$(A", "$(A")],
+    [
+        ("$(A)", "1"),
+        ("x$(A)y$(B)", "x1y2"),
+        ("$(C)", "$(C)"),
+        ("$$(A)", "$(A)"),
+        ("$A", "$A"),
+        ("$$", "$"),
+        ("$(A", "$(A"),
+    ],
 )
 def test_expansion(text, result):
     assert expand(text, {"A": "1", "B": "2"}) == result

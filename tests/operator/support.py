@@ -330,6 +330,7 @@ class Kubelet:
     def __init__(self, api: Api, session: aiohttp.ClientSession) -> None:
         self.api = api
         self.agents: dict[str, FakeAgent] = {}
+        self.all_agents: list[FakeAgent] = []
         self.ever: list[str] = []
         self.hold = False
         """While set, no pod is started."""
@@ -391,6 +392,7 @@ class Kubelet:
         data = secret.get("data", {}).get("token")
         token = base64.b64decode(data).decode() if data else secret["stringData"]["token"]
         agent = self.agents[name] = FakeAgent(pod, token, self._session, address)
+        self.all_agents.append(agent)
         if not self.silent:
             self._tasks[name] = asyncio.create_task(agent.run())
 

@@ -16,6 +16,7 @@ from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import Manifest, read_manifest
 from meshwright_worker.checkpoint.tensors import MODEL
 from meshwright_worker.data.tokenizer import VOCABULARY, decode, encode
+from meshwright_worker.models.initialize import materialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.precision import PARAMETER_DTYPE
 
@@ -35,7 +36,7 @@ def load_model(path: Path) -> tuple[DecoderStage, Manifest]:
         raise FileNotFoundError(f"`--checkpoint {path}` holds no complete checkpoint")
     with torch.device("meta"):
         model = DecoderStage(manifest.architecture, PARAMETER_DTYPE)
-    model.to_empty(device="cpu")
+    materialize(model, torch.device("cpu"))
     parameters = {f"{MODEL}.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load_tensors(parameters, path, None)
     return model.eval(), manifest

@@ -17,7 +17,6 @@ from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import build_stage
 from meshwright_worker.parallel.gradients import clip, reduce_gradients, square_sum
 from meshwright_worker.parallel.shards import shards_of
-from meshwright_worker.parallel.tensor import split_loss
 from meshwright_worker.pipeline.accumulate import Accumulation
 from meshwright_worker.pipeline.executor import Executor
 from meshwright_worker.pipeline.one_f_one_b import OneForwardOneBackward
@@ -60,8 +59,7 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
-        with split_loss(tensor=self._mesh.layout.tensor):
-            replica_loss = self._executor.run(samples.to(self._mesh.device))
+        replica_loss = self._executor.run(samples.to(self._mesh.device))
         gradients = reduce_gradients(self.shards, self._mesh)
         loss, norm, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), stop)
         if not math.isfinite(loss + norm):

@@ -146,6 +146,8 @@ class NodeRegistration:
                 {"type": "Hostname", "address": spec.name},
             ],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
+            # From 1.36 on a kube-apiserver passes exec on as a WebSocket to nodes that say this, to others as SPDY.
+            "declaredFeatures": ["ExtendWebSocketsToKubelet"],
             "nodeInfo": _node_info(),
         }
         body = {"status": status}

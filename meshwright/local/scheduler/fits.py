@@ -1,4 +1,5 @@
-"""Whether a pod fits a node, and why not (pure). Filters run in kube-scheduler's order and speak with its words.
+"""Whether a pod fits a node, and why not (pure). Filters run in kube-scheduler's order and speak with its words
+(of taints with those of releases before 1.35, which name the taint).
 
 Covered: cordoned nodes, taints, node selector and affinity, resources, topology spread, pod affinity and
 anti-affinity. Not covered: host ports, volume topology and dynamic resource claims, of which embedded nodes have none.
@@ -12,7 +13,7 @@ from meshwright.local.resources import Object
 from meshwright.local.scheduler import pod_affinity, spread
 from meshwright.local.scheduler.requests import pod_requests
 from meshwright.local.scheduler.snapshot import NodeView, Snapshot
-from meshwright.local.selectors import node_matches, tolerates
+from meshwright.local.selectors import node_matches, pinned_to, tolerates
 
 _CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
@@ -35,6 +36,11 @@ def unschedulable_message(reasons: dict[str, list[str]]) -> str:
             counts[reason] = counts.get(reason, 0) + 1
     parts = ", ".join(sorted(f"{count} {reason}" for reason, count in counts.items()))
     return f"0/{len(reasons)} nodes are available: {parts}."
+
+
+def _pinned_elsewhere(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+    names = pinned_to(pod["spec"])
+    return [] if names is None or view.name in names else ["node(s) didn't satisfy plugin(s) [NodeAffinity]"]
 
 
 def _cordon(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
@@ -62,6 +68,7 @@ def _resources(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
 
 
 _FILTERS: tuple[Callable[[Object, NodeView, Snapshot], list[str]], ...] = (
+    _pinned_elsewhere,
     _cordon,
     _taints,
     _node_affinity,

@@ -10,22 +10,28 @@ import hashlib
 import math
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.precision import PARAMETER_DTYPE
 
 _DEVIATION = 0.02
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
 
 
-def initialize(stage: nn.Module, layers: int, seed: int, device: torch.device) -> None:
+def materialize(stage: DecoderStage, device: torch.device) -> None:
+    """Give a stage that was built on the meta device its memory on `device`, with nothing in it."""
+    stage.to_empty(device=device)
+    stage.tie()
+
+
+def initialize(stage: DecoderStage, layers: int, seed: int, device: torch.device) -> None:
     """Give a stage that was built on the meta device its memory on `device` and its initial weights.
 
     Norms are 1; matrices are normal with deviation 0.02, those that write to the residual stream divided by
     sqrt(2 `layers`), `layers` of the whole model (GPT-2; Megatron-LM, arXiv 1909.08053).
     """
-    stage.to_empty(device=device)
+    materialize(stage, device)
     for name, parameter in stage.named_parameters():
         whole = _draw(name, parameter.shape, layers, seed)
         with torch.no_grad():

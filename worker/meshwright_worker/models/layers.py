@@ -1,16 +1,22 @@
 """The layers of a Llama-style decoder (arXiv 2302.13971): RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Every layer computes in the format of its input and casts its fp32 parameters to it. Head counts are read from the
-tensors, so that the same code runs on all heads and on one rank's share of them.
+Every layer computes in the format of its input and casts its fp32 parameters to it, on whatever part of them this rank
+holds: head counts are read from the tensors, so the same code runs on all heads and on one rank's share of them.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright.models.architecture import Architecture
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, through which its gradient flows."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Linear(nn.Linear):
@@ -21,7 +27,22 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, local(self.weight).to(x.dtype))
+
+
+class TokenEmbedding(nn.Embedding):
+    """A row a token. Where a rank holds the rows from `first_row` on, other tokens are 0: the sum over ranks is whole."""
+
+    first_row = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, positions] -> [batch, positions, width]."""
+        rows = local(self.weight)
+        if rows.shape[0] == self.num_embeddings:
+            return F.embedding(tokens, rows)
+        own = tokens - self.first_row
+        elsewhere = (own < 0) | (own >= rows.shape[0])
+        return F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +56,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> [..., width]."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.epsilon)
-        return normed.to(x.dtype) * self.weight.to(x.dtype)
+        return normed.to(x.dtype) * local(self.weight).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -124,7 +145,7 @@ class Block(nn.Module):
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy in fp32, summed over tokens. A module so that tensor parallelism can say how it is split."""
+    """Cross-entropy in fp32, summed over tokens. A module, so that tensor parallelism can replace it."""
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits [batch, positions, vocabulary] and targets [batch, positions] -> []."""

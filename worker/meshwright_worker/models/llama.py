@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenLoss
+from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
 
 
 class DecoderStage(nn.Module):
@@ -25,20 +25,30 @@ class DecoderStage(nn.Module):
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         self.compute = compute
+        self.tied = model.tie_embeddings
         rotary = RotaryEmbedding(model.head_size, model.rope_theta)
         if self.is_first:
-            self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+            self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
         own = split_layers(model.layers, stages)[stage]
         self.layers = nn.ModuleDict({str(index): Block(model, rotary) for index in own})
         if self.is_last:
             self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
             self.output = Linear(model.hidden_size, model.vocab_size)
             self.loss = TokenLoss()
-            if model.tie_embeddings:
-                self.tie()
+        self.tie()
 
     def tie(self) -> None:
-        """Let the output projection be the token embedding."""
+        """Let the output projection be the token embedding, if the model says so; again after parameters were replaced.
+
+        Raises:
+            ValueError: they are in different stages.
+        """
+        if not self.tied:
+            return
+        if not (self.is_first and self.is_last):
+            raise ValueError(
+                "tied embeddings need the embedding and the output in one stage: `parallelism.pipeline: 1`"
+            )
         self.output.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,6 +72,5 @@ class DecoderStage(nn.Module):
         logits: torch.Tensor = self.output(self.norm(x))
         if targets is None:
             return logits
-        # Under tensor parallelism the loss is a view of a distributed tensor, which FSDP must not be handed.
-        loss: torch.Tensor = self.loss(logits, targets).clone()
+        loss: torch.Tensor = self.loss(logits, targets)
         return loss

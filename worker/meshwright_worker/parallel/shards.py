@@ -45,9 +45,7 @@ class Shard:
         gradient = self.parameter.grad
         if gradient is None:
             raise RuntimeError(f"no gradient was computed for {self.name}")
-        if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
-            return gradient.redistribute(placements=self.parameter.placements).to_local()
-        return gradient
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def shards_of(stage: DecoderStage, run: RunConfig, mesh: Mesh) -> list[Shard]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import orjson
+
 from meshwright.local.apiserver.apply.fieldset import Path, applied, children, compare, trackable
 from meshwright.local.apiserver.apply.managers import Manager, Writer, managers_of, store_managers
 from meshwright.local.apiserver.schema.node import FREE, SchemaNode
@@ -82,9 +84,14 @@ def merge(node: SchemaNode, live: Any, config: Any) -> Any:
 
 def _drop_unapplied(node: SchemaNode, merged: dict[str, Any], gone: set[Path], others: list[Manager]) -> None:
     owned = {path[:depth] for m in others for path in m.fields for depth in range(1, len(path) + 1)}
-    for path in sorted(gone, key=len, reverse=True):
-        if path not in owned:
+    for path in sorted(gone, key=lambda path: (len(path), path)):
+        if path not in owned and not _identifies(path):
             _remove(node, merged, path, owned, ())
+
+
+def _identifies(path: Path) -> bool:
+    """Whether a field is part of its list item's key: it goes with the item and never before it."""
+    return len(path) > 1 and path[-2].startswith("k:") and path[-1][2:] in orjson.loads(path[-2][2:])
 
 
 def _remove(node: SchemaNode, value: Any, path: Path, owned: set[Path], above: Path) -> None:

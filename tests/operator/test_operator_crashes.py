@@ -1,0 +1,79 @@
+"""The operator dies right before or right after any of its writes; the next one converges without a duplicate rank."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from meshwright_operator.cluster import Cluster
+from tests.operator.conftest import StartOperator
+from tests.operator.support import JOBS, PODS, Api, Kubelet, condition, job, until
+
+# A start takes about twenty writes (status, service, secret, four pods, four gates ...), a recovery about ten more.
+# Every point takes seconds: some are tried always, all of them with MESHWRIGHT_TEST_ALL_CRASHES=1.
+EVERY = [(number, when) for number in range(1, 31) for when in ("before", "after")]
+SOME = [(1, "after"), (6, "after"), (12, "before"), (19, "after"), (22, "after")]
+POINTS = EVERY if os.environ.get("MESHWRIGHT_TEST_ALL_CRASHES") else SOME
+
+
+class Died(BaseException):
+    """The process is gone: nothing after this is done."""
+
+
+class Saboteur:
+    """Kills the first operator at its n-th write. Leases and events decide nothing and are not counted."""
+
+    def __init__(self, number: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = number
+        self.dead: Cluster | None = None
+        original = Cluster._call
+
+        async def call(cluster: Cluster, verb: str, path: str, *rest: Any) -> Any:
+            if cluster is self.dead:
+                raise Died
+            if self.dead is None and verb != "GET" and "/leases" not in path and "/events" not in path:
+                self.left -= 1
+                if self.left == 0:
+                    self.dead = cluster
+                    if when == "after":
+                        await original(cluster, verb, path, *rest)
+                    raise Died
+            return await original(cluster, verb, path, *rest)
+
+        monkeypatch.setattr(Cluster, "_call", call)
+
+
+@pytest.mark.parametrize(("number", "when"), POINTS)
+async def test_a_death_at_any_write_is_survived(
+    api: Api,
+    kubelet: Kubelet,
+    start_operator: StartOperator,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    when: str,
+) -> None:
+    saboteur = Saboteur(number, when, monkeypatch)
+    operators = [await start_operator()]
+    await api.create(JOBS, job("tough"))
+
+    async def running(generation: int) -> dict[str, Any] | None:
+        if saboteur.dead is not None and len(operators) == 1:
+            await operators[0].stop()
+            operators.append(await start_operator())
+        status = await api.status("tough")
+        ready = condition(status, "Ready").get("reason") == "Running"
+        return status if ready and status["mesh"]["generation"] >= generation else None
+
+    status = await until(lambda: running(1), "it runs", 25)
+    assert status["mesh"]["generation"] == 1
+    lost = next(entry["pod"] for entry in status["placement"]["workers"] if entry["worker"] == 2)
+    await api.delete(f"{PODS}/{lost}")
+    status = await until(lambda: running(2), "it recovers", 25)
+    assert (status["mesh"]["generation"], status["mesh"]["cause"]) == (2, "PodLost")
+    assert status["restarts"] == [{"cause": "PodLost", "count": 1}]
+    assert Counter(agent.worker for agent in kubelet.of("tough")) == {0: 1, 1: 1, 2: 1, 3: 1}
+    started = Counter((d.generation, agent.worker) for agent in kubelet.all_agents for d in agent.documents)
+    assert started == {(generation, worker): 1 for generation in (1, 2) for worker in range(4)}

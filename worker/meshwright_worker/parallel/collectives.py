@@ -1,0 +1,75 @@
+"""The conjugate pairs of collectives around a block that is split over a tensor group (Megatron-LM, arXiv 1909.08053).
+
+What `enter` does forward, its counterpart `leave` does backward, and the other way round. Without sequence parallelism
+that is nothing and an all-reduce; with it (arXiv 2205.05198) an all-gather and a reduce-scatter along the positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_POSITIONS = 1
+
+
+def gather_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
+    ranks = group.size()
+    parts = x.new_empty((ranks, *x.shape))
+    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    return parts.transpose(0, _POSITIONS).flatten(_POSITIONS, _POSITIONS + 1)
+
+
+def scatter_sum_of_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks of [batch, positions, ...], of which each keeps its [batch, positions / n, ...]."""
+    ranks = group.size()
+    parts = x.unflatten(_POSITIONS, (ranks, -1)).transpose(0, _POSITIONS).contiguous()
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(own, parts, group=group)
+    return own
+
+
+def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks, on all of them."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sequence: bool) -> torch.Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return gather_positions(x, group) if sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        reduce = scatter_sum_of_positions if ctx.sequence else summed
+        return reduce(gradient, ctx.group), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sequence: bool) -> torch.Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return scatter_sum_of_positions(x, group) if sequence else summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        return gather_positions(gradient, ctx.group) if ctx.sequence else gradient, None, None
+
+
+def enter(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
+    """The residual stream as every rank of the group needs it: whole. Its gradient is summed over the ranks."""
+    entered: torch.Tensor = _Enter.apply(x, group, sequence)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
+    """The sum of every rank's contribution to the residual stream; with `sequence` a rank keeps its own positions."""
+    left: torch.Tensor = _Leave.apply(x, group, sequence)  # type: ignore[no-untyped-call]
+    return left
