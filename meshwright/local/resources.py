@@ -49,6 +49,8 @@ CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
+LEASE_NAMESPACE = "kube-node-lease"
+"""Where nodes keep their leases."""
 JOBS = Resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND)
 
 

@@ -43,7 +43,7 @@ class Chronicle:
         forming = bool(after.pending_cause)
         formed = after.generation > before.generation
         if self.start is None and (forming or formed):
-            detect = max((h.failing_for for h in draft.observed.agents.reports.values()), default=0.0)
+            detect = max((h.halted_for for h in draft.observed.agents.reports.values()), default=0.0)
             self.start = _Start(clock - detect, detect)
         start = self.start
         if start is None:

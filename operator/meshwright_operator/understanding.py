@@ -13,7 +13,7 @@ from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import Plan, make_plan
 from meshwright_operator.cache import Cache, JobKey, Object
 from meshwright_operator.coordinator.board import Agents
-from meshwright_operator.decide.observed import Observed, Worker, observe_workers
+from meshwright_operator.decide.observed import Observed, Worker, has_started, observe_workers
 from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.placing import Placer
 from meshwright_operator.pods import Pod
@@ -61,8 +61,9 @@ def understand(key: JobKey, job: Object, cache: Cache, placer: Placer, agents: A
 
 
 def _plan(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, revision: str, placer: Placer) -> Plan:
-    """The plan that runs, or a new one when there is none for this revision of the spec."""
-    kept = status.plan if status.plan is not None and status.plan.revision in ("", revision) else None
+    """The plan that runs, or a new one when none does for this revision of the spec."""
+    same = status.plan is not None and status.plan.revision in ("", revision)
+    kept = status.plan if same and has_started(status) else None
     inventory = placer.nodes(spec) if kept is None else Inventory()
     try:
         return make_plan(spec, inventory, kept)

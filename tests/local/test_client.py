@@ -114,7 +114,9 @@ async def test_reflector_over_an_outage(tmp_path):
 
 async def until(look, seconds=10.0):
     async with asyncio.timeout(seconds):
-        while not look():
+        while True:
+            if look():
+                return
             await asyncio.sleep(0.01)
 
 

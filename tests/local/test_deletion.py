@@ -70,8 +70,7 @@ async def test_sigkill_after_the_grace_period(kit):
 async def test_the_object_stays_until_the_processes_are_gone(kit):
     await start(kit, "lingering", STUBBORN)
     await kit.delete("lingering", grace_seconds=1)
-    while await kit.client.find(PODS, "lingering", "default") is not None:
-        await asyncio.sleep(0.002)
+    await kit.vanished("lingering")
     assert not alive("marker-lingering-end")
 
 

@@ -263,6 +263,17 @@ async def test_termination_message(kit):
     assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] == "the end"
 
 
+async def test_memory_limit(kit):
+    resources = {"limits": {"memory": "64Mi"}}
+    hog = "import time; x = bytearray(200 << 20); time.sleep(60)"
+    await kit.pod("hog", "python", "-c", hog, resources=resources)
+    await kit.pod("modest", "python", "-c", "import time; time.sleep(2.5)", resources=resources)
+    pod = await kit.ended("hog")
+    terminated = pod["status"]["containerStatuses"][0]["state"]["terminated"]
+    assert (terminated["exitCode"], terminated["reason"]) == (137, "OOMKilled")
+    assert (await kit.ended("modest"))["status"]["phase"] == "Succeeded"
+
+
 async def test_a_pod_forced_onto_a_full_node_is_refused(kit):
     resources = {"limits": {"nvidia.com/gpu": "3"}, "requests": {"nvidia.com/gpu": "3"}}
     await kit.pod("forced", "echo", resources=resources, spec={"nodeName": "rack0-node0"})

@@ -98,12 +98,15 @@ def failed(worker: int, kind: FailureKind, message: str = "", generation: int = 
     return report(worker, AgentState.FAILED, generation, failure=kind, message=message)
 
 
-def agents(reports: list[WorkerReport] | None = None, *, hello: range = range(4), failing_for: float = 0.0) -> Agents:
+def agents(reports: list[WorkerReport] | None = None, *, hello: range = range(4), halted_for: float = 0.0) -> Agents:
     if reports is None:
         reports = [report(worker, AgentState.RUNNING) for worker in range(4)]
     return Agents(
         hellos={worker: Hello(0, f"10.0.0.{worker}", 2000 + worker) for worker in hello},
-        reports={r.worker: Heard(r, 0.1, failing_for if r.state is AgentState.FAILED else 0.0) for r in reports},
+        reports={
+            r.worker: Heard(r, 0.1, halted_for if r.state in (AgentState.FAILED, AgentState.IDLE) else 0.0)
+            for r in reports
+        },
         newest_generation=1,
     )
 

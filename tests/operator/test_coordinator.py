@@ -165,10 +165,10 @@ async def test_reports_are_urgent_when_they_tell_something_new(stage: Stage) -> 
     assert not await send(report(0, AgentState.RUNNING))
     failure = report(0, AgentState.FAILED, failure=FailureKind.ERROR, message="boom")
     assert await send(failure)
-    first = stage.board.agents().reports[0].failing_for
+    first = stage.board.agents().reports[0].halted_for
     await asyncio.sleep(0.05)
     assert not await send(failure)
-    assert stage.board.agents().reports[0].failing_for > first + 0.04, "the clock of a failure runs on"
+    assert stage.board.agents().reports[0].halted_for > first + 0.04, "the clock of a failure runs on"
     assert not await send(report(0, AgentState.RUNNING, generation=0)), "an old generation's report changes nothing"
     assert stage.board.agents().reports[0].report.state is AgentState.FAILED
 

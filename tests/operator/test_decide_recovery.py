@@ -64,7 +64,7 @@ def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reports", "failing_for", "expected"),
+    ("reports", "halted_for", "expected"),
     [
         ([failed(1, ERROR)], 0.5, Settling(1.5)),
         ([failed(1, ERROR)], 2.5, "RankFailure"),
@@ -75,8 +75,8 @@ def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
     ],
     ids=["settling", "settled", "only peers", "only peers for long", "a root cause", "an old generation"],
 )
-def test_a_failed_rank_is_judged_after_a_moment(reports, failing_for, expected) -> None:  # type: ignore[no-untyped-def]
-    verdict = diagnose(observed(heard=agents(reports, failing_for=failing_for)))
+def test_a_failed_rank_is_judged_after_a_moment(reports, halted_for, expected) -> None:  # type: ignore[no-untyped-def]
+    verdict = diagnose(observed(heard=agents(reports, halted_for=halted_for)))
     if isinstance(expected, str):
         assert isinstance(verdict, Break)
         assert verdict.cause == expected
@@ -85,14 +85,14 @@ def test_a_failed_rank_is_judged_after_a_moment(reports, failing_for, expected) 
 
 
 def test_the_root_cause_is_told() -> None:
-    heard = agents([failed(0, PEER, "connection closed"), failed(2, ERROR, "ZeroDivisionError")], failing_for=3)
+    heard = agents([failed(0, PEER, "connection closed"), failed(2, ERROR, "ZeroDivisionError")], halted_for=3)
     verdict = diagnose(observed(heard=heard))
     assert isinstance(verdict, Break)
     assert verdict.message == "worker 2: ZeroDivisionError"
 
 
 def test_failing_peers_of_a_dead_node_mean_a_lost_pod_at_once() -> None:
-    seen = observed(heard=agents([failed(1, PEER)], failing_for=0.1), down={**NODES, "n3": True})
+    seen = observed(heard=agents([failed(1, PEER)], halted_for=0.1), down={**NODES, "n3": True})
     draft = decide(seen)
     assert draft.mesh.pending_cause == "PodLost"
     assert [p.name for p in draft.delete] == ["train-w3-0"]
@@ -130,7 +130,7 @@ def test_a_second_loss_during_recovery_is_part_of_the_same_restart() -> None:
 
 
 def test_a_failed_rank_forms_the_next_generation_with_the_same_pods() -> None:
-    draft = decide(observed(heard=agents([failed(1, ERROR, "boom")], failing_for=3)))
+    draft = decide(observed(heard=agents([failed(1, ERROR, "boom")], halted_for=3)))
     assert (draft.mesh.generation, draft.mesh.cause, draft.mesh.pending_cause) == (2, "RankFailure", "")
     assert draft.status.restarts_toward_limit == 1
     assert not draft.delete
@@ -139,7 +139,7 @@ def test_a_failed_rank_forms_the_next_generation_with_the_same_pods() -> None:
 
 def test_ranks_that_failed_too_often_fail_the_job() -> None:
     status = running_status(restarts_toward_limit=2, restart_count=5)
-    seen = observed(status=status, heard=agents([failed(1, ERROR, "boom")], failing_for=3), recovery={"maxRestarts": 2})
+    seen = observed(status=status, heard=agents([failed(1, ERROR, "boom")], halted_for=3), recovery={"maxRestarts": 2})
     draft = decide(seen)
     found = {c.type: (c.status, c.reason) for c in draft.status.conditions}
     assert found["Failed"] == ("True", "RestartLimitReached")
@@ -191,3 +191,13 @@ def test_a_missing_status_is_not_a_loss() -> None:
     draft = decide(observed(status=ParallelTrainingJobStatus(plan=None), heard=agents([report(0, AgentState.RUNNING)])))
     assert draft.mesh.generation == 2, "pods and agents are there: they get a generation newer than any they know"
     assert draft.status.restart_count == 0
+
+
+def test_ranks_that_paused_for_nobody_are_started_again() -> None:
+    idle = [report(worker, AgentState.IDLE) for worker in range(4)]
+    assert isinstance(diagnose(observed(heard=agents(idle, halted_for=1.0))), Settling)
+    verdict = diagnose(observed(heard=agents(idle, halted_for=21.0)))
+    assert isinstance(verdict, Break)
+    assert verdict.cause == "RankFailure"
+    draining = [*idle[:3], report(3, AgentState.DRAINING)]
+    assert diagnose(observed(heard=agents(draining, halted_for=21.0))) is None, "the pod that drains ends soon"

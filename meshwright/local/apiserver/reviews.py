@@ -56,9 +56,7 @@ class Reviews:
             attempt = Attempt(str(path.get("verb") or ""), path=str(path.get("path") or ""))
         else:
             raise bad_request("spec must have resourceAttributes or nonResourceAttributes")
-        if self._authorizer.allows(user, attempt):
-            return {"allowed": True}
-        return {"allowed": False, "reason": f'no role allows "{user.name}" to do this'}
+        return {"allowed": self._authorizer.allows(user, attempt)}
 
     def _rules(self, user: User, spec: JsonObject) -> JsonObject:
         rules = list(self._authorizer.rules(user, str(spec.get("namespace") or "")))

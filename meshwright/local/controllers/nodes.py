@@ -21,11 +21,9 @@ from meshwright.local.controllers.eviction import NOT_READY, UNREACHABLE, second
 from meshwright.local.events import EventRecorder
 from meshwright.local.informers import Informers
 from meshwright.local.reflector import Change, ChangeType, Reflector
-from meshwright.local.resources import LEASES, NODES, PODS, Object
+from meshwright.local.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, Object
 
 logger = logging.getLogger(__name__)
-
-LEASE_NAMESPACE = "kube-node-lease"
 
 
 @dataclass(frozen=True, slots=True)

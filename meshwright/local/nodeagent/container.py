@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 
 from meshwright.local import clock
-from meshwright.local.nodeagent import probes
+from meshwright.local.nodeagent import memory, probes
 from meshwright.local.nodeagent.command import CommandLine, NoCommandError, termination_file, termination_message
 from meshwright.local.nodeagent.context import PodContext
 from meshwright.local.nodeagent.fields import FieldError
@@ -19,6 +19,7 @@ from meshwright.local.nodeagent.process import Process, StartError, Stream
 from meshwright.local.nodeagent.references import MissingReferenceError
 from meshwright.local.nodeagent.state import ContainerState, Terminated
 from meshwright.local.nodeagent.volumes import VolumeError
+from meshwright.local.quantities import whole
 from meshwright.local.resources import Object
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Container:
         self._stopping = asyncio.Event()
         self._probes: list[asyncio.Task[None]] = []
         self._hooks: set[asyncio.Task[None]] = set()
+        self._out_of_memory = ""
 
     @property
     def log(self) -> Path:
@@ -134,10 +136,13 @@ class Container:
         if self._stopping.is_set():
             self._process.kill()
         self._context.event("Normal", "Started", f"Container started: {name}")
+        self._out_of_memory = ""
         self._set(running_since=begun)
-        self._start_probes()
+        self._start_probes(self._process)
         code = await self._process.wait()
         await self._clean_up()
+        if self._out_of_memory:
+            return Terminated(code, "OOMKilled", begun, clock.now(), self._out_of_memory)
         message = await asyncio.to_thread(termination_message, self._context, self.spec, code, self.log)
         return Terminated(code, "Completed" if code == 0 else "Error", begun, clock.now(), message)
 
@@ -175,7 +180,10 @@ class Container:
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
-    def _start_probes(self) -> None:
+    def _start_probes(self, process: Process) -> None:
+        limit = ((self.spec.get("resources") or {}).get("limits") or {}).get("memory")
+        if limit is not None:
+            self._probes.append(asyncio.create_task(self._watch_memory(process, whole(limit))))
         hook = (self.spec.get("lifecycle") or {}).get("postStart")
         if hook:
             self._background(self._post_start(hook))
@@ -188,6 +196,11 @@ class Container:
         for kind, told in (("readinessProbe", self._readiness), ("livenessProbe", self._liveness)):
             if probe := self.spec.get(kind):
                 self._probes.append(asyncio.create_task(probes.watch(probe, self._target(), told)))
+
+    async def _watch_memory(self, process: Process, limit: int) -> None:
+        used = await memory.until_exceeded(process.shim_pid, limit)
+        self._out_of_memory = f"memory: {used} bytes in use, the limit is {limit}"
+        process.kill()
 
     async def _startup(self, probe: Object) -> None:
         await probes.watch(probe, self._target(), self._started, once=True)

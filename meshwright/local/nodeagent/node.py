@@ -16,8 +16,7 @@ import aiohttp
 from meshwright import __version__
 from meshwright.local import clock
 from meshwright.local.client import STRATEGIC_PATCH, ApiClient, ApiError
-from meshwright.local.controllers.nodes import LEASE_NAMESPACE
-from meshwright.local.resources import LEASES, NAMESPACES, NODES, Object
+from meshwright.local.resources import LEASE_NAMESPACE, LEASES, NAMESPACES, NODES, Object
 
 logger = logging.getLogger(__name__)
 

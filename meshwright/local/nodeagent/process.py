@@ -87,6 +87,11 @@ class Process:
         return cls(answer["pid"], shim, reader, writer)
 
     @property
+    def shim_pid(self) -> int:
+        """Pid of the process that all of it descends from."""
+        return self._shim.pid
+
+    @property
     def running(self) -> bool:
         """Whether anything of it is left."""
         return not self._ended.done()

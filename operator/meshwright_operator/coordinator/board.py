@@ -35,8 +35,8 @@ class Heard:
     report: WorkerReport
     age: float
     """Seconds since it arrived."""
-    failing_for: float
-    """Seconds since the first report of this failure; 0 when the state is not Failed."""
+    halted_for: float
+    """Seconds since the first report that the ranks of this generation failed or paused; 0 in other states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Presence:
 class _Report:
     report: WorkerReport
     arrived: float
-    failed_since: float | None
+    halted_since: float | None
 
 
 class Board:
@@ -160,11 +160,11 @@ class Board:
             report.generation,
         ):
             return False
-        failed_since = None
-        if report.state is WorkerState.FAILED:
-            again = old is not None and old.report.generation == report.generation and old.failed_since is not None
-            failed_since = old.failed_since if old is not None and again else now
-        self._reports[report.worker] = _Report(report, now, failed_since)
+        halted_since = None
+        if report.state in (WorkerState.FAILED, WorkerState.IDLE):
+            again = old is not None and _halt(old.report) == _halt(report) and old.halted_since is not None
+            halted_since = old.halted_since if old is not None and again else now
+        self._reports[report.worker] = _Report(report, now, halted_since)
         return old is None or _telling(old.report) != _telling(report)
 
     def _name_generation(self, generation: int) -> None:
@@ -181,7 +181,7 @@ class Board:
             if p.polls > 0 or now - p.seen <= AWAY_SECONDS
         }
         reports = {
-            worker: Heard(r.report, now - r.arrived, now - r.failed_since if r.failed_since is not None else 0.0)
+            worker: Heard(r.report, now - r.arrived, now - r.halted_since if r.halted_since is not None else 0.0)
             for worker, r in self._reports.items()
         }
         return Agents(hellos, reports, self._newest)
@@ -189,6 +189,10 @@ class Board:
 
 def _age(report: WorkerReport) -> tuple[int, int]:
     return report.incarnation, report.generation
+
+
+def _halt(report: WorkerReport) -> tuple[WorkerState, int]:
+    return report.state, report.generation
 
 
 def _telling(report: WorkerReport) -> tuple[object, ...]:

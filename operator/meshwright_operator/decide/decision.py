@@ -14,7 +14,7 @@ from meshwright_operator.decide import gang, lifecycle, progress, recovery
 from meshwright_operator.decide.conditions import Situation, set_condition, set_situation
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import form
-from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.observed import Observed, WorkerState, has_started
 from meshwright_operator.events import WARNING
 
 LOOK_AGAIN_SECONDS = 15.0
@@ -73,7 +73,7 @@ def _take_plan(draft: Draft) -> None:
     changed = status.plan is not None and status.plan.revision not in ("", observed.revision)
     plan = observed.plan.to_status()
     plan.revision = observed.revision
-    if status.plan is None or changed:
+    if status.plan is None or changed or not has_started(status):
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision

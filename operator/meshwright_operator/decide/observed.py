@@ -89,6 +89,11 @@ class Observed:
         return [*current, *(pod for w in self.workers for pod in w.older), *self.strays]
 
 
+def has_started(status: ParallelTrainingJobStatus) -> bool:
+    """Whether workers were ever placed; until then every look at the cluster may find a better plan."""
+    return status.placement is not None or (status.mesh is not None and status.mesh.generation > 0)
+
+
 def observe_workers(
     count: int,
     status: ParallelTrainingJobStatus,

@@ -26,6 +26,7 @@ COUNTED = frozenset({POD_FAILED, RANK_FAILURE})
 
 SETTLE_SECONDS = 2.0
 PEER_LOST_SETTLE_SECONDS = 10.0
+PAUSE_SECONDS = 20.0
 LONGEST_BACKOFF_SECONDS = 60.0
 
 GONE = frozenset({WorkerState.MISSING, WorkerState.ENDING, WorkerState.DISRUPTED, WorkerState.LOST})
@@ -65,27 +66,44 @@ def diagnose(observed: Observed) -> Break | Settling | None:
 def _failed_ranks(observed: Observed) -> Break | Settling | None:
     failing = failures(observed)
     if not failing:
-        return None
+        return _paused_ranks(observed)
     down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is WorkerState.RUNNING)
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
         return Break(POD_LOST, f"the node is down: {named}", lost=down)
     root = [heard for heard in failing.values() if heard.report.failure is not FailureKind.PEER_LOST]
-    oldest = max(heard.failing_for for heard in failing.values())
+    oldest = max(heard.halted_for for heard in failing.values())
     wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
     if oldest < wait:
         return Settling(wait - oldest)
-    worker, heard = max(failing.items(), key=lambda item: (item[1] in root, item[1].failing_for))
+    worker, heard = max(failing.items(), key=lambda item: (item[1] in root, item[1].halted_for))
     return Break(RANK_FAILURE, f"worker {worker}: {heard.report.message or 'a rank failed'}", detected_in=oldest)
+
+
+def _paused_ranks(observed: Observed) -> Break | Settling | None:
+    """Ranks pause because a pod goes away; when none does after all, nobody else would start them again."""
+    paused = _reports_in(observed, AgentState.IDLE)
+    if not paused or _reports_in(observed, AgentState.DRAINING):
+        return None
+    longest = max(heard.halted_for for heard in paused.values())
+    if longest < PAUSE_SECONDS:
+        return Settling(PAUSE_SECONDS - longest)
+    workers = ", ".join(str(index) for index in sorted(paused))
+    return Break(RANK_FAILURE, f"the ranks of worker {workers} stopped, but no pod goes away", detected_in=longest)
 
 
 def failures(observed: Observed) -> dict[int, Heard]:
     """Reports of failed ranks in the generation in effect, by worker index."""
+    return _reports_in(observed, AgentState.FAILED)
+
+
+def _reports_in(observed: Observed, state: AgentState) -> dict[int, Heard]:
+    """Reports with this state of the generation and incarnations in effect, by worker index."""
     return {
         worker.index: heard
         for worker in observed.workers
         if (heard := observed.agents.reports.get(worker.index)) is not None
-        and heard.report.state is AgentState.FAILED
+        and heard.report.state is state
         and heard.report.generation == observed.mesh.generation
         and heard.report.incarnation == worker.incarnation
     }

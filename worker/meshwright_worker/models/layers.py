@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 
 
 class TokenEmbedding(nn.Embedding):
-    """A row a token. Where a rank holds the rows from `first_row` on, other tokens are 0: the sum over ranks is whole."""
+    """A row a token. A rank that holds the rows from `first_row` on gives 0 for others: ranks add up."""
 
     first_row = 0
 

@@ -3,9 +3,9 @@
 Attention heads, the feed-forward width and the vocabulary are split over the ranks of a tensor group. With sequence
 parallelism the residual stream between the blocks is split along the positions.
 
-Parameters become DTensors, which is how FSDP and checkpoints know what a shard is part of; computation runs on the local
-tensors with explicit collectives at the borders of each block. DTensor's own styles give the same numbers at three times
-the host's time per step: every operator then goes through its dispatcher.
+Parameters become DTensors, which is how FSDP and checkpoints know what a shard is part of; computation runs on the
+local tensors with explicit collectives at the borders of each block. DTensor's own styles give the same numbers, but
+every operator then goes through its dispatcher, which costs the host more than a small layer does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,163 @@
+"""What was acknowledged survives the death of the server."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from meshwright.local.apiserver.server import ApiServer
+from meshwright.local.apiserver.store import Store, StoreInUseError
+
+SERVE = """
+import asyncio, sys
+from pathlib import Path
+from meshwright.local.apiserver.server import ApiServer
+async def main():
+    server = ApiServer(Path(sys.argv[1]))
+    await server.start()
+    print(server.url, server.token, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+MAPS = "/api/v1/namespaces/default/configmaps"
+
+
+class Running:
+    """A server in a process of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    async def __aenter__(self):
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SERVE, str(self.directory), stdout=asyncio.subprocess.PIPE
+        )
+        line = await asyncio.wait_for(self.process.stdout.readline(), 60)
+        self.url, self.token = line.decode().split()
+        context = ssl.create_default_context(cafile=self.directory / "pki" / "ca.crt")
+        headers = {"Authorization": f"Bearer {self.token}"}
+        self.session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=context))
+        return self
+
+    async def __aexit__(self, *_):
+        await self.session.close()
+        if self.process.returncode is None:
+            self.kill()
+        await self.process.wait()
+
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    async def call(self, method, path, body=None, **query):
+        async with self.session.request(method, self.url + path, json=body, params=query) as response:
+            return response.status, await response.json()
+
+
+def config_map(name):
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"k": "v"}}
+
+
+async def test_kill_in_the_middle_of_writes(tmp_path):
+    acknowledged: dict[str, dict] = {}
+    deleted: set[str] = set()
+    async with Running(tmp_path) as server:
+
+        async def write(writer):
+            for index in range(10_000):
+                name = f"m{writer}-{index}"
+                code, obj = await server.call("POST", MAPS, config_map(name))
+                assert code == 201
+                acknowledged[name] = obj["metadata"]
+                if index % 3 == 0:
+                    assert (await server.call("DELETE", f"{MAPS}/{name}"))[0] == 200
+                    deleted.add(name)
+                if len(acknowledged) == 150:
+                    server.kill()
+
+        with contextlib.suppress(aiohttp.ClientError):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ignoring_loss(write(writer))) for writer in range(4)]
+        assert all(task.done() for task in tasks)
+        token = server.token
+    newest = max(int(metadata["resourceVersion"]) for metadata in acknowledged.values())
+    async with Running(tmp_path) as server:
+        assert server.token == token
+        _, listed = await server.call("GET", MAPS)
+        present = {item["metadata"]["name"]: item["metadata"] for item in listed["items"]}
+        for name in acknowledged.keys() - deleted:
+            assert present.get(name, acknowledged[name])["uid"] == acknowledged[name]["uid"]
+        missing = acknowledged.keys() - deleted - present.keys()
+        # A delete may have been done and its answer lost: at most one for each of the four writers.
+        assert len(missing) <= 4
+        assert not deleted & present.keys()
+        assert int(listed["metadata"]["resourceVersion"]) >= newest
+        code, obj = await server.call("POST", MAPS, config_map("after"))
+        assert int(obj["metadata"]["resourceVersion"]) > newest
+
+
+async def ignoring_loss(work):
+    with contextlib.suppress(aiohttp.ClientError):
+        await work
+
+
+async def test_watch_from_before_a_restart_is_told_to_list_anew(tmp_path):
+    server = ApiServer(tmp_path)
+    await server.start()
+    await server.stop()
+    async with Running(tmp_path) as running, running.session.get(
+        running.url + MAPS, params={"watch": "true", "resourceVersion": "2"}
+    ) as response:
+        line = await response.content.readline()
+    assert b'"type":"ERROR"' in line
+    assert b'"code":410' in line
+
+
+async def test_custom_resources_come_back(tmp_path):
+    schema = {"type": "object", "properties": {"spec": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+    crd = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "backs.example.com"},
+        "spec": {
+            "group": "example.com",
+            "scope": "Namespaced",
+            "names": {"plural": "backs", "kind": "Back"},
+            "versions": [{"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+        },
+    }
+    path = "/apis/example.com/v1/namespaces/default/backs"
+    body = {"apiVersion": "example.com/v1", "kind": "Back", "metadata": {"name": "b"}, "spec": {"a": 1}}
+    async with Running(tmp_path) as server:
+        assert (await server.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd))[0] == 201
+        _, first = await server.call("POST", path, body)
+    async with Running(tmp_path) as server:
+        assert (await server.call("GET", f"{path}/b")) == (200, first)
+
+
+async def test_one_server_a_directory(tmp_path):
+    server = ApiServer(tmp_path)
+    await server.start()
+    other = ApiServer(tmp_path)
+    with pytest.raises(StoreInUseError, match="in use"):
+        await other.start()
+    await server.stop()
+    await other.start()
+    await other.stop()
+
+
+def test_revisions_never_repeat_after_a_delete(tmp_path):
+    store = Store(tmp_path)
+    key = ("", "configmaps")
+    store.put(key, {"metadata": {"name": "a", "namespace": "n"}})
+    last = store.remove(key, {"metadata": {"name": "a", "namespace": "n"}})
+    store.close()
+    store = Store(tmp_path)
+    assert store.revision == int(last.obj["metadata"]["resourceVersion"])
+    store.close()
+    assert oct((tmp_path / "lock").stat().st_mode)[-3:] == "600"
