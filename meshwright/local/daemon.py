@@ -2,8 +2,8 @@
 
 Writes DIR/kubeconfig and, when every node is registered, DIR/ready (JSON: pid, url, kubeconfig); one with another pid
 is what a killed predecessor left. Ends on SIGTERM or SIGINT. However it ends, also by SIGKILL, no process of a pod
-survives it. DIR/daemon.lock is held while it runs: a directory has one daemon at most, and whoever wants to know whether
-it runs asks for the lock and not for a pid.
+survives it. DIR/daemon.lock is held while it runs: a directory has one daemon at most, and whoever wants to know
+whether it runs asks for the lock and not for a pid.
 """
 
 from __future__ import annotations

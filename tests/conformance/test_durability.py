@@ -110,9 +110,10 @@ async def test_watch_from_before_a_restart_is_told_to_list_anew(tmp_path):
     server = ApiServer(tmp_path)
     await server.start()
     await server.stop()
-    async with Running(tmp_path) as running, running.session.get(
-        running.url + MAPS, params={"watch": "true", "resourceVersion": "2"}
-    ) as response:
+    async with (
+        Running(tmp_path) as running,
+        running.session.get(running.url + MAPS, params={"watch": "true", "resourceVersion": "2"}) as response,
+    ):
         line = await response.content.readline()
     assert b'"type":"ERROR"' in line
     assert b'"code":410' in line

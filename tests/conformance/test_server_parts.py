@@ -1,11 +1,13 @@
 """Parts of the server on their own: pure functions and the event log."""
 
 import asyncio
+import datetime
 
 import pytest
 
 from meshwright.local.apiserver.apply.fieldset import decode, encode
 from meshwright.local.apiserver.eventlog import Event, EventLog, Overrun, Stored
+from meshwright.local.apiserver.expiry import expired_events
 from meshwright.local.apiserver.jsonpath import first
 from meshwright.local.apiserver.patches import merge_patch
 from meshwright.local.apiserver.printers import human_duration
@@ -212,3 +214,13 @@ async def test_event_log_wakes_those_who_wait():
     log.append(event(1))
     assert await waiting
     assert not await log.wait(log.end, 0.01)
+
+
+def test_events_expire_an_hour_after_their_last_touch():
+    def made(**times):
+        return {"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}, **times}
+
+    old, touched = made(), made(lastTimestamp="2026-01-01T00:30:00Z")
+    series = made(series={"lastObservedTime": "2026-01-01T00:30:00.123456Z"})
+    now = datetime.datetime(2026, 1, 1, 1, 15, tzinfo=datetime.UTC)
+    assert expired_events(iter([old, touched, series]), now) == [old]

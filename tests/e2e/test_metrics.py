@@ -22,7 +22,7 @@ async def test_operator_and_workers_export_the_job(stage):
     assert series(operator, "ptj_leader") == [1.0]
     assert sum(series(operator, "ptj_jobs")) >= 1
     assert series(operator, "ptj_job_info", mine) == [1.0]
-    assert sum(series(operator, "ptj_job_ranks", mine, 'state="ready"')) == 4.0
+    assert sum(series(operator, "ptj_job_ranks", mine, 'state="training"')) == 4.0
     assert sum(series(operator, "ptj_api_requests_total")) > 0
     assert sum(series(operator, "ptj_reconcile_duration_seconds_count")) > 0
     address = (await stage.pod("metered", 0))["status"]["podIP"]

@@ -92,8 +92,8 @@ async def test_no_process_outlives_the_daemon(tmp_path, number):
             while (await client.get(PODS, "p", "default"))["status"].get("phase") != "Failed":
                 assert time.monotonic() < deadline
     finally:
-        daemon.kill()
-        daemon.wait()
+        daemon.terminate()
+        daemon.wait(10)
 
 
 def test_one_daemon_per_directory(tmp_path):

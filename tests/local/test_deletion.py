@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -30,6 +31,10 @@ def alive(marker: str) -> list[int]:
             if marker.encode() in text and state != "Z":
                 found.append(int(entry.name))
     return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def start(kit, name, script, **spec):
@@ -110,6 +115,15 @@ async def test_descendants_end_with_the_main_process(kit):
     pod = await kit.ended("short")
     assert pod["status"]["phase"] == "Succeeded"
     assert not alive("marker-short-end")
+
+
+async def test_a_killed_shim_takes_its_container_along(kit):
+    await start(kit, "orphaned", "echo ready; exec sleep 60")
+    (main,) = alive("marker-orphaned-end")
+    os.kill(parent_of(main), signal.SIGKILL)
+    pod = await kit.ended("orphaned")
+    assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
+    assert not alive("marker-orphaned-end")
 
 
 async def test_pre_stop_runs_first(kit):

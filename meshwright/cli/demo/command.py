@@ -18,7 +18,6 @@ from meshwright.cli.manifest import ManifestError
 from meshwright.cli.programs import ProgramEndedError
 from meshwright.local.client import ApiError
 
-EXAMPLE = "stdlib-lm.yaml"
 EXPECTED = (
     ApiError,
     DemoError,
@@ -29,12 +28,8 @@ EXPECTED = (
     TimeoutError,
     aiohttp.ClientError,
 )
-
-
-def example() -> Path:
-    """The demo's manifest: beside this module in a wheel, under `examples/` in a checkout."""
-    shipped = Path(__file__).with_name(EXAMPLE)
-    return shipped if shipped.exists() else Path(__file__).parents[3] / "examples" / EXAMPLE
+EXAMPLE = Path(__file__).with_name("stdlib-lm.yaml")
+"""A link into `examples/`, and the file itself in a wheel."""
 
 
 @click.command()
@@ -62,7 +57,7 @@ def demo(directory: Path, manifest: Path | None, no_fault: bool, keep_running: b
     console = Console()
     try:
         with demo_directory(directory) as place:
-            options = Options(place, manifest or example(), not no_fault, keep_running, timeout)
+            options = Options(place, manifest or EXAMPLE, not no_fault, keep_running, timeout)
             code = asyncio.run(until_signal(options, console))
     except DirectoryError as error:
         raise click.ClickException(str(error)) from error

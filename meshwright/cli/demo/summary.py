@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.demo.evidence import Saved
@@ -35,20 +33,16 @@ class Ending:
 
 
 def summary(ending: Ending) -> RenderableType:
-    """The page."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
-    for name, text in rows(ending):
-        facts.add_row(name, Text(text))
-    parts: list[RenderableType] = [Text(), facts]
+    """The page. Its lines are as long as they are: a path that is cut short is of no use."""
+    parts: list[RenderableType] = [Text()]
+    parts += [Text.assemble((f"{name:<12}", "dim"), text) for name, text in rows(ending)]
     plan, placement = ending.end.status.plan, ending.end.status.placement
     if plan is not None and placement is not None:
-        drawing = "\n".join(placement_lines(plan, placement))
-        parts += [Text("\nplacement", style="dim"), Padding(Text(drawing), (0, 0, 0, 2))]
+        parts += [Text("\nplacement", style="dim"), *(Text(f"  {line}") for line in placement_lines(plan, placement))]
     if ending.text:
         heading = f"\ntext from the trained model, after the prompt {ending.prompt!r}"
-        parts += [Text(heading, style="dim"), Padding(Text(ending.text, style="cyan"), (0, 0, 0, 2))]
+        lines = (line.rstrip() for line in ending.text.splitlines())
+        parts += [Text(heading, style="dim"), *(Text(f"  {line}", style="cyan") for line in lines)]
     return Group(*parts)
 
 

@@ -7,6 +7,7 @@ server presents its kubelet token there and trusts certificates of its own autho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -58,9 +59,10 @@ class KubeletProxy:
                     raise _failure(upstream.status, await upstream.text())
                 response = web.StreamResponse(headers={"Content-Type": "text/plain"})
                 await response.prepare(request)
-                async for chunk in upstream.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
+                with contextlib.suppress(ConnectionResetError):
+                    async for chunk in upstream.content.iter_any():
+                        await response.write(chunk)
+                    await response.write_eof()
                 return response
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, TimeoutError) as error:
             raise _unreachable(pod, error) from None
@@ -76,6 +78,11 @@ class KubeletProxy:
         if not pod["spec"].get("nodeName"):
             raise bad_request(f"pod {name} does not have a host assigned")
         if request.headers.get("Upgrade", "").lower() != "websocket":
+            # kubectl falls back to SPDY whenever the WebSocket was refused, so name the cause that is likely behind it.
+            if not _runs(pod, container):
+                raise ApiError(
+                    500, "InternalError", f'unable to upgrade connection: container not found ("{container}")'
+                )
             raise bad_request("unable to upgrade: only WebSocket connections are served; SPDY is not")
         query = [("command", part) for part in request.query.getall("command", [])]
         query += [(key, request.query[key]) for key in _EXEC_PARAMETERS if key in request.query]
@@ -162,6 +169,11 @@ def _container(pod: Mapping[str, Any], asked: str) -> str:
     if len(names) > 1:
         raise bad_request(f"a container name must be specified for pod {name}, choose one of: {names}")
     return str(names[0])
+
+
+def _runs(pod: Mapping[str, Any], container: str) -> bool:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    return any(s["name"] == container and (s.get("state") or {}).get("running") for s in statuses)
 
 
 def _failure(status: int, text: str) -> ApiError:

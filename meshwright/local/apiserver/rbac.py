@@ -1,4 +1,8 @@
-"""Role-based access control: what roles and their bindings allow a user."""
+"""Role-based access control: what roles and their bindings allow a user.
+
+Roles can be written by whoever may write roles: unlike a real server, this one does not ask for the `escalate` and
+`bind` verbs, and it does not aggregate cluster roles.
+"""
 
 from __future__ import annotations
 

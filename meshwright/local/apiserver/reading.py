@@ -106,6 +106,7 @@ class Watch:
 
     async def run(self, send: Send) -> None:
         """Send events until the time is over, the client falls behind, or `send` raises."""
+        revision = self._store.revision
         try:
             initial, position = self._begin()
         except Overrun as error:
@@ -114,7 +115,7 @@ class Watch:
         for start in range(0, len(initial), 500):
             await send(b"".join(self._line(b"ADDED", stored) for stored in initial[start : start + 500]))
         if self._options.initial_events and self._options.bookmarks:
-            await send(_line(b"BOOKMARK", self._view.bookmark(self._store.revision, initial_end=True)))
+            await send(_line(b"BOOKMARK", self._view.bookmark(revision, initial_end=True)))
         await self._follow(position, send)
 
     def _begin(self) -> tuple[list[Stored], int]:
@@ -134,20 +135,23 @@ class Watch:
         clock = asyncio.get_running_loop().time
         lifetime = self._options.timeout_seconds or SHORTEST_WATCH_SECONDS * (1 + random.random())  # noqa: S311
         end = clock() + lifetime
+        bookmark = clock() + BOOKMARK_SECONDS
         while (left := end - clock()) > 0:
-            if not await self._log.wait(position, min(left, BOOKMARK_SECONDS)):
+            if await self._log.wait(position, min(left, max(0.0, bookmark - clock()))):
+                try:
+                    events = self._log.read(position)
+                except Overrun as error:
+                    await send(_error(expired(str(error))))
+                    return
+                position += len(events)
+                lines = b"".join(self._event(event) for event in events)
+                if lines:
+                    await send(lines)
+            if clock() >= bookmark and position == self._log.end:
+                # All that is known was looked at, so the newest revision is one to resume from.
+                bookmark = clock() + BOOKMARK_SECONDS
                 if self._options.bookmarks and clock() < end:
                     await send(_line(b"BOOKMARK", self._view.bookmark(self._store.revision, initial_end=False)))
-                continue
-            try:
-                events = self._log.read(position)
-            except Overrun as error:
-                await send(_error(expired(str(error))))
-                return
-            position += len(events)
-            lines = b"".join(self._event(event) for event in events)
-            if lines:
-                await send(lines)
 
     def _event(self, event: Event) -> bytes:
         was = event.old is not None and self._selects(event.old.obj)

@@ -6,111 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.local.apiserver.catalogue import builtin_resources
 from meshwright.local.apiserver.kinds.base import Kind
-from meshwright.local.apiserver.kinds.core import (
-    ClaimKind,
-    DataKind,
-    NamespaceKind,
-    PriorityClassKind,
-    RbacKind,
-    ReturningKind,
-    ServiceKind,
-    StorageClassKind,
-    VolumeKind,
-    WorkloadKind,
-)
-from meshwright.local.apiserver.kinds.crds import CrdKind, is_established
-from meshwright.local.apiserver.kinds.pods import PodKind
+from meshwright.local.apiserver.kinds.crds import is_established
 from meshwright.local.apiserver.resources import Column, Resource, ScalePaths
-from meshwright.local.apiserver.schema.builtin import BuiltinTypes, builtin_types
+from meshwright.local.apiserver.schema.builtin import builtin_types
 from meshwright.local.apiserver.schema.custom import custom_schema, published_schema
 from meshwright.local.apiserver.store import ResourceKey
 
-_RBAC = "rbac.authorization.k8s.io"
-_POD_FIELDS = {
-    "spec.nodeName": "",
-    "spec.restartPolicy": "",
-    "spec.schedulerName": "",
-    "spec.serviceAccountName": "",
-    "spec.hostNetwork": "false",
-    "status.phase": "",
-    "status.podIP": "",
-    "status.nominatedNodeName": "",
-}
-_EVENT_FIELDS = {
-    **{
-        f"involvedObject.{n}": ""
-        for n in ("kind", "namespace", "name", "uid", "apiVersion", "resourceVersion", "fieldPath")
-    },
-    "reason": "",
-    "reportingComponent": "",
-    "source.component": "",
-    "type": "",
-}
 _VERSION = re.compile(r"v(\d+)(?:(alpha|beta)(\d+))?")
-
-
-def _builtins(types: BuiltinTypes) -> Iterator[Resource]:
-    def make(
-        group: str, kind: str, plural: str, rules: Kind | None = None, version: str = "v1", **more: Any
-    ) -> Resource:
-        name = types.name_of(group, version, kind)
-        return Resource(
-            group,
-            version,
-            plural,
-            kind,
-            types.node(name),
-            rules or Kind(),
-            singular=kind.lower(),
-            list_kind=f"{kind}List",
-            published={"$ref": f"#/definitions/{name}"},
-            **more,
-        )
-
-    pods: dict[str, Any] = {"short_names": ("po",), "categories": ("all",), "fields": _POD_FIELDS}
-    yield make("", "Pod", "pods", PodKind(), counts_generation=True, **pods)
-    yield make("", "Service", "services", ServiceKind(), short_names=("svc",), categories=("all",))
-    yield make("", "ConfigMap", "configmaps", DataKind(), short_names=("cm",), has_status=False)
-    yield make("", "Secret", "secrets", DataKind(), has_status=False, fields={"type": ""})
-    namespaces: dict[str, Any] = {"namespaced": False, "short_names": ("ns",), "fields": {"status.phase": ""}}
-    yield make("", "Namespace", "namespaces", NamespaceKind(), **namespaces)
-    yield make("", "Event", "events", short_names=("ev",), has_status=False, fields=_EVENT_FIELDS)
-    nodes: dict[str, Any] = {"namespaced": False, "short_names": ("no",), "fields": {"spec.unschedulable": "false"}}
-    yield make("", "Node", "nodes", **nodes)
-    yield make("", "PersistentVolumeClaim", "persistentvolumeclaims", ClaimKind(), short_names=("pvc",))
-    yield make("", "PersistentVolume", "persistentvolumes", VolumeKind(), namespaced=False, short_names=("pv",))
-    yield make("", "ServiceAccount", "serviceaccounts", ReturningKind(), short_names=("sa",), has_status=False)
-    yield make("", "Endpoints", "endpoints", short_names=("ep",), has_status=False)
-    yield make("", "ResourceQuota", "resourcequotas", ReturningKind(), short_names=("quota",))
-    yield make("", "LimitRange", "limitranges", short_names=("limits",), has_status=False)
-    for kind, plural, short in (
-        ("Deployment", "deployments", "deploy"),
-        ("ReplicaSet", "replicasets", "rs"),
-        ("StatefulSet", "statefulsets", "sts"),
-        ("DaemonSet", "daemonsets", "ds"),
-    ):
-        workload: dict[str, Any] = {"short_names": (short,), "categories": ("all",), "counts_generation": True}
-        yield make("apps", kind, plural, WorkloadKind(), **workload)
-    yield make("batch", "Job", "jobs", WorkloadKind(), categories=("all",), counts_generation=True)
-    yield make("batch", "CronJob", "cronjobs", short_names=("cj",), categories=("all",), counts_generation=True)
-    yield make("coordination.k8s.io", "Lease", "leases", has_status=False)
-    classes: dict[str, Any] = {"namespaced": False, "has_status": False}
-    priority: dict[str, Any] = {"short_names": ("pc",), "counts_generation": True, **classes}
-    yield make("scheduling.k8s.io", "PriorityClass", "priorityclasses", PriorityClassKind(), **priority)
-    yield make("storage.k8s.io", "StorageClass", "storageclasses", StorageClassKind(), short_names=("sc",), **classes)
-    budgets: dict[str, Any] = {"short_names": ("pdb",), "counts_generation": True}
-    yield make("policy", "PodDisruptionBudget", "poddisruptionbudgets", **budgets)
-    for kind, plural in (("Role", "roles"), ("RoleBinding", "rolebindings")):
-        yield make(_RBAC, kind, plural, RbacKind(), has_status=False)
-        yield make(_RBAC, f"Cluster{kind}", f"cluster{plural}", RbacKind(), **classes)
-    policies: dict[str, Any] = {"short_names": ("netpol",), "has_status": False, "counts_generation": True}
-    yield make("networking.k8s.io", "NetworkPolicy", "networkpolicies", **policies)
-    yield make("networking.k8s.io", "Ingress", "ingresses", short_names=("ing",), counts_generation=True)
-    definitions: dict[str, Any] = {"namespaced": False, "short_names": ("crd", "crds"), "counts_generation": True}
-    yield make(
-        "apiextensions.k8s.io", "CustomResourceDefinition", "customresourcedefinitions", CrdKind(), **definitions
-    )
 
 
 class Registry:
@@ -120,7 +24,7 @@ class Registry:
         self.types = builtin_types()
         self.stamp = 0
         """Grows with every change, so that what was derived from the registry can be cached."""
-        self._resources = {(r.group, r.version, r.plural): r for r in _builtins(self.types)}
+        self._resources = {(r.group, r.version, r.plural): r for r in builtin_resources(self.types)}
 
     def get(self, group: str, version: str, plural: str) -> Resource | None:
         """The resource, or None."""

@@ -6,6 +6,7 @@ would let them run commands as this user.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import ssl
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from meshwright.local.apiserver.bodies import MAX_BODY_BYTES
 from meshwright.local.apiserver.certificates import Authority, TlsFiles
 from meshwright.local.apiserver.definitions import Definitions
 from meshwright.local.apiserver.deleting import Deleting
+from meshwright.local.apiserver.expiry import sweep_events
 from meshwright.local.apiserver.identity import Authenticator, User, admin
 from meshwright.local.apiserver.kinds.core import PERMANENT_NAMESPACES
 from meshwright.local.apiserver.kubelet import KubeletProxy
@@ -72,6 +74,7 @@ class ApiServer:
         self._api: Api | None = None
         self._kubelet: KubeletProxy | None = None
         self._runner: web.AppRunner | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Begin to serve; port 0 takes a free one.
@@ -99,6 +102,9 @@ class ApiServer:
 
     async def stop(self) -> None:
         """Stop serving. All acknowledged writes are in the store; open watches end."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
         if self._api is not None:
             self._api.cancel_all()
         if self._runner is not None:
@@ -107,7 +113,7 @@ class ApiServer:
             await self._kubelet.close()
         if self._store is not None:
             self._store.close()
-        self._api = self._runner = self._kubelet = self._store = None
+        self._api = self._runner = self._kubelet = self._store = self._sweeper = None
 
     def _assemble(self, store: Store) -> Api:
         registry = Registry()
@@ -116,6 +122,9 @@ class ApiServer:
         deleting = Deleting(store, definitions.after_write)
         definitions.attach(writing, deleting)
         _populate(registry, writing)
+        events = registry.get("", "v1", "events")
+        if events is not None:
+            self._sweeper = asyncio.create_task(sweep_events(events, writing, deleting))
         authenticator = Authenticator(
             {**self._users, self.token: admin()},
             self._secret("service-account.key").encode(),

@@ -21,7 +21,7 @@ from meshwright.local.apiserver.eventlog import Change, Event, EventLog, Stored
 ResourceKey = tuple[str, str]
 """Group and plural: versions of a resource share their objects."""
 
-EVENTS_PER_RESOURCE = 5000
+EVENTS_PER_RESOURCE = 1500
 
 _TABLES = """
 create table if not exists objects (
@@ -47,7 +47,7 @@ class Store:
 
     def __init__(self, directory: Path | None, events_per_resource: int = EVENTS_PER_RESOURCE) -> None:
         self._lock: int | None = None if directory is None else _lock(directory)
-        path = ":memory:" if directory is None else str(directory / "objects.sqlite")
+        path = ":memory:" if directory is None else _private_file(directory / "objects.sqlite")
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("pragma journal_mode=wal")
         self._db.execute("pragma synchronous=normal")
@@ -140,6 +140,12 @@ class Store:
 
 def _place(obj: dict[str, Any]) -> tuple[str, str]:
     return obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
+
+
+def _private_file(path: Path) -> str:
+    """Make sure that only the owner reads the objects, secrets among them; SQLite's log takes over the mode."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    return str(path)
 
 
 def _lock(directory: Path) -> int:

@@ -187,4 +187,4 @@ def _unbindable(pod: JsonObject) -> str | None:
 def _set_condition(pod: JsonObject, condition: JsonObject) -> None:
     status = pod.setdefault("status", {})
     others = [c for c in status.get("conditions") or () if c["type"] != condition["type"]]
-    status["conditions"] = [*others, {**condition, "lastProbeTime": None, "lastTransitionTime": timestamp()}]
+    status["conditions"] = [*others, {**condition, "lastTransitionTime": timestamp()}]

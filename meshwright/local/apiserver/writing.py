@@ -189,7 +189,7 @@ class Writing:
         admit(resource, new, old, options, subresource)
         if not applied:
             track_update(resource.node, old, new, self._writer(resource, options, subresource), resource.custom)
-        if "generation" in was and subresource != "status" and _essence(new) != _essence(old):
+        if "generation" in was and subresource != "status" and _essence(resource, new) != _essence(resource, old):
             metadata["generation"] = was["generation"] + 1
         metadata["resourceVersion"] = was["resourceVersion"]
         if _without_times(new) == _without_times(old):
@@ -280,9 +280,10 @@ class Writing:
         return Writer(options.manager, subresource, resource.group_version, timestamp())
 
 
-def _essence(obj: JsonObject) -> JsonObject:
+def _essence(resource: Resource, obj: JsonObject) -> JsonObject:
     """What `metadata.generation` counts changes of."""
-    return {key: value for key, value in obj.items() if key not in ("metadata", "status")}
+    left_out = ("metadata", "status") if resource.has_status else ("metadata",)
+    return {key: value for key, value in obj.items() if key not in left_out}
 
 
 def _without_times(obj: JsonObject) -> JsonObject:

@@ -29,6 +29,8 @@ from meshwright.local.scheduler.snapshot import is_over
 
 logger = logging.getLogger(__name__)
 
+_TEMPORARY_PREFIX = "mw-"
+
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
@@ -66,7 +68,7 @@ class NodeAgent:
         """Serve the kubelet's endpoints, register the node, then run pods."""
         # Not the client's session: that one sends the cluster's token along.
         self._probing = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-        self._temporary = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="mw-"))
+        self._temporary = await asyncio.to_thread(_temporary_directory, self._settings.directory)
         port = await self.kubelet.start(self.spec.address)
         registration = NodeRegistration(self._client, self.spec, port, self._settings.renew_seconds)
         await registration.register()
@@ -176,3 +178,16 @@ class NodeAgent:
             self._tasks.pop(uid, None)
         self._leaving.discard(uid)
         await asyncio.to_thread(shutil.rmtree, self.pod_directory(uid), ignore_errors=True)
+
+
+def _temporary_directory(directory: Path) -> Path:
+    """A directory with a short name for pods' temporary files; one that a killed agent left is removed."""
+    record = directory / "temporary"
+    if record.exists():
+        left = Path(record.read_text())
+        if left.name.startswith(_TEMPORARY_PREFIX):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX))
+    directory.mkdir(parents=True, exist_ok=True)
+    record.write_text(str(made))
+    return made

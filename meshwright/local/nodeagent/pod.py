@@ -146,19 +146,22 @@ class PodRunner:
         """
         old = self.context.pod.get("status") or {}
         before = {item["name"]: item for item in old.get("containerStatuses") or ()}
-        known = [(state, before[state.name]) for state in self.state.containers if state.name in before]
-        begun = [(state, item) for state, item in known if not (item.get("state") or {}).get("waiting")]
-        if not begun:
-            return False
         final: bool = self.context.pod["spec"].get("restartPolicy") == "Never"
-        for state, item in begun:
+        begun = False
+        for state in self.state.containers:
+            item = before.get(state.name) or {}
+            # A log shows a run that its agent did not live to report. Running twice would be worse than failing.
+            runs = len(list(self.context.log_directory(state.name).glob("*.log")))
+            if not runs and "waiting" in (item.get("state") or {"waiting": {}}):
+                continue
+            begun = True
             ended = _ended_before(item)
             if final:
                 state.terminated = ended
             else:
-                state.last, state.restarts = ended, int(item.get("restartCount") or 0) + 1
-        self.state.initialized = True
-        return final
+                state.last, state.restarts = ended, max(runs, int(item.get("restartCount") or 0) + 1)
+        self.state.initialized = begun
+        return final and begun
 
     async def _prepare_volumes(self) -> bool:
         """Make the volumes, waiting for what is missing; False when the pod was told to stop."""
@@ -240,9 +243,9 @@ def _initial(spec: Object, pod: Object, waiting: str) -> ContainerState:
 
 def _ended_before(item: Object) -> Terminated:
     """How a container that an earlier agent reported ended: as reported, or unseen."""
-    state = item["state"]
+    state = item.get("state") or {}
     if ended := state.get("terminated"):
         begun, finished = ended.get("startedAt") or clock.now(), ended.get("finishedAt") or clock.now()
         return Terminated(ended["exitCode"], ended.get("reason", ""), begun, finished, ended.get("message", ""))
-    begun = state["running"].get("startedAt") or clock.now()
+    begun = (state.get("running") or {}).get("startedAt") or clock.now()
     return Terminated(137, "ContainerStatusUnknown", begun, clock.now(), _LOST)

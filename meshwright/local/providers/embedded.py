@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 
 from meshwright.local.apiserver.server import ApiServer
+from meshwright.local.apiserver.store import StoreInUseError
 from meshwright.local.connection import Connection
 from meshwright.local.nodeagent.kubelet import KubeletTls
 from meshwright.local.providers.base import ControlPlane, ProviderError
@@ -35,6 +36,8 @@ class EmbeddedProvider:
         self._server = ApiServer(objects, kubelet_token=kubelet.token, tls=tls)
         try:
             await self._server.start("127.0.0.1", self._port)
+        except StoreInUseError as error:
+            raise ProviderError(f"{self._directory}: another API server has these objects open; stop it") from error
         except OSError as error:
             raise ProviderError(f"port {self._port}: {error.strerror}; choose another, or 0 for a free one") from error
         connection = Connection(self._server.url, self._server.token, self._server.ca_pem)

@@ -64,6 +64,6 @@ def decode(content: bytes) -> Metadata:
                 boxes[MetadataIndex(name, offsets)] = StoredBox(file, offset)
             properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an index of tensors: {error!r}") from error
     return Metadata(dict(tensors), storage_data=boxes)

@@ -7,6 +7,7 @@ together. A damaged one is set aside and the one before is tried.
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 
 import torch
@@ -71,13 +72,16 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
         CheckpointMismatchError: a tensor is missing there or has another shape.
     """
     try:
-        load(
-            tensors,
-            storage_reader=CheckpointReader(path),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+        with warnings.catch_warnings():
+            # A process alone is told that it is alone.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(
+                tensors,
+                storage_reader=CheckpointReader(path),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
 

@@ -17,9 +17,9 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of tokens; a separator becomes a line break, as does nothing else.
+    """The text of tokens; a separator becomes a line break.
 
-    Ids above the separator exist only where a vocabulary was rounded up. They never occur in data and are left out.
+    Ids above the separator exist only where a vocabulary was rounded up; they never occur in data and are left out.
     """
     raw = bytes(token if token < SEPARATOR else ord("\n") for token in tokens if token <= SEPARATOR)
     return raw.decode(errors="replace")

@@ -59,7 +59,6 @@ class PodKind(Kind):
                 {
                     "type": "PodScheduled",
                     "status": "False",
-                    "lastProbeTime": None,
                     "lastTransitionTime": timestamp(),
                     "reason": "SchedulingGated",
                     "message": "Scheduling is blocked due to non-empty scheduling gates",

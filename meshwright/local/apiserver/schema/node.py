@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+_LIMITS = frozenset(
+    f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Properties", "imum")
+) | {"enum", "pattern", "format", "multipleOf", "uniqueItems"}
+
 MISSING: Any = object()
 """Stands for "no default", since null can be one."""
 
@@ -38,6 +42,8 @@ class SchemaNode:
     merges: bool = False
     """Whether a strategic merge patch merges this list rather than replacing it."""
     retains_keys: bool = False
+    limited: bool = False
+    """Whether there is anything beyond the type to check a value against."""
     raw: dict[str, Any] = field(default_factory=dict)
     """The schema as written: limits, enum, pattern, format, CEL rules, allOf and its kin."""
 
@@ -83,4 +89,5 @@ def fill(node: SchemaNode, raw: dict[str, Any]) -> None:
     node.merges = "merge" in strategy
     node.retains_keys = "retainKeys" in strategy
     node.merge_key = raw.get("x-kubernetes-patch-merge-key") or ""
+    node.limited = not _LIMITS.isdisjoint(raw)
     node.raw = raw

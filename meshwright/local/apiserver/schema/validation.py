@@ -65,7 +65,8 @@ class _Walk:
             if wrong is not None:
                 self._causes.append(wrong)
                 return
-            self._causes += limits.check(node.raw, value, path)
+            if node.limited:
+                self._causes += limits.check(node.raw, value, path)
             self._composed(node, value, path)
         if isinstance(value, dict):
             self._object(node, value, old, path, unchanged)

@@ -1,0 +1,105 @@
+"""Watches that fall behind, stay quiet, or meet a server that lost its state."""
+
+import asyncio
+import json
+
+import pytest
+
+from meshwright.local.apiserver import reading
+from meshwright.local.apiserver.options import list_options
+from meshwright.local.apiserver.reading import Watch
+from meshwright.local.apiserver.registry import Registry
+from meshwright.local.apiserver.store import Store
+from meshwright.local.apiserver.views import negotiate
+
+KEY = ("", "configmaps")
+
+
+@pytest.fixture
+def store():
+    store = Store(None, events_per_resource=20)
+    yield store
+    store.close()
+
+
+def put(store, name, labels=None):
+    metadata = {"name": name, "namespace": "n", "labels": labels or {}}
+    store.put(KEY, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+
+
+def watch(store, **query):
+    resource = Registry().get("", "v1", "configmaps")
+    view = negotiate(resource, "application/json", "")
+    return Watch(store, view, "n", "", list_options({"timeoutSeconds": "2", **query}))
+
+
+class Client:
+    """Collects events; reads nothing while `reading` is clear."""
+
+    def __init__(self) -> None:
+        self.events: list[dict] = []
+        self.reading = asyncio.Event()
+        self.reading.set()
+
+    async def send(self, lines):
+        await self.reading.wait()
+        self.events += [json.loads(line) for line in lines.splitlines()]
+
+    @property
+    def types(self):
+        return [event["type"] for event in self.events]
+
+
+async def test_a_client_that_falls_behind_is_told_to_list_anew(store):
+    client = Client()
+    task = asyncio.create_task(watch(store, resourceVersion=str(store.revision)).run(client.send))
+    await asyncio.sleep(0)
+    client.reading.clear()
+    put(store, "first")
+    await asyncio.sleep(0.01)
+    for index in range(100):
+        put(store, f"m{index}")
+    client.reading.set()
+    await asyncio.wait_for(task, 5)
+    assert client.types == ["ADDED", "ERROR"]
+    assert client.events[-1]["object"]["code"] == 410
+
+
+async def test_what_happens_during_the_first_part_is_not_lost(store):
+    put(store, "before")
+    client = Client()
+    client.reading.clear()
+    query = {"sendInitialEvents": "true", "allowWatchBookmarks": "true", "resourceVersionMatch": "NotOlderThan"}
+    known = store.revision
+    task = asyncio.create_task(watch(store, timeoutSeconds="1", **query).run(client.send))
+    await asyncio.sleep(0.01)
+    put(store, "meanwhile")
+    client.reading.set()
+    await task
+    assert client.types == ["ADDED", "BOOKMARK", "ADDED"]
+    assert client.events[1]["object"]["metadata"]["resourceVersion"] == str(known)
+
+
+async def test_bookmarks_come_even_when_all_news_is_for_others(store, monkeypatch):
+    monkeypatch.setattr(reading, "BOOKMARK_SECONDS", 0.1)
+    client = Client()
+    query = {"labelSelector": "a=b", "allowWatchBookmarks": "true", "resourceVersion": str(store.revision)}
+    task = asyncio.create_task(watch(store, timeoutSeconds="1", **query).run(client.send))
+    for index in range(40):
+        put(store, f"m{index}")
+        await asyncio.sleep(0.02)
+    await task
+    assert set(client.types) == {"BOOKMARK"}
+    assert 4 <= len(client.events) <= 12
+    revisions = [int(event["object"]["metadata"]["resourceVersion"]) for event in client.events]
+    assert revisions == sorted(revisions)
+
+
+@pytest.mark.parametrize("since", ["1", "999999"])
+async def test_revisions_that_are_not_known(store, since):
+    for index in range(50):
+        put(store, f"m{index}")
+    client = Client()
+    await watch(store, resourceVersion=since).run(client.send)
+    assert client.types == ["ERROR"]
+    assert client.events[0]["object"]["reason"] == "Expired"

@@ -1,0 +1,99 @@
+"""Where a control plane comes from: real binaries when there are some, an existing cluster, or a clear refusal."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from meshwright.local.cluster import ClusterShape, LocalCluster
+from meshwright.local.providers.assets import AssetsProvider, find_binary
+from meshwright.local.providers.base import ProviderError
+from meshwright.local.providers.embedded import EmbeddedProvider
+from meshwright.local.providers.existing import KubeconfigProvider
+from meshwright.local.resources import NODES, PODS
+
+
+def executable(path: Path) -> Path:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_binaries_are_found_as_envtest_finds_them(tmp_path):
+    own, common = executable(tmp_path / "my-etcd"), tmp_path / "assets"
+    common.mkdir()
+    shared = executable(common / "etcd")
+    (common / "kube-apiserver").write_text("not executable")
+    every = {"KUBEBUILDER_ASSETS": str(common)}
+    assert find_binary("etcd", every) == shared
+    assert find_binary("etcd", {**every, "TEST_ASSET_ETCD": str(own)}) == own
+    assert find_binary("etcd", {**every, "TEST_ASSET_ETCD": "/nowhere"}) is None
+    assert find_binary("kube-apiserver", every) is None
+
+
+async def test_missing_binaries_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
+    with pytest.raises(ProviderError, match="etcd not found: set KUBEBUILDER_ASSETS"):
+        await AssetsProvider(tmp_path).start()
+
+
+async def test_a_port_in_use_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ProviderError, match=f"port {port}"):
+            await EmbeddedProvider(tmp_path, in_memory=True, port=port).start()
+
+
+async def test_objects_have_one_server(tmp_path):
+    first, second = (EmbeddedProvider(tmp_path, in_memory=False) for _ in range(2))
+    await first.start()
+    try:
+        with pytest.raises(ProviderError, match="another API server"):
+            await second.start()
+    finally:
+        await first.stop()
+
+
+async def test_an_existing_cluster_gets_nothing_added(tmp_path):
+    async with (
+        LocalCluster(ClusterShape(racks=1, nodes_per_rack=1)) as there,
+        LocalCluster(provider=KubeconfigProvider(there.kubeconfig)) as seen,
+    ):
+        assert seen.url == there.url
+        assert seen.nodes == []
+        names = [node["metadata"]["name"] for node in (await seen.client.list(NODES)).items]
+        assert names == ["rack0-node0"]
+    with pytest.raises(ProviderError, match="cannot be read"):
+        await KubeconfigProvider(tmp_path / "none").start()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_binary("kube-apiserver", os.environ) is None, reason="needs KUBEBUILDER_ASSETS with etcd and kube-apiserver"
+)
+async def test_real_binaries(tmp_path):
+    shape = ClusterShape(racks=1, nodes_per_rack=1)
+    async with LocalCluster(shape, tmp_path, provider=AssetsProvider(tmp_path)) as cluster:
+        container = {"name": "main", "image": "none", "command": ["echo", "real"]}
+        body = {"metadata": {"name": "p"}, "spec": {"restartPolicy": "Never", "containers": [container]}}
+        await cluster.client.create(PODS, body, "default")
+        async for event in cluster.client.watch(PODS, "0", "default"):
+            if event["object"]["status"].get("phase") == "Succeeded":
+                break
+        path = PODS.path("default", "p", "log")
+        assert [line async for line in cluster.client.lines(path)] == [b"real"]
+
+
+@pytest.mark.parametrize("field", ["racks", "nodes_per_rack", "cpus_per_node", "pods_per_node"])
+def test_a_shape_without_nodes_is_refused(field):
+    with pytest.raises(ValueError, match=f"{field}: must be at least 1"):
+        ClusterShape(**{field: 0}).nodes()
+
+
+def test_nodes_without_gpus():
+    node = ClusterShape(gpus_per_node=0).nodes()[0]
+    assert "nvidia.com/gpu" not in node.capacity
+    assert not any("gpu" in label for label in node.labels)

@@ -1,0 +1,154 @@
+"""Checkpoints as files: the format, the commit, what is kept."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from meshwright.models.architecture import Architecture
+from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
+from meshwright_worker.checkpoint.index import decode, encode
+from meshwright_worker.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    LayoutRecord,
+    Manifest,
+    TrainingState,
+    read_manifest,
+)
+from meshwright_worker.checkpoint.safetensors import checksum_of, map_tensor, name_of, write_tensors
+
+ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
+
+
+def manifest_at(step: int) -> Manifest:
+    return Manifest(
+        state=TrainingState(step=step, samples=step * 8, digest=(1 << 63) - 1, loss=(1.1).hex()),
+        architecture=ARCHITECTURE,
+        seed=0,
+        sequence_length=8,
+        stream="s",
+        layout=LayoutRecord(tensor=1, pipeline=1, data=1, zero_stage=0),
+    )
+
+
+def save(directory: CheckpointDirectory, step: int) -> Path:
+    hidden = directory.prepare(step)
+    (hidden / "data").write_bytes(b"x")
+    return directory.commit(manifest_at(step))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+def test_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "odd": torch.arange(3).to(dtype),
+        "matrix": torch.arange(20).reshape(4, 5).t().to(dtype),
+        "empty": torch.empty(0, 3, dtype=dtype),
+        "scalar": torch.ones((), dtype=dtype),
+    }
+    path = tmp_path / "file.safetensors"
+    starts, size, checksum = write_tensors(path, tensors)
+    assert (size, checksum) == checksum_of(path) == (path.stat().st_size, checksum)
+    for name, tensor in tensors.items():
+        assert torch.equal(map_tensor(path, starts[name], dtype, tensor.shape), tensor)
+
+
+def test_the_file_is_what_the_safetensors_format_says(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    write_tensors(path, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3]], dtype=torch.int64)})
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    assert length % 8 == 0
+    assert json.loads(content[8 : 8 + length]) == {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "I64", "shape": [1, 1], "data_offsets": [8, 16]},
+    }
+    assert struct.unpack("<ffq", content[8 + length :]) == (1.0, 2.0, 3)
+
+
+def test_what_has_no_name_in_the_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="complex64"):
+        name_of(torch.complex64)
+    with pytest.raises(ValueError, match="tensors alone"):
+        encode(Metadata({"x": BytesStorageMetadata()}), {})
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": {}}', b'{"a": 3}', b"\x80\x04."])
+def test_what_is_no_index_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not an index of tensors"):
+        decode(content)
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "grow", "remove"])
+def test_damage_is_seen(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    size, checksum = checksum_of(path)
+    record = FileRecord(size=size, crc32=checksum)
+    assert is_intact(path, record)
+    if change == "remove":
+        path.unlink()
+    else:
+        path.write_bytes({"flip": b"0123456780", "cut": b"012345678", "grow": b"0123456789 "}[change])
+    assert not is_intact(path, record)
+
+
+def test_a_checkpoint_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path / "new")
+    assert directory.steps() == []
+    directory.prepare(5)
+    assert directory.steps() == []
+    directory.commit(manifest_at(5))
+    assert directory.steps() == [5]
+    assert read_manifest(directory.path(5)) == manifest_at(5)
+
+
+def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    directory.path(7).mkdir()
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    assert directory.steps() == []
+
+
+@pytest.mark.parametrize("content", ["", "{}", "null", '{"format": 99}'])
+def test_an_unreadable_manifest_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    assert read_manifest(tmp_path) is None
+    assert read_manifest(tmp_path / "absent") is None
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (100, 20, 3, 100_000_000):
+        save(directory, step)
+    directory.retain(2)
+    assert directory.steps() == [100_000_000, 100]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    save(directory, 4)
+    (directory.path(4) / "old").write_text("")
+    save(directory, 4)
+    directory.retain(2)
+    assert sorted(path.name for path in directory.path(4).iterdir()) == ["data", MANIFEST]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_cleaning_removes_what_is_hidden_and_nothing_else(tmp_path: Path) -> None:
+    directory, older = CheckpointDirectory(tmp_path, generation=2), CheckpointDirectory(tmp_path, generation=1)
+    for step in (1, 2):
+        save(directory, step)
+    older.prepare(3)
+    directory.set_aside(2)
+    (tmp_path / ".other").mkdir()
+    assert directory.steps() == [1]
+    directory.clean()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other", "step-00000001"]
