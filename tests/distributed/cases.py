@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -68,11 +68,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_of(shard: Shard, local: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which `local` is the part that this rank holds of the shard's parameter."""
-    parameter = shard.parameter
-    if not isinstance(parameter, DTensor):
+    if shard.whole is None:
         return local.detach().clone()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return whole(DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride()))
+    mesh, placements = shard.whole.device_mesh, shard.whole.placements
+    return whole(DTensor.from_local(local, mesh, placements, shape=shard.whole.shape, stride=shard.whole.stride()))
 
 
 def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Tensor:
@@ -113,6 +112,11 @@ def train_fully(
         return train(task, recorder), recorder
     except InterruptedTrainingError:
         return None, recorder
+
+
+def train_on_own_text(task: RankTask) -> Outcome:
+    """Each rank with a folder of its own below the data volume."""
+    return train(replace(task, data_dir=f"{task.data_dir}/{task.rank}"), Recorder())
 
 
 def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:

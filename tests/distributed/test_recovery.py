@@ -17,7 +17,7 @@ from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest, read_manif
 from meshwright_worker.checkpoint.storage import CheckpointReader
 from meshwright_worker.generate import load_model, sample
 from meshwright_worker.task import Outcome
-from tests.distributed.cases import Recorder, load_only, train_fully
+from tests.distributed.cases import Recorder, load_only, train_fully, train_on_own_text
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankFailedError, RankPool
 
@@ -188,6 +188,14 @@ def test_a_checkpoint_of_another_model_or_text_is_refused(pool: RankPool, tmp_pa
         complete(pool, small_run(steps=4, layers=2), tmp_path, text)
     with pytest.raises(RankFailedError, match="another stream of samples"):
         complete(pool, small_run(steps=4, seed=5), tmp_path, text)
+
+
+def test_ranks_that_see_different_texts_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "text.py").write_text("x = 1\n" * (50 + rank))
+    with pytest.raises(RankFailedError, match="the ranks see different texts"):
+        pool.run(train_on_own_text, small_run(pipeline=2), data_dir=tmp_path)
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_the_run(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from meshwright.cli.demo import setup
 from meshwright.cli.programs import Programs
-from tests.e2e.stage import Stage, tiny
+from tests.e2e.stage import Stage, start_operator, tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +35,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
         async with setup.connect(kubeconfig) as client:
             await setup.install_crd(client)
             ports = setup.Ports()
-            operator = await setup.start_operator(programs, directory, kubeconfig, ports)
+            operator = await start_operator(programs, directory, kubeconfig, ports)
             yield Stage(directory, kubeconfig, client, programs, operator, ports)
 
 

@@ -195,7 +195,7 @@ class Stage:
 
     async def start_operator(self) -> None:
         """Start the operator again, at the same address."""
-        self.operator = await setup.start_operator(self.programs, self.directory, self.kubeconfig, self.ports)
+        self.operator = await start_operator(self.programs, self.directory, self.kubeconfig, self.ports)
 
     async def saved(self, name: str) -> dict[str, Any]:
         """Where training stands, by the manifest of the job's newest durable checkpoint."""
@@ -203,6 +203,11 @@ class Stage:
         assert status.checkpoint is not None
         state: dict[str, Any] = json.loads((Path(status.checkpoint.path) / "meshwright.json").read_text())["state"]
         return state
+
+
+async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: setup.Ports) -> Program:
+    """Start an operator whose lease is short, so that its successor need not wait long for it."""
+    return await setup.start_operator(programs, directory, kubeconfig, ports, ("--lease-seconds", "3"))
 
 
 def processes(job_uid: str) -> dict[int, str]:

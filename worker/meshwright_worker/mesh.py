@@ -6,6 +6,7 @@ a straggler of an older one meets nobody.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator
@@ -82,6 +83,14 @@ def joined(task: RankTask) -> Iterator[Mesh]:
         yield _mesh(task, device.torch)
     finally:
         dist.destroy_process_group()
+
+
+def same_everywhere(text: str, mesh: Mesh) -> bool:
+    """Whether every rank has the same text. Collective."""
+    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    extremes = torch.tensor([value, -value])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.checkpoint_group)
+    return int(extremes[0]) == -int(extremes[1])
 
 
 def _mesh(task: RankTask, device: torch.device) -> Mesh:

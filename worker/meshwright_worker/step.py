@@ -45,8 +45,8 @@ class Trainer:
     def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
         self._mesh = mesh
         self._training = training
-        self.stage = build_stage(run, model, mesh)
-        self.shards = shards_of(self.stage, run, mesh)
+        self.stage, distributed = build_stage(run, model, mesh)
+        self.shards = shards_of(self.stage, distributed, run, mesh)
         self.optimizer = AdamW(self.shards, training.optimizer)
         self._executor = _executor(self.stage, run, model, mesh)
 

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from meshwright.api.spec import TrainingSpec
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
-from meshwright_worker.data.corpus import open_corpus
+from meshwright_worker.data.corpus import CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.mesh import Mesh, joined
+from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
 from meshwright_worker.validate import validate
@@ -43,7 +43,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
-        CorpusError: there is no text to train on.
+        CorpusError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
@@ -55,8 +55,10 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
             trainer = Trainer(task.run, architecture, training, mesh)
-            corpus = open_corpus(data, task.data_dir)
-            stream = SampleStream(corpus, training.sequence_length, training.seed)
+            stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
+            # Stages read tokens and targets independently, so different texts would train without any other sign.
+            if not same_everywhere(stream.identity, mesh):
+                raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, stream.identity, mesh)

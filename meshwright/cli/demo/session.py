@@ -188,4 +188,5 @@ async def sample_text(programs: Programs, end: Snapshot, directory: Path) -> str
     argv += ["--prompt", PROMPT, "--tokens", "240"]
     # One thread: more of them only get into each other's way with a model this small.
     env = {"OMP_NUM_THREADS": "1"}
-    return (await programs.output("text sampler", argv, directory / "generate.log", env)).rstrip()
+    text = await programs.output("text sampler", argv, directory / "generate.log", env)
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text.rstrip())

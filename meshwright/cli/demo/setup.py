@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,8 +102,10 @@ class Ports:
         return f"http://127.0.0.1:{self.metrics}"
 
 
-async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: Ports) -> Program:
-    """Start the operator and wait until it leads and watches.
+async def start_operator(
+    programs: Programs, directory: Path, kubeconfig: Path, ports: Ports, options: Sequence[str] = ()
+) -> Program:
+    """Start the operator, with further flags, and wait until it leads and watches.
 
     Raises:
         SetupError: it did not become ready.
@@ -111,7 +113,7 @@ async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, 
     """
     argv = [sys.executable, "-m", "meshwright_operator", "--kubeconfig", str(kubeconfig)]
     argv += ["--coordinator-listen", f"127.0.0.1:{ports.coordinator}", "--metrics-listen", f"127.0.0.1:{ports.metrics}"]
-    argv += ["--key-file", str(directory / "coordinator.key")]
+    argv += ["--key-file", str(directory / "coordinator.key"), *options]
     program = await programs.start("operator", argv, directory / "operator.log")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
 

@@ -44,7 +44,7 @@ def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]
 
 
 def _distributed(shard: Shard, local: torch.Tensor) -> torch.Tensor:
-    return _like(shard.parameter, local) if isinstance(shard.parameter, DTensor) else local
+    return local if shard.whole is None else _like(shard.whole, local)
 
 
 def _like(whole: DTensor, local: torch.Tensor) -> DTensor:

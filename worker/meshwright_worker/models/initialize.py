@@ -12,10 +12,10 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.models.architecture import Architecture
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.precision import PARAMETER_DTYPE
 
-_DEVIATION = 0.02
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
 
 
@@ -25,15 +25,16 @@ def materialize(stage: DecoderStage, device: torch.device) -> None:
     stage.tie()
 
 
-def initialize(stage: DecoderStage, layers: int, seed: int, device: torch.device) -> None:
+def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torch.device) -> None:
     """Give a stage that was built on the meta device its memory on `device` and its initial weights.
 
-    Norms are 1; matrices are normal with deviation 0.02, those that write to the residual stream divided by
-    sqrt(2 `layers`), `layers` of the whole model (GPT-2; Megatron-LM, arXiv 1909.08053).
+    Norms are 1. Matrices are normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that
+    write to the residual stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed
+    0.02 makes narrow models lose their first hundred steps.
     """
     materialize(stage, device)
     for name, parameter in stage.named_parameters():
-        whole = _draw(name, parameter.shape, layers, seed)
+        whole = _draw(name, parameter.shape, model, seed)
         with torch.no_grad():
             local, box = local_shard(parameter)
             local.copy_(whole[box])
@@ -52,10 +53,12 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
     return local, box
 
 
-def _draw(name: str, shape: torch.Size, layers: int, seed: int) -> torch.Tensor:
+def _draw(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
     if len(shape) == 1:
         return torch.ones(shape, dtype=PARAMETER_DTYPE)
     hashed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
-    deviation = _DEVIATION / math.sqrt(2 * layers) if name.endswith(_RESIDUAL_OUTPUTS) else _DEVIATION
+    deviation = math.sqrt(0.4 / model.hidden_size)
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        deviation /= math.sqrt(2 * model.layers)
     return torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)

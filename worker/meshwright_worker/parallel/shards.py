@@ -29,6 +29,8 @@ class Shard:
     parameter: nn.Parameter
     local: torch.Tensor
     """The part itself, in the parameter's memory."""
+    whole: DTensor | None
+    """What it is a part of; None where this rank holds all of it."""
     counted: bool
     """Whether this rank is the one of its equals that counts the shard in sums over all ranks."""
     partial: bool
@@ -48,8 +50,8 @@ class Shard:
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def shards_of(stage: DecoderStage, run: RunConfig, mesh: Mesh) -> list[Shard]:
-    """The shards of every parameter of the stage, in the order of its parameters."""
+def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
+    """The shards of every parameter of a stage from `build_stage`, in the order of its parameters."""
     sharded = shards_over_replicas(run)
     data, _, tensor = mesh.coordinates
     sequence = run.parallelism.sequence and mesh.layout.tensor > 1
@@ -59,5 +61,6 @@ def shards_of(stage: DecoderStage, run: RunConfig, mesh: Mesh) -> list[Shard]:
         # Matrices are split over the tensor group; what has one dimension, a norm, is whole on each of its ranks.
         counted = (parameter.ndim > 1 or tensor == 0) and (sharded or data == 0)
         local, _ = local_shard(parameter)
-        shards.append(Shard(name, parameter, local, counted, id(parameter) in partial, not sharded))
+        whole = distributed.get(name)
+        shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded))
     return shards
