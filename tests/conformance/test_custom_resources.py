@@ -53,7 +53,7 @@ async def test_validation_names_the_field(api, runs, spec, field, reason):
 
 async def test_message_expressions(api, runs):
     _, status = await api.call("POST", runs, api.run("bad", workers=40, backoffLimit=0))
-    assert "big runs need a backoffLimit, not with 40" in status["message"]
+    assert "big runs need a backoffLimit, as over 32" in status["message"]
 
 
 async def test_transition_rules(api, runs):
@@ -192,7 +192,7 @@ async def test_life_of_a_definition(api):
             break
     assert live["metadata"]["deletionTimestamp"]
     code, _ = await api.call("POST", path, {**body, "kind": kind, "metadata": {"name": "late"}})
-    assert code == 405
+    assert code == 403
     await api.call("PATCH", f"{path}/l", {"metadata": {"finalizers": None}}, MERGE)
     assert await api.until_gone(f"{CRDS}/lives.{GROUP}", 30)
     assert (await api.call("GET", path))[0] == 404

@@ -51,7 +51,10 @@ async def test_dry_run(api):
 
 async def test_bad_options(api):
     await api.call("POST", api.maps, api.config_map("c"))
-    assert (await api.call("DELETE", f"{api.maps}/c", propagationPolicy="Sideways"))[0] in (400, 422)
+    assert (await api.call("DELETE", f"{api.maps}/c", propagationPolicy="Sideways"))[0] == 422
+    assert (await api.call("DELETE", f"{api.maps}/c", {"dryRun": ["Some"]}))[0] == 422
+    both = {"orphanDependents": True, "propagationPolicy": "Orphan"}
+    assert (await api.call("DELETE", f"{api.maps}/c", both))[0] == 422
     assert (await api.call("DELETE", f"{api.maps}/c", {"gracePeriodSeconds": "soon"}))[0] == 400
 
 

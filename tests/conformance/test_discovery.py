@@ -34,12 +34,17 @@ async def test_custom_resources(api, runs):
     assert GROUP in {g["name"] for g in groups["groups"]}
 
 
-@pytest.mark.parametrize(
-    "path", ["/apis/none.example.com/v1", "/api/v2", "/apis/apps/v9", "/nothing", "/apis/apps/v1/x"]
-)
-async def test_unknown_paths(api, path):
+@pytest.mark.parametrize("path", ["/api/v2", "/api/v1/x", "/apis/apps/v9", "/apis/apps/v1/x"])
+async def test_unknown_resources(api, path):
     code, status = await api.call("GET", path)
     assert (code, status["reason"]) == (404, "NotFound")
+
+
+@pytest.mark.parametrize(
+    "path", ["/apis/none.example.com/v1", "/apis/none.example.com", "/nothing", f"/apis/{GROUP}/v9/x"]
+)
+async def test_unknown_paths(api, runs, path):
+    assert await api.call("GET", path) == (404, "404 page not found\n")
 
 
 async def test_openapi(api, runs):

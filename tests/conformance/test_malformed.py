@@ -51,9 +51,15 @@ def mutate(generator, node):
 
 def good(answer):
     code, body = answer
-    if code < 400:
+    if code < 400 or answer == (404, "404 page not found\n"):
         return True
     return code != 500 and isinstance(body, dict) and body["kind"] == "Status" and body["code"] == code
+
+
+def known(api, answer):
+    """Whether this is the 500 of real servers to an applied field of a wrong type; the embedded one has no excuse."""
+    code, body = answer
+    return not api.server.embedded and code == 500 and body["message"].startswith("failed to create typed patch object")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -101,7 +107,7 @@ async def test_mutated_patches(api, runs, seed):
         body = mutate(generator, operations if "json-patch" in kind else template)
         query = {"fieldManager": "m"} if generator.random() < 0.8 else {}
         answer = await api.call("PATCH", path, json.dumps(body), kind, dryRun="All", force="true", **query)
-        assert good(answer), (path, kind, body, answer)
+        assert good(answer) or known(api, answer), (path, kind, body, answer)
 
 
 async def test_random_bytes_and_paths(api):

@@ -67,7 +67,7 @@ async def test_dry_run_leaves_nothing(api):
     code, obj = await api.call("POST", api.maps, api.config_map("c2"), dryRun="All")
     assert (code, obj["data"]) == (201, {"k": "v"})
     assert (await api.call("GET", f"{api.maps}/c2"))[0] == 404
-    assert (await api.call("POST", api.maps, api.config_map("c2"), dryRun="Some"))[0] == 400
+    assert (await api.call("POST", api.maps, api.config_map("c2"), dryRun="Some"))[0] == 422
 
 
 async def test_wrong_types_are_refused(api):
@@ -86,11 +86,14 @@ async def test_field_validation(api):
 
 
 async def test_yaml_bodies(api):
-    head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: y}\n"
+    head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: yes-man}\n"
     body = head + "data:\n  day: '2026-01-01'\n  text: |\n    two\n    lines\n"
     code, obj = await api.call("POST", api.maps, body, "application/yaml")
     assert code == 201
     assert obj["data"] == {"day": "2026-01-01", "text": "two\nlines\n"}
+    for word in ("y", "n", "Yes", "off"):
+        body = f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: b}}\ndata: {{k: {word}}}\n"
+        assert (await api.call("POST", api.maps, body, "application/yaml"))[0] == 400, f"{word} is a boolean"
 
 
 async def test_secrets_encode_string_data(api):

@@ -30,7 +30,7 @@ def put(store, name, labels=None):
 def watch(store, **query):
     resource = Registry().get("", "v1", "configmaps")
     view = negotiate(resource, "application/json", "")
-    return Watch(store, view, "n", "", list_options({"timeoutSeconds": "2", **query}))
+    return Watch(store, view, "n", list_options({"timeoutSeconds": "2", **query}))
 
 
 class Client:

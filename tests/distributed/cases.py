@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,12 +12,14 @@ from meshwright_worker.checkpoint.session import CheckpointSession, blank_manife
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
 from meshwright_worker.data.corpus import open_corpus
 from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.failures import classify, describe
 from meshwright_worker.mesh import joined
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankTask, StepReport
 from meshwright_worker.train import train
 from meshwright_worker.validate import validate
+from tests.distributed.pool import Last
 
 
 @dataclass
@@ -117,6 +120,18 @@ def train_fully(
 def train_on_own_text(task: RankTask) -> Outcome:
     """Each rank with a folder of its own below the data volume."""
     return train(replace(task, data_dir=f"{task.data_dir}/{task.rank}"), Recorder())
+
+
+def lose_a_rank(task: RankTask, lost: int) -> Last:
+    """One rank's process ends after step 2; what every other one makes of it."""
+    recorder = Recorder(die_after=2 if task.rank == lost else None)
+    try:
+        train(task, recorder)
+    except InterruptedTrainingError:
+        os._exit(1)
+    except BaseException as error:
+        return Last((classify(error), describe(error)))
+    raise AssertionError("training went on without a rank")
 
 
 def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:

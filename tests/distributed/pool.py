@@ -7,6 +7,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +17,19 @@ from meshwright_worker.task import RankTask
 
 class RankFailedError(AssertionError):
     """A rank raised; the message holds every rank's traceback."""
+
+
+@dataclass(frozen=True)
+class Last:
+    """The answer of a rank whose process then ends, as an agent's rank does after a failure."""
+
+    value: Any
+
+
+DEATH = Last("died")
+"""The answer of a rank whose process ended without one."""
+
+SILENCE = (False, "did not answer\n")
 
 
 def free_port() -> int:
@@ -57,6 +71,18 @@ def _serve(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+        if isinstance(answer[1], Last):
+            os._exit(0)
+
+
+def _answer(connection: Connection, timeout: float) -> tuple[bool, Any]:
+    if not connection.poll(timeout):
+        return SILENCE
+    try:
+        answer: tuple[bool, Any] = connection.recv()
+    except EOFError:
+        return True, DEATH
+    return answer
 
 
 class RankPool:
@@ -86,16 +112,20 @@ class RankPool:
         for _, (_, connection) in zip(tasks, self._ranks, strict=False):
             # A rank whose peers failed may wait for them: once one has failed, the others get a little longer.
             failed = any(not good for good, _ in answers)
-            if connection.poll(2 if failed else timeout):
-                answers.append(connection.recv())
-            else:
-                answers.append((False, "did not answer\n"))
-        if (False, "did not answer\n") in answers:
+            answers.append(_answer(connection, 2 if failed else timeout))
+        self._forget([rank for (_, last), rank in zip(answers, self._ranks, strict=False) if isinstance(last, Last)])
+        if SILENCE in answers:
             self.close()
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:
             raise RankFailedError("\n".join(failures))
         return [answer for _, answer in answers]
+
+    def _forget(self, ended: list[tuple[Any, Connection]]) -> None:
+        for process, connection in ended:
+            process.join()
+            connection.close()
+            self._ranks.remove((process, connection))
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.protocol import RunConfig
+from meshwright.protocol import FailureKind, RunConfig
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from meshwright_worker.checkpoint.storage import CheckpointReader
 from meshwright_worker.generate import load_model, sample
 from meshwright_worker.task import Outcome
-from tests.distributed.cases import Recorder, load_only, train_fully, train_on_own_text
+from tests.distributed.cases import Recorder, load_only, lose_a_rank, train_fully, train_on_own_text
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankFailedError, RankPool
+from tests.distributed.pool import DEATH, RankFailedError, RankPool
 
 
 def losses(recorder: Recorder) -> dict[int, float]:
@@ -196,6 +196,22 @@ def test_ranks_that_see_different_texts_are_refused(pool: RankPool, tmp_path: Pa
         (tmp_path / str(rank) / "text.py").write_text("x = 1\n" * (50 + rank))
     with pytest.raises(RankFailedError, match="the ranks see different texts"):
         pool.run(train_on_own_text, small_run(pipeline=2), data_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    [((2, 1, 1, 0), 0), ((1, 2, 1, 0), 0), ((1, 2, 1, 0), 1), ((1, 1, 2, 0), 1), ((1, 1, 2, 3), 0), ((2, 2, 1, 0), 3)],
+    ids=str,
+)
+def test_a_lost_rank_is_nobody_elses_fault(
+    pool: RankPool, tmp_path: Path, text: Path, layout: tuple[int, int, int, int], lost: int
+) -> None:
+    tensor, pipeline, data, zero = layout
+    run = small_run(tensor, pipeline, data, zero=zero, steps=100, every=100)
+    answers = pool.run(lose_a_rank, run, lost, checkpoint_dir=tmp_path, data_dir=text)
+    assert answers[lost] == DEATH
+    others = [answer.value for rank, answer in enumerate(answers) if rank != lost]
+    assert {kind for kind, _ in others} == {FailureKind.PEER_LOST}, others
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_the_run(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -15,7 +15,8 @@ import pytest_asyncio
 
 from meshwright.cli.demo import setup
 from meshwright.cli.programs import Programs
-from tests.e2e.stage import Stage, start_operator, tiny
+from meshwright.local.resources import JOBS
+from tests.e2e.stage import NAMESPACE, Stage, start_operator, tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +38,14 @@ async def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
             ports = setup.Ports()
             operator = await start_operator(programs, directory, kubeconfig, ports)
             yield Stage(directory, kubeconfig, client, programs, operator, ports)
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def tidy(stage: Stage) -> AsyncIterator[None]:
+    """A test that failed must not hold GPUs that the next one needs."""
+    yield
+    for job in (await stage.client.list(JOBS, NAMESPACE)).items:
+        await stage.delete(job["metadata"]["name"])
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.e2e.stage import EXAMPLES, tiny
+from tests.e2e.stage import EXAMPLES, eventually, tiny
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 
@@ -39,7 +39,11 @@ async def test_apply_watch_and_delete_as_a_new_user_types_them(stage, tmp_path):
     assert "step" in logs
     assert "loss" in logs
     assert "deleted" in await kubectl(stage, "delete", "-f", str(path), "--wait=true")
-    assert "typed" not in await kubectl(stage, "get", "ptj,pods,svc,secret")
+
+    async def collected():
+        return "typed" not in await kubectl(stage, "get", "ptj,pods,svc,secret")
+
+    await eventually("what the job owned is collected", collected)
 
 
 async def test_explain_describes_the_fields(stage):

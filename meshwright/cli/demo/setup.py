@@ -81,7 +81,7 @@ async def install_crd(client: ApiClient) -> None:
         async with asyncio.timeout(READY_SECONDS):
             while True:
                 found = await client.get(CRDS, definition["metadata"]["name"])
-                conditions = found.get("status", {}).get("conditions", [])
+                conditions = (found.get("status") or {}).get("conditions") or []
                 if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
                     return
                 await asyncio.sleep(POLL_SECONDS)

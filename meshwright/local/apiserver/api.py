@@ -10,7 +10,7 @@ from aiohttp import web
 
 from meshwright.local.apiserver import bodies
 from meshwright.local.apiserver.discovery import REVIEWS, discover
-from meshwright.local.apiserver.errors import ApiError, bad_request, forbidden, method_not_allowed, unknown_path
+from meshwright.local.apiserver.errors import ApiError, UnservedPath, bad_request, forbidden, method_not_allowed
 from meshwright.local.apiserver.identity import SERVICE_ACCOUNT, Authenticator, User, impersonated
 from meshwright.local.apiserver.openapi import OpenApi
 from meshwright.local.apiserver.rbac import Attempt, Authorizer
@@ -85,7 +85,7 @@ class Api:
             return await self._review(request, target, user)
         resource = self._registry.get(target.group, target.version, target.plural)
         if resource is None or not fits(target, resource):
-            raise unknown_path()
+            raise self._registry.no_such_path(request.path)
         return await self._requests.answer(Call(request, resource, target))
 
     def _user(self, request: web.Request) -> User:
@@ -136,6 +136,8 @@ class Api:
 
 
 def _failure(error: ApiError) -> web.Response:
+    if isinstance(error, UnservedPath):
+        return web.Response(text=f"{error.message}\n", status=error.code)
     response = plain(error.status(), error.code)
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)

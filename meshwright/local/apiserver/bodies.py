@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -16,13 +17,15 @@ MAX_BODY_BYTES = 3 * 1024 * 1024
 
 
 class _Loader(yaml.CSafeLoader):
-    """YAML as JSON can say it: what looks like a date stays text."""
+    """YAML as the real server reads it: what looks like a date stays text, and `y` and `n` are booleans."""
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.bool_values = {**yaml.CSafeLoader.bool_values, "y": True, "n": False}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
 
 
 def media_type(header: str) -> str:

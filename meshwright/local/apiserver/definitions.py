@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from meshwright.local.apiserver.deleting import Deleting
-from meshwright.local.apiserver.errors import method_not_allowed
+from meshwright.local.apiserver.errors import forbidden
 from meshwright.local.apiserver.kinds.crds import CLEANUP_FINALIZER, CRD_KEY
 from meshwright.local.apiserver.registry import Registry, crd_key
 from meshwright.local.apiserver.resources import Resource
@@ -45,15 +45,18 @@ class Definitions:
             if crd is not None and crd["metadata"].get("deletionTimestamp"):
                 self._finish(crd)
 
-    def refuse_when_terminating(self, resource: Resource) -> None:
+    def refuse_when_terminating(self, resource: Resource, obj: dict[str, Any]) -> None:
         """Stop a create of what is being abolished.
 
         Raises:
-            ApiError: 405.
+            ApiError: 403.
         """
         crd = self._definition_of(resource.key) if resource.custom else None
         if crd is not None and crd["metadata"].get("deletionTimestamp"):
-            raise method_not_allowed("create not allowed while custom resource definition is terminating")
+            text = "create not allowed while custom resource definition is terminating"
+            metadata = obj.get("metadata")
+            name = metadata.get("name", "") if isinstance(metadata, dict) else ""
+            raise forbidden(resource.group, resource.plural, str(name), text)
 
     def _definition_of(self, key: ResourceKey) -> dict[str, Any] | None:
         stored = self._store.get(CRD_KEY, "", f"{key[1]}.{key[0]}")

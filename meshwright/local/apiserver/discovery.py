@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.local.apiserver.errors import unknown_path
 from meshwright.local.apiserver.registry import Registry
 from meshwright.local.apiserver.resources import Resource
 
@@ -47,7 +46,7 @@ def discover(registry: Registry, path: str) -> dict[str, Any]:
     if parts[0] == "apis" and len(parts) == 3:
         group, version = parts[1], parts[2]
     if not version or version not in groups.get(group, ()):
-        raise unknown_path()
+        raise registry.no_such_path(path)
     return {
         "kind": "APIResourceList",
         "apiVersion": "v1",

@@ -46,7 +46,7 @@ class ApiError(Exception):
             "status": "Failure",
             "message": self.message,
             "reason": self.reason,
-            "details": self.details,
+            "details": {key: value for key, value in self.details.items() if value != ""},
             "code": self.code,
         }
 
@@ -56,7 +56,7 @@ def success(code: int | None = None, details: JsonObject | None = None) -> JsonO
     status: JsonObject = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
     if code is not None:
         status["code"] = code
-    return {**status, "details": details} if details else status
+    return {**status, "details": {k: v for k, v in details.items() if v != ""}} if details else status
 
 
 def bad_request(message: str) -> ApiError:
@@ -79,8 +79,15 @@ def forbidden(group: str, plural: str, name: str, why: str, causes: Sequence[Cau
     return ApiError(403, "Forbidden", f"{subject} is forbidden: {why}", details)
 
 
+class UnservedPath(ApiError):
+    """404 in plain text: what a path outside the groups that are served gets."""
+
+    def __init__(self) -> None:
+        super().__init__(404, "NotFound", "404 page not found")
+
+
 def unknown_path() -> ApiError:
-    """404: nothing is served under this path."""
+    """404: a served group has no such version or resource."""
     return ApiError(404, "NotFound", "the server could not find the requested resource")
 
 
@@ -139,6 +146,17 @@ def invalid(group: str, kind: str, name: str, causes: Sequence[Cause]) -> ApiErr
         f'{qualified} "{name}" is invalid: {text}',
         {"name": name, "group": group, "kind": kind, "causes": [c.wire() for c in causes]},
     )
+
+
+def invalid_options(kind: str, cause: Cause) -> ApiError:
+    """422: a query parameter, or a field of the body of a delete, that cannot be; `kind` is such as PatchOptions."""
+    return invalid("meta.k8s.io", kind, "", [cause])
+
+
+def unsupported_value(field: str, value: str, supported: Sequence[str]) -> Cause:
+    """A field with none of the values that it may have; `value` is JSON."""
+    choices = ", ".join(f'"{choice}"' for choice in supported)
+    return Cause(field, "FieldValueNotSupported", f"Unsupported value: {value}: supported values: {choices}")
 
 
 def required(field: str, hint: str = "") -> Cause:

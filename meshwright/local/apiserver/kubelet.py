@@ -50,7 +50,7 @@ class KubeletProxy:
         """
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
-            return web.Response(text="", content_type="text/plain")
+            return web.Response(status=204)
         query = [(key, request.query[key]) for key in _LOG_PARAMETERS if key in request.query]
         url = self._url(pod, "containerLogs", container)
         try:

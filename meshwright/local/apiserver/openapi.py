@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from meshwright.local.apiserver.errors import ApiError, unknown_path
+from meshwright.local.apiserver.errors import ApiError, UnservedPath
 from meshwright.local.apiserver.registry import Registry
 from meshwright.local.apiserver.resources import Resource
 from meshwright.local.apiserver.version import GIT_VERSION
@@ -55,7 +55,7 @@ class OpenApi:
             }
         wanted = name.removeprefix("v3/")
         if wanted not in members:
-            raise unknown_path()
+            raise UnservedPath
         return self._v3([r for r in self._registry if _path(r) == wanted], wanted)
 
     def _v2(self) -> dict[str, Any]:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.local.apiserver.errors import ApiError, bad_request
+import orjson
+
+from meshwright.local.apiserver.errors import (
+    ApiError,
+    bad_request,
+    invalid_options,
+    invalid_value,
+    not_allowed,
+    unsupported_value,
+)
 
 MAX_MANAGER = 128
-_VALIDATIONS = ("Ignore", "Warn", "Strict")
+_VALIDATIONS = ("", "Ignore", "Strict", "Warn")
+_POLICIES = ("Foreground", "Background", "Orphan")
 
 
 @dataclass(slots=True)
@@ -43,25 +53,34 @@ class ListOptions:
     initial_events: bool | None
 
 
-def write_options(query: Mapping[str, str], user_agent: str) -> WriteOptions:
-    """The options of a create, update, patch or delete.
+def write_options(kind: str, query: Mapping[str, str], user_agent: str) -> WriteOptions:
+    """The options of a create, update or patch; `kind` is such as PatchOptions, for messages.
 
     Raises:
         ApiError: a parameter has a value that it cannot have.
     """
-    if query.get("dryRun", "All") not in ("All", ""):
-        text = f'Invalid value: ["{query["dryRun"]}"]: valid values: ["All"]'
-        raise ApiError(400, "BadRequest", f"PatchOptions.meta.k8s.io is invalid: dryRun: {text}")
-    validation = query.get("fieldValidation") or "Warn"
+    dry_run = query.get("dryRun", "")
+    _check_dry_run(kind, [dry_run] if dry_run else [])
+    validation = query.get("fieldValidation", "")
     if validation not in _VALIDATIONS:
-        raise bad_request(f"fieldValidation: Unsupported value: {validation!r}: supported values: {_VALIDATIONS}")
+        raise invalid_options(kind, unsupported_value("fieldValidation", _json(validation), _VALIDATIONS))
     manager = query.get("fieldManager", "")
     if len(manager) > MAX_MANAGER or not manager.isprintable():
-        raise bad_request(f"fieldManager: Invalid value: must be printable and at most {MAX_MANAGER} characters")
+        text = f"must be printable and at most {MAX_MANAGER} characters"
+        raise invalid_options(kind, invalid_value("fieldManager", manager, text))
     fallback = user_agent.split("/")[0][:MAX_MANAGER] or "unknown"
     return WriteOptions(
-        manager or fallback, bool(manager), query.get("dryRun") == "All", validation, _flag(query, "force") or False
+        manager or fallback, bool(manager), bool(dry_run), validation or "Warn", _flag(query, "force") or False
     )
+
+
+def _check_dry_run(kind: str, stages: list[object]) -> None:
+    if any(stage != "All" for stage in stages):
+        raise invalid_options(kind, unsupported_value("dryRun", _json(stages), ["All"]))
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(value).decode()
 
 
 def list_options(query: Mapping[str, str]) -> ListOptions:
@@ -87,9 +106,7 @@ def list_options(query: Mapping[str, str]) -> ListOptions:
         raise ApiError(400, "BadRequest", f"ListOptions.meta.k8s.io is invalid: resourceVersion: {text}")
     if options.initial_events is not None and options.revision_match != "NotOlderThan":
         text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
-        raise ApiError(
-            422, "Invalid", f'ListOptions.meta.k8s.io "" is invalid: resourceVersionMatch: Forbidden: {text}'
-        )
+        raise invalid_options("ListOptions", not_allowed("resourceVersionMatch", text))
     return options
 
 
@@ -121,13 +138,21 @@ def delete_options(query: Mapping[str, str], body: dict[str, object]) -> dict[st
         options["gracePeriodSeconds"] = grace
     if query.get("propagationPolicy"):
         options["propagationPolicy"] = query["propagationPolicy"]
+    policy = options.get("propagationPolicy")
     if "orphanDependents" in options or "orphanDependents" in query:
         orphan = options.pop("orphanDependents", None) or _flag(query, "orphanDependents")
-        options.setdefault("propagationPolicy", "Orphan" if orphan else "Background")
-    options["dryRun"] = bool(options.get("dryRun") or query.get("dryRun"))
-    policy = options.get("propagationPolicy")
-    if policy not in (None, "Background", "Foreground", "Orphan"):
-        raise bad_request(f'propagationPolicy: Unsupported value: "{policy}": use Background, Foreground or Orphan')
+        if policy is not None:
+            text = "orphanDependents and deletionPropagation cannot be both set"
+            raise invalid_options("DeleteOptions", invalid_value("propagationPolicy", policy, text))
+        options["propagationPolicy"] = policy = "Orphan" if orphan else "Background"
+    stages = options.get("dryRun") or ([query["dryRun"]] if query.get("dryRun") else [])
+    if not isinstance(stages, list):
+        raise bad_request("dryRun: Invalid value: must be a list")
+    _check_dry_run("DeleteOptions", stages)
+    options["dryRun"] = bool(stages)
+    if policy not in (None, *_POLICIES):
+        cause = unsupported_value("propagationPolicy", _json(policy), (*_POLICIES, "nil"))
+        raise invalid_options("DeleteOptions", cause)
     if not isinstance(options.get("gracePeriodSeconds", 0), int | None):
         raise bad_request("gracePeriodSeconds: Invalid value: must be a number")
     if not isinstance(options.get("preconditions", {}), dict | None):

@@ -23,7 +23,7 @@ SHORTEST_WATCH_SECONDS = 1800.0
 Send = Callable[[bytes], Awaitable[None]]
 
 
-def selection(resource: Resource, namespace: str, name: str, options: ListOptions) -> Predicate:
+def selection(resource: Resource, namespace: str, options: ListOptions) -> Predicate:
     """Which objects a request is about.
 
     Raises:
@@ -34,7 +34,7 @@ def selection(resource: Resource, namespace: str, name: str, options: ListOption
 
     def selects(obj: dict[str, Any]) -> bool:
         metadata = obj["metadata"]
-        if (namespace and metadata.get("namespace") != namespace) or (name and metadata["name"] != name):
+        if namespace and metadata.get("namespace") != namespace:
             return False
         return (labels is None or labels(metadata.get("labels") or {})) and (fields is None or fields(obj))
 
@@ -52,7 +52,7 @@ def list_objects(
     Raises:
         ApiError: 400 for a bad selector or token, 410 or 504 for a revision that is not at hand.
     """
-    selects = selection(resource, namespace, "", options)
+    selects = selection(resource, namespace, options)
     revision, after = str(store.revision), ("", "")
     if options.resume:
         revision, after = _resume(options.resume)
@@ -95,12 +95,12 @@ def _check_revision(wanted: int, current: int, *, exact: bool) -> None:
 class Watch:
     """One client's watch: what it has seen, and what to send it next."""
 
-    def __init__(self, store: Store, view: View, namespace: str, name: str, options: ListOptions) -> None:
+    def __init__(self, store: Store, view: View, namespace: str, options: ListOptions) -> None:
         self._store = store
         self._view = view
         self._options = options
         self._log = store.log(view.resource.key)
-        self._selects = selection(view.resource, namespace, name, options)
+        self._selects = selection(view.resource, namespace, options)
         self._namespace = namespace
         self._header = True
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.local.apiserver.catalogue import builtin_resources
+from meshwright.local.apiserver.errors import ApiError, UnservedPath, unknown_path
 from meshwright.local.apiserver.kinds.base import Kind
 from meshwright.local.apiserver.kinds.crds import is_established
 from meshwright.local.apiserver.resources import Column, Resource, ScalePaths
@@ -44,6 +45,16 @@ class Registry:
         for group, version, _ in self._resources:
             groups.setdefault(group, set()).add(version)
         return {group: sorted(versions, key=version_rank) for group, versions in sorted(groups.items())}
+
+    def no_such_path(self, path: str) -> ApiError:
+        """What a path gets that names nothing: plain text, but for one inside a group that is built in."""
+        parts = path.strip("/").split("/")
+        if parts[0] == "api":
+            return unknown_path()
+        built_in = {resource.group for resource in self if not resource.custom and resource.group}
+        if parts[0] == "apis" and len(parts) > 2 and parts[1] in built_in:
+            return unknown_path()
+        return UnservedPath()
 
     def define(self, crd: dict[str, Any]) -> None:
         """Serve what a definition says, in place of what it said before."""

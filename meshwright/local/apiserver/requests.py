@@ -15,7 +15,9 @@ from meshwright.local.apiserver.definitions import Definitions
 from meshwright.local.apiserver.deleting import Deleting
 from meshwright.local.apiserver.errors import (
     bad_request,
+    invalid_options,
     method_not_allowed,
+    not_allowed,
     success,
     unknown_path,
     unsupported_media_type,
@@ -36,6 +38,7 @@ from meshwright.local.apiserver.writing import Writing
 
 JSON_PATCH, MERGE_PATCH = "application/json-patch+json", "application/merge-patch+json"
 STRATEGIC_PATCH, APPLY_PATCH = "application/strategic-merge-patch+json", "application/apply-patch+yaml"
+_OPTIONS = {"POST": "CreateOptions", "PUT": "UpdateOptions"}
 _SEND_SECONDS = 60.0
 _DELETES_PER_TURN = 50
 
@@ -55,7 +58,8 @@ class Call:
 
     def options(self) -> WriteOptions:
         """How the client wants the write done."""
-        return write_options(self.request.query, self.request.headers.get("User-Agent", ""))
+        kind = _OPTIONS.get(self.request.method, "PatchOptions")
+        return write_options(kind, self.request.query, self.request.headers.get("User-Agent", ""))
 
     @property
     def content_type(self) -> str:
@@ -132,8 +136,7 @@ class ResourceRequests:
         return found
 
     async def _get(self, call: Call) -> web.StreamResponse:
-        if list_options(call.request.query).watch:
-            return await self._watch(call)
+        list_options(call.request.query)
         return reply(call.view(), self._existing(call))
 
     async def _list(self, call: Call) -> web.StreamResponse:
@@ -147,7 +150,7 @@ class ResourceRequests:
 
     async def _watch(self, call: Call) -> web.StreamResponse:
         target, options = call.target, list_options(call.request.query)
-        watch = Watch(self.store, call.view(), target.namespace, target.name, options)
+        watch = Watch(self.store, call.view(), target.namespace, options)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(call.request)
 
@@ -166,7 +169,7 @@ class ResourceRequests:
         if call.resource.namespaced and not call.target.namespace:
             raise method_not_allowed()
         view, options, obj = call.view(), call.options(), await call.object()
-        self.definitions.refuse_when_terminating(call.resource)
+        self.definitions.refuse_when_terminating(call.resource, obj)
         created = self.writing.create(call.resource, call.target.namespace, obj, options)
         return reply(view, created, 201, options.warnings)
 
@@ -186,7 +189,7 @@ class ResourceRequests:
             applied, created = self.writing.apply(resource, place, config, options, target.subresource)
             return reply(view, applied, 201 if created else 200, options.warnings)
         if options.force:
-            raise bad_request('PatchOptions.meta.k8s.io "" is invalid: force: Forbidden: may not be specified here')
+            raise invalid_options("PatchOptions", not_allowed("force", "may not be specified for non-apply patch"))
         patch = self._parsed(resource, kind, raw)
         old = self._existing(call)
         new = _patched(resource, kind, old, patch)

@@ -46,6 +46,7 @@ def fits(target: Target, resource: Resource) -> bool:
 def verb_of(method: str, target: Target, *, watch: bool) -> str:
     """The verb that authorization speaks of; empty for a method that nothing knows."""
     if method in ("GET", "HEAD"):
-        return "watch" if watch else "get" if target.name else "list"
+        # One object cannot be watched by its path: there, `watch` means nothing.
+        return "get" if target.name else "watch" if watch else "list"
     verbs = {"POST": "create", "PUT": "update", "PATCH": "patch"}
     return verbs.get(method, "") if method != "DELETE" else "delete" if target.name else "deletecollection"

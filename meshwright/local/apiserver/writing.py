@@ -29,6 +29,7 @@ from meshwright.local.apiserver.errors import (
     bad_request,
     forbidden,
     invalid,
+    invalid_options,
     invalid_value,
     not_found,
     required,
@@ -255,8 +256,7 @@ class Writing:
         self, resource: Resource, place: tuple[str, str], config: JsonObject, options: WriteOptions, subresource: str
     ) -> JsonObject:
         if not options.explicit_manager:
-            text = 'PatchOptions.meta.k8s.io "" is invalid: fieldManager: Required value: is required for apply patch'
-            raise bad_request(text)
+            raise invalid_options("PatchOptions", required("fieldManager", "is required for apply patch"))
         for key in ("apiVersion", "kind"):
             if not config.get(key):
                 raise bad_request(f"{key} must be set in an apply patch")

@@ -43,15 +43,28 @@ class OneForwardOneBackward:
 
     def run(self, samples: torch.Tensor) -> torch.Tensor:
         """See `Executor.run`."""
-        targets = samples[:, 1:]
         losses: list[torch.Tensor] = []
+        try:
+            self._run_schedule(samples, losses)
+        except RuntimeError as error:
+            # torch wraps what a stage raised in a text about its shapes; a lost peer would look like a fault of ours.
+            raise _root_of(error) from None
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=samples.device)
+
+    def _run_schedule(self, samples: torch.Tensor, losses: list[torch.Tensor]) -> None:
+        targets = samples[:, 1:]
         if self._stage.is_first:
             self._schedule.step(samples[:, :-1], return_outputs=False)
         elif self._stage.is_last:
             self._schedule.step(targets=targets, target=targets, losses=losses, return_outputs=False)
         else:
             self._schedule.step(return_outputs=False)
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=samples.device)
 
     def _mean(self, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return loss_sum / self._tokens
+
+
+def _root_of(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
