@@ -108,7 +108,7 @@ async def cluster(shape, request, tmp_path_factory) -> AsyncIterator[LocalCluste
     directory = provider = None
     if request.config.getoption("--cluster") == "assets":
         directory = tmp_path_factory.mktemp("assets")
-        provider = AssetsProvider(directory)
+        provider = AssetsProvider(directory, times)
     async with LocalCluster(shape, directory, provider=provider, times=times, restart_pause=0.2) as running:
         yield running
 

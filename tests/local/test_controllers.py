@@ -151,7 +151,7 @@ async def test_namespace_deletion_takes_everything(kit):
         namespace = await kit.client.get(NAMESPACES, "team")
         messages = [item.get("message", "") for item in namespace["status"].get("conditions") or ()]
         pods = (await kit.client.list(PODS, "team")).items
-        return not pods and any("configmaps has 1" in message for message in messages)
+        return not pods and any("configmaps. has 1" in message for message in messages)
 
     await kit.until(told, SLOW)
     await kit.client.patch(CONFIG_MAPS, "held", {"metadata": {"finalizers": None}}, "team")

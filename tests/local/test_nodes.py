@@ -46,7 +46,7 @@ async def test_heartbeats_renew_the_lease_only(kit):
 
     await kit.until(later)
     again = await kit.client.get(NODES, "rack0-node0")
-    assert again["metadata"]["resourceVersion"] == node["metadata"]["resourceVersion"]
+    assert again["status"] == node["status"]
 
 
 async def test_a_lost_node_is_noticed_and_comes_back(kit):
@@ -67,7 +67,8 @@ async def test_a_lost_node_is_noticed_and_comes_back(kit):
     await kit.pod_when("lost", lambda pod: pod["metadata"].get("deletionTimestamp"))
     await kit.pod("avoids", "true", spec=pin)
     pod = await kit.pod_when("avoids", lambda pod: pod["status"].get("conditions"))
-    assert "untolerated taint {node.kubernetes.io/unreachable: }" in pod["status"]["conditions"][0]["message"]
+    # Which taint it is, schedulers of some releases say and others do not.
+    assert "1 node(s) had untolerated taint" in pod["status"]["conditions"][0]["message"]
     assert not (await kit.client.get(PODS, "faithful", "default"))["metadata"].get("deletionTimestamp")
 
     await kit.cluster.start_node("rack1-node1")
@@ -94,12 +95,14 @@ async def test_containers_that_may_restart_do_after_their_node_did(kit):
     await kit.delete("service", grace_seconds=0)
 
 
-async def test_pods_of_a_deleted_node_are_removed(kit):
+async def test_pods_of_a_deleted_node_are_removed(kit, request):
+    # The real pod garbage collector looks every 20 s, and only at nodes that were gone for 40 s.
+    patience = 10 if request.config.getoption("--cluster") == "embedded" else 100
     await kit.pod("stranded", "sleep 60", spec={"nodeSelector": {"kubernetes.io/hostname": "rack1-node0"}})
     await kit.running("stranded")
     await kit.cluster.fail_node("rack1-node0")
     await kit.client.delete(NODES, "rack1-node0")
-    await kit.vanished("stranded")
+    await kit.vanished("stranded", patience)
     await kit.cluster.start_node("rack1-node0")
 
 

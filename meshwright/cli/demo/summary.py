@@ -73,6 +73,8 @@ def fault_rows(end: Snapshot, fault: Fault) -> list[tuple[str, str]]:
     if fault.seconds is not None and fault.replacement is not None:
         out.append(("recovery", f"{fault.seconds:.1f} s, with {fault.replacement.name} on {fault.replacement.node}"))
     if fault.resumed_after is not None:
-        text = f"resumed after step {fault.resumed_after}; {fault.repeated} of the steps seen before were run again"
-        out.append(("", text))
+        again = (
+            f"{fault.repeated} finished steps were run again" if fault.repeated else "no finished step was run again"
+        )
+        out.append(("", f"resumed after step {fault.resumed_after}: {again}"))
     return out + [("", event.note) for event in end.events if event.reason == RECOVERED]

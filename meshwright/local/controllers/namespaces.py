@@ -51,7 +51,7 @@ class NamespaceController:
         return None
 
     async def _empty(self, namespace: str) -> dict[str, int]:
-        """Ask for the deletion of everything inside; returns how many of each resource are still there."""
+        """Ask for the deletion of everything inside; returns how many of each `plural.group` are still there."""
         remaining: dict[str, int] = {}
         for item in await discover(self._client):
             resource = item.resource
@@ -66,7 +66,7 @@ class NamespaceController:
                 for found in listed.items:
                     await self._delete(resource.path(namespace, found["metadata"]["name"]))
             if left := len((await self._client.list(resource, namespace)).items):
-                remaining[resource.plural] = left
+                remaining[f"{resource.plural}.{resource.group}"] = left
         return remaining
 
     async def _delete(self, path: str) -> None:
@@ -77,7 +77,8 @@ class NamespaceController:
                 raise
 
     async def _tell(self, namespace: Object, remaining: dict[str, int]) -> None:
-        listing = ", ".join(f"{plural} has {count} resource instances" for plural, count in sorted(remaining.items()))
+        # The real controller's words, with the dot that its core group leaves behind ("pods. has 1 ...").
+        listing = ", ".join(f"{name} has {count} resource instances" for name, count in sorted(remaining.items()))
         message = f"Some resources are remaining: {listing}"
         conditions = (namespace.get("status") or {}).get("conditions") or ()
         if any(item.get("message") == message for item in conditions):

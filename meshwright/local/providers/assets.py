@@ -8,6 +8,7 @@ are used when they are there; otherwise ours fill in. Nodes are always ours.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from meshwright.local.apiserver.certificates import TlsFiles
 from meshwright.local.client import ApiClient
 from meshwright.local.connection import Connection, write_kubeconfig
+from meshwright.local.controllers.nodes import NodeTimes
 from meshwright.local.nodeagent.kubelet import KubeletTls
 from meshwright.local.nodeagent.process import Process, ProcessSpec
 from meshwright.local.providers.base import ControlPlane, ProviderError
@@ -38,8 +40,9 @@ def find_binary(name: str, environment: Mapping[str, str]) -> Path | None:
 class AssetsProvider:
     """etcd and kube-apiserver as processes on free ports of 127.0.0.1. They die with this process in any case."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, times: NodeTimes | None = None) -> None:
         self._directory = directory
+        self._times = times or NodeTimes()
         self._logs = directory / "control-plane"
         self._processes: list[tuple[str, Process]] = []
 
@@ -64,7 +67,11 @@ class AssetsProvider:
             kubelet,
             has_scheduler=await self._start_optional("kube-scheduler", kubeconfig),
             has_controllers=await self._start_optional(
-                "kube-controller-manager", kubeconfig, f"--service-account-private-key-file={tls.key}"
+                "kube-controller-manager",
+                kubeconfig,
+                f"--service-account-private-key-file={tls.key}",
+                f"--node-monitor-grace-period={self._times.heartbeat}s",
+                f"--node-monitor-period={self._times.check}s",
             ),
         )
 
@@ -130,6 +137,8 @@ class AssetsProvider:
             f"--service-account-signing-key-file={tls.key}",
             "--service-cluster-ip-range=10.0.0.0/24",
             "--endpoint-reconciler-type=none",
+            f"--default-not-ready-toleration-seconds={math.ceil(self._times.tolerate)}",
+            f"--default-unreachable-toleration-seconds={math.ceil(self._times.tolerate)}",
             # For `kubectl logs`: how it shows itself to our nodes, and whom it believes to be one.
             f"--kubelet-client-certificate={tls.certificate}",
             f"--kubelet-client-key={tls.key}",
