@@ -199,9 +199,10 @@ class RuntimeSpec(ApiModel):
 
     command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """A torchrun-style command, started once per rank with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
-    the rank's mesh coordinates in its environment. Excludes `model`, `data` and `training`."""
+    the rank's mesh coordinates in its environment. Exit code 0 ends the run, 143 after SIGTERM asks to be run again,
+    any other is a failure. Excludes `model`, `data` and `training`."""
     scripts: ShortText | None = None
-    """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, such as the command's script."""
+    """ConfigMap whose keys are mounted as files under `/meshwright/scripts`; `command` may name them there."""
 
 
 class CheckpointSpec(ApiModel):

@@ -10,7 +10,7 @@ import pytest
 from meshwright.api import labels
 from meshwright.protocol import FailureKind, MeshRequest
 from meshwright_worker import failures, messages
-from meshwright_worker.agent.environment import process_environment, rank_environment, rank_task
+from meshwright_worker.agent.environment import located, process_environment, rank_environment, rank_task
 from meshwright_worker.agent.output import MAX_LINE, OutputPump
 from meshwright_worker.agent.port import FIRST_PORT, LAST_PORT, HeldPort
 from meshwright_worker.agent.training_log import TrainingLog
@@ -272,3 +272,17 @@ def test_metrics_follow_the_ranks() -> None:
     assert 'rank="4"' in text
     assert "ptj_rank_restarts_total" in text
     assert "2.0" in next(line for line in text.splitlines() if line.startswith("ptj_rank_restarts_total{"))
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("/meshwright/scripts/train.py", "/real/train.py"),
+        ("/meshwright/scripts", "/real"),
+        ("/meshwright/scripts-of-mine/train.py", "/meshwright/scripts-of-mine/train.py"),
+        ("--config=/meshwright/scripts/a", "--config=/meshwright/scripts/a"),
+    ],
+)
+def test_a_commands_scripts_are_found_where_they_are_mounted(word: str, expected: str) -> None:
+    assert located(["python", word], {"MESHWRIGHT_SCRIPTS_DIR": "/real"}) == ["python", expected]
+    assert located(["python", word], {}) == ["python", word]

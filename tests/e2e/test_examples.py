@@ -3,7 +3,7 @@
 from meshwright.api import conditions
 from meshwright.api.labels import KIND
 from meshwright.cli import manifest
-from tests.e2e.stage import EXAMPLES, holds
+from tests.e2e.stage import EXAMPLES, eventually, holds
 
 
 def job_name(path):
@@ -27,9 +27,16 @@ async def test_a_users_own_ddp_script_survives_the_loss_of_a_pod(stage):
     await stage.apply(manifest.read(path))
     name = job_name(path)
     await stage.until(name, holds(conditions.READY), "running")
+    first = (await stage.pod(name, 0))["metadata"]["name"]
+
+    async def has_saved() -> bool:
+        return "saved" in await stage.log(first)
+
+    await eventually("the script's first checkpoint", has_saved)
     lost = await stage.delete_pod(name, 1)
     status = await stage.complete(name)
     assert status.mesh is not None
     assert status.mesh.generation == 2
     assert (await stage.pod(name, 1))["metadata"]["name"] != lost
+    assert "resumed after step" in await stage.log(first), "rank 0 went on from what the script itself had saved"
     await stage.delete(name)

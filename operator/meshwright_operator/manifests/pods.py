@@ -141,6 +141,8 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[Object]:
         values[labels.ENV_CHECKPOINT_DIR] = checkpoint_directory(context.name, context.uid)
     if context.spec.data is not None and context.spec.data.claim_name:
         values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
+    if context.spec.runtime.scripts:
+        values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
     secret = {"name": names.token_secret_name(context.name), "key": TOKEN_KEY}
     return [
         *({"name": variable.name, "value": variable.value} for variable in context.spec.workers.env),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshwright.api import labels
 from meshwright.layout import Layout
@@ -53,6 +53,17 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     if settings.data_dir:
         environment[labels.ENV_DATA_DIR] = settings.data_dir
     return environment
+
+
+def located(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The command with paths below the scripts' mount where they really are.
+
+    They are the same on a node with containers; where paths are passed by the environment alone they are not, and the
+    command, which comes from the coordinator, names the mount.
+    """
+    where = environment.get(labels.ENV_SCRIPTS_DIR, labels.SCRIPTS_MOUNT)
+    mount = labels.SCRIPTS_MOUNT
+    return [where + word.removeprefix(mount) if f"{word}/".startswith(f"{mount}/") else word for word in command]
 
 
 def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:

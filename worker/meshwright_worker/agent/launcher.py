@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from meshwright_worker.agent.commands import start_command
 from meshwright_worker.agent.core import Start
-from meshwright_worker.agent.environment import process_environment, rank_environment, rank_task
+from meshwright_worker.agent.environment import located, process_environment, rank_environment, rank_task
 from meshwright_worker.agent.forks import RankServer, RankServerError
 from meshwright_worker.agent.inbox import Inbox
 from meshwright_worker.agent.port import HeldPort
@@ -73,7 +73,8 @@ class Launcher:
                 task = rank_task(start.document, start.member, rank, self._settings)
                 live = await self._server.fork(task, environment)
             else:
-                live = await start_command(rank, run.command, {**self._environment, **environment})
+                everything = {**self._environment, **environment}
+                live = await start_command(rank, located(run.command, everything), everything)
         except (RankServerError, OSError, ValueError) as error:
             raise LaunchError(f"rank {rank} cannot be started: {error}") from error
         self._live[rank] = live
