@@ -111,7 +111,7 @@ async def test_a_deleted_node_registers_again(kit):
 
     async def back():
         node = await kit.client.find(NODES, "rack0-node0")
-        return node is not None and bool(node["status"].get("conditions"))
+        return node is not None and bool(node.get("status", {}).get("conditions"))
 
     await kit.until(back)
 
