@@ -158,6 +158,16 @@ class Api:
                         events.append(json.loads(line))
         return events
 
+    async def until(self, expected: int, method: str, path: str, body: Any = None) -> Any:
+        """Repeat a request until its code is the expected one: what others have to notice first takes a moment."""
+        for _ in range(100):
+            code, answer = await self.call(method, path, body)
+            if code == expected:
+                break
+            await asyncio.sleep(0.05)
+        assert code == expected, answer
+        return answer
+
     async def until_gone(self, path: str, seconds: float = 10.0) -> bool:
         """Whether an object vanishes in time."""
         deadline = time.monotonic() + seconds

@@ -1,10 +1,9 @@
 """Pods: defaults, checks, binding, eviction, graceful deletion."""
 
-import asyncio
-
 import pytest
 
 MERGE, JSON_PATCH = "application/merge-patch+json", "application/json-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
 
 
 def binding(name, node="n1"):
@@ -58,6 +57,32 @@ async def test_status_is_a_part_of_its_own(api):
     assert "nodeName" not in pod["spec"]
     await api.call("PATCH", f"{api.pods}/p", {"status": {"phase": "Failed"}}, MERGE)
     assert (await api.call("GET", f"{api.pods}/p"))[1]["status"]["phase"] == "Running"
+
+
+async def test_addresses(api):
+    await api.call("POST", api.pods, api.pod("p"))
+    path = f"{api.pods}/p/status"
+    two = {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}, {"ip": "10.0.0.2"}]}
+    for wrong in (two, {"podIP": "here"}, {"podIPs": [{"ip": "10.0.0.300"}]}):
+        assert (await api.call("PATCH", path, {"status": wrong}, MERGE))[0] == 422
+    code, pod = await api.call("PATCH", path, {"status": {"podIP": "10.0.0.1"}}, MERGE)
+    assert (code, pod["status"]["podIPs"]) == (200, [{"ip": "10.0.0.1"}])
+    _, pod = await api.call("PATCH", path, {"status": {"podIP": "10.0.0.2"}}, MERGE)
+    assert pod["status"]["podIPs"] == [{"ip": "10.0.0.2"}]
+    # A strategic merge is by address, so that a change of address must replace the list.
+    change = {"podIP": "10.0.0.3", "podIPs": [{"ip": "10.0.0.3"}]}
+    assert (await api.call("PATCH", path, {"status": change}, STRATEGIC))[0] == 422
+    change = {"podIP": "10.0.0.3", "podIPs": [{"$patch": "replace"}, {"ip": "10.0.0.3"}]}
+    _, pod = await api.call("PATCH", path, {"status": change}, STRATEGIC)
+    assert pod["status"]["podIPs"] == [{"ip": "10.0.0.3"}]
+
+
+async def test_strategic_merges_keep_the_order_of_the_patch(api):
+    await api.call("POST", api.pods, api.pod("p"))
+    for types, expected in (("A", "A"), ("B", "BA"), ("DA", "DBA"), ("CBA", "CDBA"), ("AE", "CDBAE")):
+        conditions = [{"type": kind, "status": "True"} for kind in types]
+        _, pod = await api.call("PATCH", f"{api.pods}/p/status", {"status": {"conditions": conditions}}, STRATEGIC)
+        assert "".join(c["type"] for c in pod["status"]["conditions"]) == expected
 
 
 async def test_gates_keep_a_pod_from_nodes(api):
@@ -155,8 +180,7 @@ async def test_eviction_obeys_budgets(api):
     code, status = await api.call("POST", f"{api.pods}/p/eviction", eviction)
     assert (code, status["reason"]) == (429, "TooManyRequests")
     await api.call("DELETE", f"{budgets}/b")
-    await asyncio.sleep(0.1)
-    assert (await api.call("POST", f"{api.pods}/p/eviction", eviction))[0] == 201
+    await api.until(201, "POST", f"{api.pods}/p/eviction", eviction)
     assert (await api.call("GET", f"{api.pods}/p"))[0] == 404
 
 
@@ -166,7 +190,7 @@ async def test_priority_classes(api):
     classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
     body = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": api.namespace}}
     assert (await api.call("POST", classes, {**body, "value": 1000}))[0] == 201
-    _, pod = await api.call("POST", api.pods, api.pod("p", priorityClassName=api.namespace))
+    pod = await api.until(201, "POST", api.pods, api.pod("p", priorityClassName=api.namespace))
     assert pod["spec"]["priority"] == 1000
     assert (await api.call("PATCH", f"{classes}/{api.namespace}", {"value": 5}, MERGE))[0] in (403, 422)
     await api.call("DELETE", f"{classes}/{api.namespace}")

@@ -84,8 +84,9 @@ def strategic_merge_patch(node: SchemaNode, target: Any, patch: Any) -> Any:
 
 def _strategic_field(node: SchemaNode, target: Any, value: Any, order: Any) -> Any:
     if isinstance(value, list) and node.merges:
-        merged = _strategic_list(node, target if isinstance(target, list) else [], value)
-        return _ordered(merged, node.merge_key, order) if isinstance(order, list) else merged
+        live = target if isinstance(target, list) else []
+        merged = _strategic_list(node, live, value)
+        return _ordered(merged, live, order if isinstance(order, list) else value, node.merge_key)
     if isinstance(value, dict):
         return strategic_merge_patch(node, target, value)
     return value
@@ -113,12 +114,22 @@ def _strategic_list(node: SchemaNode, target: list[Any], patch: list[Any]) -> li
     return out
 
 
-def _ordered(items: list[Any], key: str, order: list[Any]) -> list[Any]:
-    """Items in the order the patch gives; those it does not name follow in their own order."""
-    names = [entry.get(key) if isinstance(entry, dict) else entry for entry in order]
+def _ordered(merged: list[Any], live: list[Any], order: list[Any], key: str) -> list[Any]:
+    """Merged items in the order of the patch, with those that it does not name put where they stood among the others.
 
-    def rank(item: Any) -> int:
-        name = item.get(key) if isinstance(item, dict) else item
-        return names.index(name) if name in names else len(names)
+    As in the real server: an item that the patch does not name comes before the first one that it stood before in the
+    live list. So an item that is new comes first of all, unless the patch names others before it.
+    """
 
-    return sorted(items, key=rank)
+    def name(item: Any) -> Any:
+        return item.get(key) if isinstance(item, dict) else item
+
+    wanted, stood = [name(item) for item in order], [name(item) for item in live]
+    named = sorted((item for item in merged if name(item) in wanted), key=lambda item: wanted.index(name(item)))
+    others = [item for item in merged if name(item) not in wanted]
+    out: list[Any] = []
+    while named and others:
+        other, next_named = name(others[0]), name(named[0])
+        first = other in stood and next_named in stood and stood.index(other) < stood.index(next_named)
+        out.append((others if first else named).pop(0))
+    return out + named + others

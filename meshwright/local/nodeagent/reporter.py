@@ -64,6 +64,8 @@ class StatusReporter:
 
     async def _send(self, body: Object) -> None:
         metadata = self._context.pod["metadata"]
+        # The merge is by address: one that an earlier life of the pod had would stay beside the present one.
+        body = {**body, "podIPs": [{"$patch": "replace"}, *body["podIPs"]]}
         # The uid makes the server refuse a report about an earlier pod of the same name.
         await self._client.patch(
             PODS,

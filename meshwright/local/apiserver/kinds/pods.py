@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 import orjson
@@ -71,6 +72,8 @@ class PodKind(Kind):
         for key in ("priority", "preemptionPolicy"):
             if key in old["spec"]:
                 new["spec"].setdefault(key, old["spec"][key])
+        if isinstance(new.get("status"), dict):
+            _agree_on_address(new["status"])
 
     def validate(self, obj: JsonObject, old: JsonObject | None, subresource: str) -> list[Cause]:
         """Checks of the spec, and on an update of what changed in it."""
@@ -79,7 +82,7 @@ class PodKind(Kind):
             return [required("spec")]
         if old is None:
             return check_pod_spec(spec, "spec")
-        return [] if subresource else _check_change(spec, old["spec"])
+        return _check_addresses(obj.get("status")) if subresource else _check_change(spec, old["spec"])
 
     def lingers(self, obj: JsonObject) -> bool:
         """A pod waits for its node to stop it."""
@@ -91,6 +94,33 @@ class PodKind(Kind):
             return 0
         grace = asked if asked is not None else obj["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
         return int(grace) if grace >= 0 else 1
+
+
+def _agree_on_address(status: JsonObject) -> None:
+    """`podIP` is the first of `podIPs`; where they differ, `podIP` is right."""
+    addresses = status.get("podIPs") or []
+    first = addresses[0].get("ip") if addresses and isinstance(addresses[0], dict) else None
+    if status.get("podIP") and status["podIP"] != first:
+        status["podIPs"] = [{"ip": status["podIP"]}]
+    elif first:
+        status["podIP"] = first
+
+
+def _check_addresses(status: object) -> list[Cause]:
+    causes: list[Cause] = []
+    addresses = (status.get("podIPs") if isinstance(status, dict) else None) or []
+    families: list[int] = []
+    for index, address in enumerate(addresses):
+        text = address.get("ip") if isinstance(address, dict) else None
+        try:
+            families.append(ipaddress.ip_address(str(text)).version)
+        except ValueError:
+            why = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)"
+            causes.append(invalid_value(f"status.podIPs[{index}]", text, why))
+    if len(families) != len(set(families)):
+        why = "may specify no more than one IP for each IP family"
+        causes.append(invalid_value("status.podIPs", addresses, why))
+    return causes
 
 
 def default_pod_spec(spec: JsonObject) -> None:

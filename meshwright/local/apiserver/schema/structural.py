@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.local.apiserver.errors import Cause, invalid_value, not_allowed, required, shown
 from meshwright.local.apiserver.schema.cel import CelError, compile_expression
+from meshwright.local.apiserver.schema.cel_budget import check_budget
 from meshwright.local.apiserver.schema.custom import custom_schema
 from meshwright.local.apiserver.schema.formats import compile_pattern
 from meshwright.local.apiserver.schema.pruning import apply_defaults, prune
@@ -27,7 +28,7 @@ _REASONS = ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "F
 def check_structural(schema: dict[str, Any], path: str) -> list[Cause]:
     """What is not structural in a schema; `path` names it in messages."""
     causes = _Check(path).run(schema)
-    return causes or _check_defaults(schema, path)
+    return causes or [*_check_defaults(schema, path), *check_budget(schema, path)]
 
 
 class _Check:
