@@ -70,14 +70,7 @@ def up(directory: Path, racks: int, nodes_per_rack: int, gpus_per_node: int, por
     words += [f"--{name}={value}" for name, value in options.items()]
     with log.open("ab") as output:
         daemon = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "meshwright.local.daemon",
-                f"--directory={directory}",
-                f"--provider={provider}",
-                *words,
-            ],
+            [sys.executable, "-m", "meshwright.local.daemon", *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
