@@ -1,27 +1,63 @@
 """The messages between a worker pod's agent and the operator's coordinator, version 1.
 
-HTTP and JSON. Every request carries `Authorization: Bearer TOKEN`, the job's HMAC token. Paths, under
-`/v1/jobs/{namespace}/{name}/{uid}`:
+HTTP and JSON; docs/protocol.md says it for people, docs/protocol.schema.json for programs. Every request is signed with
+the job's token (`meshwright.signing`) and names its version. Paths, under `/v1/jobs/{namespace}/{name}/{uid}`:
 
     POST .../mesh      MeshRequest  -> 200 MeshDocument | 204 nothing new within `wait_seconds` | 410 superseded
     POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
 
-401: no or wrong token. 404: no such job. 410: a newer incarnation of this worker exists, or the job wants no pods:
-the agent ends its ranks and exits. Everything else is retried: a coordinator that is away stops nobody's training.
+401: not signed with the job's token. 404: no such job. 410: a newer incarnation of this worker exists, or the job wants
+no pods: the agent ends its ranks and exits. 426: the coordinator does not speak the agent's version. Everything else is
+retried, 429 and 503 after `Retry-After`: a coordinator that is away stops nobody's training.
+
+An agent ignores fields that it does not know, so that a newer operator may add some; the coordinator refuses them,
+since they come from a tenant's pod. A field that changes what ranks compute needs a new version.
 """
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.spec import CheckpointSpec, DataSpec, ParallelismSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 
 PROTOCOL_VERSION = 1
+VERSION_HEADER = "Meshwright-Protocol"
+"""Names the version of a request; without it a request is of version 1."""
+
+Message = TypeVar("Message", bound=ApiModel)
+
+
+def receive(kind: type[Message], body: bytes) -> Message:
+    """The message in `body`, whatever fields a newer sender added to it.
+
+    Raises:
+        ValueError: it is none; pydantic's `ValidationError` is one.
+    """
+    raw: Any = json.loads(body)
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        unknown = [e["loc"] for e in error.errors(include_url=False) if e["type"] == "extra_forbidden"]
+        if not unknown:
+            raise
+    try:
+        for location in unknown:
+            _drop(raw, location)
+    except (LookupError, TypeError):
+        raise ValueError(f"the fields {unknown[:3]} are not known and cannot be left out") from None
+    return kind.model_validate(raw)
+
+
+def _drop(raw: Any, location: tuple[int | str, ...]) -> None:
+    for part in location[:-1]:
+        raw = raw[part]
+    del raw[location[-1]]
 
 
 class RunConfig(ApiModel):
@@ -52,10 +88,12 @@ class RunConfig(ApiModel):
 class MeshRequest(ApiModel):
     """An agent's long poll: "I am here; tell me when the mesh is newer than `generation`"."""
 
-    worker: Annotated[int, Field(ge=0)]
+    worker: Annotated[int, Field(ge=0, le=65535)]
     """Worker index."""
     incarnation: Annotated[int, Field(ge=0)]
     """Incarnation of the worker's pod."""
+    pod_uid: Annotated[str, Field(max_length=64)] = ""
+    """uid of the pod; empty from an agent that is not told it."""
     generation: Annotated[int, Field(ge=0)] = 0
     """The generation this agent runs or ran last; 0 before its first."""
     address: Annotated[str, Field(min_length=1, max_length=64)]
@@ -133,6 +171,14 @@ class RankProcess(ApiModel):
     """Process id, as the agent sees it."""
     exit_code: int | None = None
     """Exit code; minus the signal's number when killed; None while it lives."""
+    step: int | None = None
+    """Last step it finished in this generation; None before the first, and for a user's command."""
+    phase: Annotated[str, Field(max_length=32)] = ""
+    """Last phase of the start it finished; empty before the first, and for a user's command."""
+    idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Time since it last told anything: started, finished a phase or a step, saved a checkpoint."""
+    state: Annotated[str, Field(max_length=1)] = ""
+    """State letter of the process (proc(5)) when it has been idle for a while, such as `T` for stopped."""
 
 
 class Progress(ApiModel):
@@ -173,10 +219,12 @@ class Phase(ApiModel):
 class WorkerReport(ApiModel):
     """A heartbeat: sent every few seconds and at once when `state` changes or a checkpoint is committed."""
 
-    worker: Annotated[int, Field(ge=0)]
+    worker: Annotated[int, Field(ge=0, le=65535)]
     """Worker index."""
     incarnation: Annotated[int, Field(ge=0)]
     """Incarnation."""
+    pod_uid: Annotated[str, Field(max_length=64)] = ""
+    """uid of the pod; empty from an agent that is not told it."""
     generation: Annotated[int, Field(ge=0)]
     """The generation the ranks below belong to."""
     state: WorkerState

@@ -1,5 +1,7 @@
 """Options of the whole test suite."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -11,7 +13,13 @@ settings.load_profile("any-machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cluster",
-        choices=["embedded", "assets"],
+        choices=["embedded", "assets", "kubeconfig"],
         default="embedded",
-        help="end-to-end tests on the embedded API server, or on the real binaries of KUBEBUILDER_ASSETS",
+        help="tests of clusters on the embedded API server, on the binaries of KUBEBUILDER_ASSETS, or on the cluster of"
+        " KUBECONFIG, which should be one to throw away",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cluster", "embedded") == "kubeconfig" and not os.environ.get("KUBECONFIG"):
+        raise pytest.UsageError("--cluster kubeconfig: needs KUBECONFIG")

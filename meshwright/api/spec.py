@@ -8,14 +8,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.values import Quantity, ShortText
+from meshwright.api.volumes import VolumeSpec
 
+MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 Degree = Annotated[int, Field(ge=1, le=65536)]
-ShortText = Annotated[str, Field(min_length=1, max_length=253)]
-Quantity = Annotated[
-    str,
-    Field(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"),
-]
 
 
 class ModelSpec(ApiModel):
@@ -150,13 +149,48 @@ class Toleration(ApiModel):
     """How long a `NoExecute` taint is tolerated."""
 
 
+class KeyReference(ApiModel):
+    """One key of a Secret or ConfigMap in the job's namespace."""
+
+    name: ShortText
+    """Name of the object."""
+    key: ShortText
+    """Key in it."""
+
+
+class EnvSource(ApiModel):
+    """Where an environment variable's value comes from: exactly one of the two."""
+
+    secret_key_ref: KeyReference | None = None
+    """A key of a Secret. The operator never reads it: the kubelet does."""
+    config_map_key_ref: KeyReference | None = None
+    """A key of a ConfigMap."""
+
+
 class EnvVar(ApiModel):
     """An environment variable of the worker container."""
 
     name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name. Names that begin with `MESHWRIGHT_` are reserved."""
     value: Annotated[str, Field(max_length=4096)] = ""
-    """Value."""
+    """Value. Excludes `valueFrom`."""
+    value_from: EnvSource | None = None
+    """Where the value comes from, for what must not stand in the job: a token, a key. Excludes `value`."""
+
+
+class ImagePullPolicy(StrEnum):
+    """When the image is pulled."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class ImagePullSecret(ApiModel):
+    """A secret with the credentials of an image registry."""
+
+    name: ShortText
+    """Name of a secret in the job's namespace."""
 
 
 class ResourcesSpec(ApiModel):
@@ -173,6 +207,12 @@ class WorkersSpec(ApiModel):
 
     image: Annotated[str, Field(min_length=1, max_length=1024)]
     """Container image with the worker runtime, or with the command of `runtime.command`."""
+    image_pull_policy: ImagePullPolicy | None = None
+    """When the image is pulled; when left out, `Always` for the tag `latest` and `IfNotPresent` for others."""
+    image_pull_secrets: Annotated[
+        list[ImagePullSecret], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})
+    ] = []
+    """Secrets with the credentials of the image's registry."""
     gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 8
     """GPUs, and so ranks, of one pod. Must divide the world size, and be a multiple or a divisor of
     `parallelism.tensor`."""
@@ -184,6 +224,8 @@ class WorkersSpec(ApiModel):
     """CPU and memory of each pod."""
     env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-list-map-key": "name"})] = []
     """Further environment variables of the worker container."""
+    volumes: Annotated[list[VolumeSpec], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})] = []
+    """Further volumes of the worker container: claims, ConfigMaps, Secrets and scratch space."""
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
     """Labels that a node must carry."""
     tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
@@ -226,11 +268,38 @@ class CheckpointSpec(ApiModel):
         return 2 if self.keep is None else self.keep
 
 
+class CordonedNodes(StrEnum):
+    """What workers do when their node takes nothing new."""
+
+    MOVE = "Move"
+    STAY = "Stay"
+
+
 class RecoverySpec(ApiModel):
     """What to do when ranks fail."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000000)] = 10
     """Restarts after failures of the job's own processes before the job fails. Lost or deleted pods do not count."""
+    hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
+    """How long a rank of Meshwright's own runtime may live without finishing a step before all ranks are killed and
+    started again. When left out: ten times the recent time of a step, and at least 300 seconds. Until the first step
+    of a generation it is never less than 900 seconds."""
+    cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
+    """What becomes of workers on a node that is cordoned or got a taint that they do not tolerate. `Move`: they save a
+    checkpoint and move, once there is room for them elsewhere. `Stay`: they run on until somebody evicts them."""
+    restart_window_seconds: Annotated[int, Field(ge=60, le=2592000)] | None = None
+    """Only restarts of the last so many seconds count toward `maxRestarts`, which may then be at most 100; all of them
+    when left out."""
+    exit_codes: Annotated[list[ExitCodeRule], Field(max_length=20)] = []
+    """What an exit code of a rank or worker means; the first rule that names the code decides. A code that no rule
+    names counts toward `maxRestarts`."""
+
+
+class SuccessPolicy(StrEnum):
+    """When a run is over and well."""
+
+    ALL_WORKERS = "AllWorkers"
+    FIRST_WORKER = "FirstWorker"
 
 
 class ParallelTrainingJobSpec(ApiModel):
@@ -254,9 +323,19 @@ class ParallelTrainingJobSpec(ApiModel):
     """Checkpoints; without it a restarted run begins at step 0."""
     recovery: RecoverySpec = RecoverySpec()
     """What to do when ranks fail."""
+    success_policy: SuccessPolicy = SuccessPolicy.ALL_WORKERS
+    """`AllWorkers`: the job is complete when every worker has ended well. `FirstWorker`: when the one of rank 0
+    has, and the others are then stopped; it needs `runtime.command`."""
+    priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
+    """Place in the line of jobs that wait for room: higher first, then older. A running job is never stopped for it."""
     suspend: bool = False
     """Whether the job gives its pods back and waits; when false again it goes on from the last checkpoint."""
     active_deadline_seconds: Annotated[int, Field(ge=1, le=2147483647)] | None = None
     """Longest time from the first start to the end, suspended time not counted; then the job fails."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     """How long a finished job is kept before it is deleted; for ever when left out."""
+    priority_class_name: ShortText | None = None
+    """PriorityClass of the pods; the cluster's default when left out."""
+    managed_by: Annotated[str, Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN)] | None = None
+    """The controller that acts on this job, as `domain/name`; another one than `meshwright.dev/operator` and this
+    operator leaves the job alone entirely. It may not be changed."""

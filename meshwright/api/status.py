@@ -12,6 +12,9 @@ Text = Annotated[str, Field(max_length=1024)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 Count = Annotated[int, Field(ge=0, le=9007199254740991)]
 
+MAX_APPLIED_SPEC = 131072
+MAX_RESTART_TIMES = 128
+
 
 class Condition(ApiModel):
     """A condition in the form of `metav1.Condition`."""
@@ -49,6 +52,10 @@ class PlanStatus(ApiModel):
     """Estimated peak memory of the fullest rank."""
     parameters: Count | None = None
     """Parameters of the model."""
+    estimated_step_milliseconds: Count | None = None
+    """Estimated time of one step, when model and GPUs are known."""
+    estimated_tokens_per_second: Count | None = None
+    """Estimated throughput of the whole job."""
     summary: Text = ""
     """The layout in one line, such as `TP 2 x PP 2 x DP 2`."""
     reasons: Annotated[list[Text], Field(max_length=16)] = []
@@ -77,7 +84,7 @@ class WorkerPlacement(ApiModel):
 
 
 class PlacementStatus(ApiModel):
-    """Where every worker runs, and what the choice costs."""
+    """Where every worker runs or ran last, and what the choice costs."""
 
     workers: Annotated[
         list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})
@@ -106,6 +113,10 @@ class MeshStatus(ApiModel):
     """Why this generation is over and the next one is being formed; empty while it holds."""
     pending_since: Time | None = None
     """Since when the next generation is being formed."""
+    attempts: Count = 0
+    """Starts of the gang given up since it last ran: pods were refused, or did not start in time."""
+    retry_time: Time | None = None
+    """When the gang is tried again after such a start."""
 
 
 class CheckpointStatus(ApiModel):
@@ -161,6 +172,10 @@ class ParallelTrainingJobStatus(ApiModel):
     """Restarts of all causes."""
     restarts_toward_limit: Count = 0
     """Restarts that count toward `spec.recovery.maxRestarts`."""
+    restart_times: Annotated[list[Time], Field(max_length=MAX_RESTART_TIMES)] = []
+    """When they happened, with `spec.recovery.restartWindowSeconds`: those of the window."""
+    applied_spec: Annotated[str, Field(max_length=MAX_APPLIED_SPEC)] = ""
+    """The spec, as JSON, that the workers were made from: in effect while an edit is invalid or has no room."""
     replicas: Count = 0
     """Data-parallel replicas in effect."""
     selector: Annotated[str, Field(max_length=512)] = ""

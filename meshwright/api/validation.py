@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.api.rules import SPEC_RULES
+from meshwright.api.rules import SPEC_RULES, TRANSITIONS
 from meshwright.api.spec import ParallelTrainingJobSpec
 
 
@@ -21,3 +21,8 @@ class Problem:
 def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
     """Every rule that `spec` breaks, in the order of the table; empty for a good one."""
     return [Problem(rule.field, rule.message) for rule in SPEC_RULES if not rule.holds(spec)]
+
+
+def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> list[Problem]:
+    """What an edit of a started job changes and may not, in the order of the table; empty for an edit that is fine."""
+    return [Problem(t.field, t.message) for t in TRANSITIONS if not t.holds(running, wanted)]

@@ -13,7 +13,12 @@ COMMANDS = {
         "Train a language model on the embedded cluster, lose a worker midway, finish.",
         "operator,worker,local",
     ),
-    "local": LazyCommand("meshwright.local.commands:local", "Run the embedded cluster: up, down, status.", "local"),
+    "local": LazyCommand(
+        "meshwright.local.commands:local", "Run the embedded cluster: up, down, status, break it.", "local"
+    ),
+    "plan": LazyCommand(
+        "meshwright.cli.plan.command:plan", "Plan and place a job without a cluster, and say why.", "cli"
+    ),
     "version": LazyCommand("meshwright.cli.version:version", "Print the versions of Meshwright and Python.", "cli"),
 }
 

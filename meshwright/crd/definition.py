@@ -6,12 +6,15 @@ from typing import Any
 
 from meshwright.api import labels
 from meshwright.api.names import MAX_JOB_NAME
-from meshwright.api.rules import SPEC_RULES
+from meshwright.api.rules import SPEC_RULES, TRANSITIONS
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.crd.schema import Schema, structural_schema
 
 NAME = f"{labels.PLURAL}.{labels.GROUP}"
+
+SELECTABLE = (".spec.suspend", ".spec.priorityClassName", ".spec.managedBy", ".spec.model.preset")
+"""Fields by which the API server filters: `kubectl get ptj --field-selector spec.suspend=true`."""
 
 _NAME_RULE = {
     "rule": f"size(self.metadata.name) <= {MAX_JOB_NAME} && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -56,6 +59,7 @@ def custom_resource_definition() -> dict[str, Any]:
                         },
                     },
                     "additionalPrinterColumns": _printer_columns(),
+                    "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
                 }
             ],
         },
@@ -87,7 +91,18 @@ def _root_schema() -> Schema:
             "spec": spec,
             "status": status,
         },
-        "x-kubernetes-validations": [_NAME_RULE],
+        "x-kubernetes-validations": [
+            _NAME_RULE,
+            *(
+                {
+                    "rule": transition.cel,
+                    "message": transition.message,
+                    "fieldPath": f".spec.{transition.field}",
+                    "reason": "FieldValueForbidden",
+                }
+                for transition in TRANSITIONS
+            ),
+        ],
     }
 
 

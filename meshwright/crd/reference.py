@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.api import labels
+from meshwright.api.edits import LIVE, NEXT_START, REFUSED, Effect
 from meshwright.crd.schema import Schema
 
 
@@ -29,7 +30,14 @@ def api_reference(definition: dict[str, Any]) -> str:
         "",
         "| field | rule |",
         "|---|---|",
-        *(f"| `{rule.get('fieldPath', '.metadata.name').lstrip('.')}` | {_cell(rule['message'])} |" for rule in rules),
+        *(f"| `{_field_of(rule)}` | {_cell(rule['message'])} |" for rule in rules),
+        "",
+        "## Edits of a job that runs",
+        "",
+        "An edit that restarts the gang is tried first: while there is no room for it, or it cannot be planned, the "
+        "gang goes on as it was, and the `Ready` condition says what is in the way.",
+        "",
+        *_edits(),
         "",
         "## spec",
         "",
@@ -41,6 +49,19 @@ def api_reference(definition: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _field_of(rule: dict[str, Any]) -> str:
+    path = str(rule.get("fieldPath", ".metadata.name")).lstrip(".")
+    return path.removeprefix("spec.")
+
+
+def _edits() -> Iterator[str]:
+    yield "| edit of | what it does |"
+    yield "|---|---|"
+    for effect, fields in ((Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START), (Effect.REFUSED, REFUSED)):
+        yield f"| {', '.join(f'`{field}`' for field in fields)} | {effect.value} |"
+    yield f"| everything else | {Effect.RESTART.value} |"
 
 
 def _table(schema: Schema) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 What pydantic emits and the server refuses is rewritten: references are inlined; `X | None` becomes X without
 `nullable`, which would break merge patches; exclusive bounds take their draft-4 form; `title` and
-`additionalProperties: false` go. Every field must have a description, and every string, number, list and map a bound:
+`additionalProperties: false` go; a set becomes a list of type `set`; what says the same in several types, or nothing
+about its type, is refused here. Every field must have a description, and every string, number, list and map a bound:
 unbounded values make validation rules too dear and objects too large.
 """
 
@@ -26,6 +27,7 @@ _COPIED = (
     "maxItems",
     "maxProperties",
 )
+_DEEPEST = 32
 _INT32 = (-(2**31), 2**31 - 1)
 
 
@@ -49,6 +51,8 @@ class _Converter:
         self._defaults = defaults
 
     def convert(self, source: Schema, path: str) -> Schema:
+        if path.count(".") > _DEEPEST:
+            raise SchemaError(f"{path}: a model that holds itself has no structural form")
         source = self._resolved(source, path)
         kind = source.get("type")
         handler = {
@@ -76,6 +80,8 @@ class _Converter:
             if "$ref" in source:
                 name = source["$ref"].rsplit("/", 1)[-1]
                 source = {**self._definitions[name], **{k: v for k, v in source.items() if k != "$ref"}}
+            elif "oneOf" in source:
+                raise SchemaError(f"{path}: a union of several types has no structural form")
             elif "anyOf" in source:
                 options = [option for option in source["anyOf"] if option.get("type") != "null"]
                 if len(options) != 1:
@@ -98,9 +104,14 @@ class _Converter:
         return {"properties": properties} | ({"required": required} if required else {})
 
     def _array(self, source: Schema, path: str) -> Schema:
+        if "prefixItems" in source:
+            raise SchemaError(f"{path}: a tuple has no structural form")
         if "maxItems" not in source:
             raise SchemaError(f"{path}: a list needs maxItems")
         items = self.convert(source["items"], f"{path}[]")
+        if source.get("uniqueItems"):
+            # The server refuses `uniqueItems`, whose check is quadratic; a set of scalars says the same.
+            return {"items": items, "x-kubernetes-list-type": "set"}
         key = source.get(_LIST_KEY)
         if key is None:
             return {"items": items, "x-kubernetes-list-type": "atomic"}

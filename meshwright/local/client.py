@@ -15,15 +15,14 @@ import aiohttp
 import orjson
 
 from meshwright.local.connection import Connection
-from meshwright.local.resources import PODS, Object, Resource
+from meshwright.local.resources import Object, Resource
 
-JSON_PATCH = "application/json-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 _WATCH_SECONDS = 290
-_PAGE = 500
+_PAGE = "500"
 
 
 class ApiError(Exception):
@@ -34,6 +33,19 @@ class ApiError(Exception):
         self.status = status
         self.reason = reason
         self.message = message
+
+    @classmethod
+    def of(cls, status: int, content: bytes) -> ApiError:
+        """From an answer's body; whatever is no Status object becomes the message."""
+        try:
+            body = orjson.loads(content)
+            return cls(status, body.get("reason", ""), body.get("message", ""))
+        except (orjson.JSONDecodeError, AttributeError):
+            return cls(status, "", content.decode(errors="replace")[:500])
+
+
+REQUEST_ERRORS = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
+"""What a request may raise that is no defect of the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +99,17 @@ class ApiClient:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Any:
-        """One request; the decoded JSON answer."""
+        """One request; the decoded JSON answer, or the text of one that is no JSON."""
         data = None if body is None else orjson.dumps(body)
         headers = {} if body is None else {"Content-Type": content_type}
+        url = self.connection.url + path
         async with self.session.request(
-            method, self.connection.url + path, params=params, data=data, headers=headers, timeout=self._timeout
+            method, url, params=params, data=data, headers=headers, timeout=self._timeout
         ) as response:
             content = await response.read()
             if response.status >= 400:
-                raise _error(response.status, content)
-            return orjson.loads(content) if content else {}
+                raise ApiError.of(response.status, content)
+            return orjson.loads(content) if "json" in response.content_type else content.decode()
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
         """One object."""
@@ -121,7 +134,7 @@ class ApiClient:
         field_selector: str | None = None,
     ) -> ObjectList:
         """Every matching object, fetched in pages. Items get the kind and apiVersion that lists leave out."""
-        params = _params(labelSelector=label_selector, fieldSelector=field_selector, limit=str(_PAGE))
+        params = _params(labelSelector=label_selector, fieldSelector=field_selector, limit=_PAGE)
         items: list[Object] = []
         while True:
             page = await self.request("GET", resource.path(namespace), params=params)
@@ -139,13 +152,6 @@ class ApiClient:
         answer: Object = await self.request("POST", resource.path(space), body=full)
         return answer
 
-    async def replace(self, resource: Resource, body: Object, subresource: str | None = None) -> Object:
-        """PUT an object that was read before; a conflict is ApiError 409."""
-        metadata = body["metadata"]
-        path = resource.path(metadata.get("namespace"), metadata["name"], subresource)
-        answer: Object = await self.request("PUT", path, body=body)
-        return answer
-
     async def patch(
         self,
         resource: Resource,
@@ -161,16 +167,13 @@ class ApiClient:
         answer: Object = await self.request("PATCH", path, body=body, content_type=content_type)
         return answer
 
-    async def apply(
-        self, resource: Resource, body: Object, *, field_manager: str, namespace: str | None = None, force: bool = True
-    ) -> Object:
-        """Server-side apply, as `kubectl apply --server-side` does."""
-        metadata = body["metadata"]
-        path = resource.path(namespace or metadata.get("namespace"), metadata["name"])
-        full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
-        params = {"fieldManager": field_manager, "force": "true" if force else "false"}
-        answer: Object = await self.request("PATCH", path, params=params, body=full, content_type=APPLY_PATCH)
-        return answer
+    async def set_condition(self, resource: Resource, item: Object, condition: Object) -> None:
+        """Merge one condition into the status of exactly this object (409 when another has taken its name)."""
+        metadata = item["metadata"]
+        body = {"metadata": {"uid": metadata["uid"]}, "status": {"conditions": [condition]}}
+        space = metadata.get("namespace")
+        kind = STRATEGIC_PATCH
+        await self.patch(resource, metadata["name"], body, space, subresource="status", content_type=kind)
 
     async def delete(
         self,
@@ -198,16 +201,6 @@ class ApiClient:
             raise
         return True
 
-    async def bind(self, namespace: str, pod: str, node: str, *, uid: str | None = None) -> None:
-        """Assign a pod to a node; ApiError 409 when it has one already."""
-        body: Object = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": pod, "namespace": namespace, **({"uid": uid} if uid else {})},
-            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
-        }
-        await self.request("POST", PODS.path(namespace, pod, "binding"), body=body)
-
     async def watch(
         self,
         resource: Resource,
@@ -233,8 +226,7 @@ class ApiClient:
         async for line in self.lines(resource.path(namespace), params, idle=_WATCH_SECONDS + 30):
             event: Object = orjson.loads(line)
             if event["type"] == "ERROR":
-                status = event["object"]
-                raise ApiError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
+                raise ApiError.of(event["object"].get("code", 500), orjson.dumps(event["object"]))
             yield event
 
     async def lines(
@@ -247,7 +239,7 @@ class ApiClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=idle)
         async with self.session.get(self.connection.url + path, params=params, timeout=timeout) as response:
             if response.status >= 400:
-                raise _error(response.status, await response.read())
+                raise ApiError.of(response.status, await response.read())
             rest = b""
             async for chunk in response.content.iter_any():
                 *complete, rest = (rest + chunk).split(b"\n")
@@ -256,32 +248,36 @@ class ApiClient:
             if rest:
                 yield rest
 
-    async def wait_ready(self, seconds: float = 30.0) -> None:
-        """Wait until the server says it is ready.
+    async def resources(self) -> dict[Resource, frozenset[str]]:
+        """Every served resource with its verbs, each group in its preferred version; subresources are left out."""
+        versions = [("", "v1")]
+        for group in (await self.request("GET", "/apis")).get("groups") or ():
+            versions.append((group["name"], group["preferredVersion"]["version"]))
+        found: dict[Resource, frozenset[str]] = {}
+        for group, version in versions:
+            try:
+                answer = await self.request("GET", f"/apis/{group}/{version}" if group else f"/api/{version}")
+            except ApiError as error:
+                # A group whose last definition went away between the two requests, or an aggregated server is down.
+                if error.status in (404, 503):
+                    continue
+                raise
+            for item in answer.get("resources") or ():
+                if "/" not in item["name"]:
+                    resource = Resource(group, version, item["name"], item["kind"], bool(item["namespaced"]))
+                    found[resource] = frozenset(item.get("verbs") or ())
+        return found
 
-        Raises:
-            TimeoutError: It did not within the time.
-        """
+    async def wait_ready(self, seconds: float = 30.0) -> None:
+        """Wait until the server says it is ready; TimeoutError when it does not within the time."""
         async with asyncio.timeout(seconds):
             while True:
                 try:
-                    async with self.session.get(self.connection.url + "/readyz", timeout=self._timeout) as response:
-                        if response.status == 200:
-                            return
-                except (aiohttp.ClientError, TimeoutError):
-                    pass
-                await asyncio.sleep(0.05)
+                    await self.request("GET", "/readyz")
+                    return
+                except REQUEST_ERRORS:
+                    await asyncio.sleep(0.02)
 
 
 def _params(**values: str | None) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _error(status: int, content: bytes) -> ApiError:
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        body = None
-    if not isinstance(body, dict):
-        body = {}
-    return ApiError(status, body.get("reason", ""), body.get("message", content.decode(errors="replace")[:500]))

@@ -6,24 +6,27 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from meshwright.api import labels
 from meshwright.local.client import ApiClient
 from meshwright.local.connection import Connection, write_kubeconfig
+from meshwright.local.controller import Controller
 from meshwright.local.controllers.claims import ClaimController
+from meshwright.local.controllers.deployments import DeploymentController
 from meshwright.local.controllers.garbage import GarbageCollector
 from meshwright.local.controllers.namespaces import NamespaceController
 from meshwright.local.controllers.nodes import NodeController, NodeTimes
+from meshwright.local.controllers.replicas import ReplicaSetController
 from meshwright.local.informers import Informers
 from meshwright.local.nodeagent.addresses import ClusterNetwork
 from meshwright.local.nodeagent.agent import AgentSettings, NodeAgent
 from meshwright.local.nodeagent.node import NodeSpec
 from meshwright.local.providers.base import ControlPlane, Provider
 from meshwright.local.providers.embedded import EmbeddedProvider
+from meshwright.local.resources import NODES
 from meshwright.local.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 LEAF_LABEL = "network.topology.nvidia.com/leaf"
 ACCELERATOR_LABEL = "network.topology.nvidia.com/accelerator"
 ZONE_LABEL = "topology.kubernetes.io/zone"
+
+_FEW_NODES, _MOST_NODES = 16, 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +55,20 @@ class ClusterShape:
         """Every node, with the labels that GPU operators and topology discovery put on real ones.
 
         Raises:
-            ValueError: A count that is not positive; GPUs may be 0.
+            ValueError: A count that is not positive; racks and GPUs may be 0.
         """
-        for name in ("racks", "nodes_per_rack", "cpus_per_node", "pods_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if self.gpus_per_node < 0:
-            raise ValueError(f"gpus_per_node: must be at least 0, not {self.gpus_per_node}")
+        least = {"racks": 0, "nodes_per_rack": 1, "gpus_per_node": 0, "cpus_per_node": 1, "pods_per_node": 1}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ValueError(f"{name}: must be at least {number}, not {getattr(self, name)}")
         return [
-            self._node(f"rack{rack}", f"rack{rack}-node{node}")
+            self.node(f"rack{rack}", f"rack{rack}-node{node}")
             for rack in range(self.racks)
             for node in range(self.nodes_per_rack)
         ]
 
-    def _node(self, rack: str, name: str) -> NodeSpec:
+    def node(self, rack: str, name: str) -> NodeSpec:
+        """One node of a rack."""
         wiring = {ZONE_LABEL: "local", LEAF_LABEL: rack}
         capacity = {
             "cpu": str(self.cpus_per_node),
@@ -84,7 +89,7 @@ class LocalCluster:
     """An asynchronous context manager around a cluster.
 
     Args:
-        shape: Its nodes.
+        shape: Its nodes at the start.
         directory: Where everything is kept: objects, volumes, logs, kubeconfig. None: a temporary one, objects only in
             memory, and all of it is deleted at the end.
         provider: Where the control plane comes from; None: embedded.
@@ -114,6 +119,8 @@ class LocalCluster:
         self._client: ApiClient | None = None
         self._informers: Informers | None = None
         self._network: ClusterNetwork | None = None
+        self._most = 0
+        self._parts: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._agents: dict[str, NodeAgent] = {}
 
@@ -147,9 +154,9 @@ class LocalCluster:
         return self.directory / "kubeconfig"
 
     @property
-    def nodes(self) -> list[str]:
-        """Names of the nodes whose agents run."""
-        return list(self._agents)
+    def nodes(self) -> dict[str, NodeAgent]:
+        """The agents of the simulated nodes, by node. For a failure: `partition`, `power_off`, then `recover`."""
+        return self._agents
 
     async def __aenter__(self) -> Self:
         try:
@@ -169,14 +176,15 @@ class LocalCluster:
             ProviderError: The control plane could not be started.
         """
         specs = self.shape.nodes()
-        self._plane = await self._provider.start()
-        self._client = ApiClient(self._plane.connection)
+        plane = self._plane = await self._provider.start()
+        self._client = ApiClient(plane.connection)
         await self._client.wait_ready()
-        self._start_controllers(self._plane, self._client)
-        if self._plane.kubelet is not None:
+        await asyncio.to_thread(write_kubeconfig, self.kubeconfig, plane.connection)
+        self._start_controllers(plane, self._client)
+        if plane.kubelet is not None:
             self._network = ClusterNetwork()
-            await asyncio.gather(*(self.start_node(spec.name) for spec in specs))
-        await asyncio.to_thread(write_kubeconfig, self.kubeconfig, self._plane.connection)
+            self._most = min(_MOST_NODES, max(_FEW_NODES, 2 * len(specs)))
+            await asyncio.gather(*(self.add_node(spec) for spec in specs))
 
     async def stop(self) -> None:
         """End everything: pods' processes first, the API server last."""
@@ -199,51 +207,56 @@ class LocalCluster:
         """Return when a component ended by a defect: the cluster is no longer whole, and the log says why."""
         await self._failed.wait()
 
-    async def start_node(self, name: str) -> None:
-        """Start the agent of a node of the shape, again after `fail_node`.
+    async def add_node(self, spec: NodeSpec) -> None:
+        """Start the agent of one more node; returns when it is registered.
 
         Raises:
-            KeyError: The shape has no such node.
-            RuntimeError: The cluster is not started, or has nodes of its own.
+            ValueError: There is a node of that name, or no room for one more.
+            RuntimeError: The cluster is not started, or takes no nodes.
         """
         if self._plane is None or self._plane.kubelet is None or self._network is None:
-            raise RuntimeError("the cluster takes no nodes")
-        specs = self.shape.nodes()
-        index = {spec.name: index for index, spec in enumerate(specs)}[name]
+            raise RuntimeError("the cluster takes no simulated nodes")
+        if spec.name in self._agents:
+            raise ValueError(f"{spec.name}: there is a node of that name")
+        part = next((index for index in range(self._most) if index not in self._parts.values()), None)
+        if part is None:
+            raise ValueError(f"{spec.name}: {self._most} nodes share the cluster's addresses; start it with more")
+        self._parts[spec.name] = part
         settings = AgentSettings(
-            self.directory / "nodes" / name, self._plane.kubelet, self._times.renew, self._restart_pause
+            self.directory / "nodes" / spec.name, self._plane.kubelet, self._times.renew, self._restart_pause
         )
-        agent = NodeAgent(self.client, specs[index], self._network.part(index, len(specs)), settings)
-        self._agents[name] = agent
+        agent = NodeAgent(self.client, spec, self._network.part(part, self._most), settings)
+        self._agents[spec.name] = agent
         await agent.start()
 
-    async def fail_node(self, name: str) -> None:
-        """A node loses power: its processes are killed and nobody is told.
+    async def remove_node(self, name: str) -> None:
+        """End a node for good: its processes, then its object.
 
         Raises:
-            KeyError: No such node runs.
+            KeyError: No such node.
         """
         await self._agents.pop(name).stop()
+        del self._parts[name]
+        await self.client.delete(NODES, name)
 
     def _start_controllers(self, plane: ControlPlane, client: ApiClient) -> None:
         informers = self._informers = Informers(client)
-        components: list[Coroutine[Any, Any, None]] = []
+        controllers: list[Controller] = []
         if not plane.has_scheduler:
-            components.append(Scheduler(informers).run())
+            controllers.append(Scheduler(informers))
         if not plane.has_controllers:
-            components.append(GarbageCollector(informers).run())
-            components.append(NamespaceController(informers).run())
-            components.append(NodeController(informers, self._times).run())
+            controllers += [GarbageCollector(informers), NamespaceController(informers)]
+            controllers += [DeploymentController(informers), ReplicaSetController(informers)]
+            controllers.append(NodeController(informers, self._times))
         if plane.kubelet is not None:
-            components.append(ClaimController(informers, self.directory / "volumes").run())
+            controllers.append(ClaimController(informers, self.directory / "volumes"))
         informers.start()
-        self._tasks = [asyncio.create_task(component) for component in components]
+        self._tasks = [asyncio.create_task(controller.run()) for controller in controllers]
         for task in self._tasks:
             task.add_done_callback(self._component_ended)
 
     def _component_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception() or RuntimeError("a component ended by itself")
-        logger.critical("a component of the cluster failed", exc_info=error)
-        self._failed.set()
+        if not task.cancelled():
+            error = task.exception() or RuntimeError("a component ended by itself")
+            logger.critical("a component of the cluster failed", exc_info=error)
+            self._failed.set()

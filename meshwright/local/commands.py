@@ -10,17 +10,19 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import aiohttp
 import click
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.api import labels
-from meshwright.local.client import ApiClient, ApiError
+from meshwright.api.labels import GPU_RESOURCE
+from meshwright.local import failures
+from meshwright.local.client import REQUEST_ERRORS, ApiClient
 from meshwright.local.cluster import LEAF_LABEL
 from meshwright.local.connection import Connection
-from meshwright.local.daemon import READY_FILE, holder
+from meshwright.local.daemon import READY_FILE, cluster_options, holder, provider_of
+from meshwright.local.failures import directory_option, running
 from meshwright.local.resources import NODES, PODS, Object
 from meshwright.local.scheduler.requests import allocatable, pod_requests
 from meshwright.local.scheduler.snapshot import is_over
@@ -29,53 +31,46 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
 
-def default_directory() -> Path:
-    """Where `meshwright local` keeps its cluster: the user's state directory."""
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "meshwright" / "cluster"
-
-
-directory_option = click.option(
-    "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=default_directory,
-    show_default="~/.local/state/meshwright/cluster",
-    help="Directory of the cluster.",
-)
-
-
 @click.group()
 def local() -> None:
     """A Kubernetes cluster on this machine, with simulated GPU nodes and without containers."""
 
 
+local.add_command(failures.node)
+local.add_command(failures.chaos)
+
+
 @local.command()
 @directory_option
-@click.option("--racks", default=2, show_default=True, type=click.IntRange(1))
-@click.option("--nodes-per-rack", default=2, show_default=True, type=click.IntRange(1))
-@click.option("--gpus-per-node", default=2, show_default=True, type=click.IntRange(0), help="Simulated GPUs.")
-@click.option("--port", default=0, show_default=True, help="Port of the API server; 0 takes a free one.")
-@click.option("--provider", type=click.Choice(["embedded", "assets"]), default="embedded", show_default=True)
-def up(directory: Path, racks: int, nodes_per_rack: int, gpus_per_node: int, port: int, provider: str) -> None:
+@cluster_options
+def up(directory: Path, provider: str, with_nodes: bool, existing: Path | None, **numbers: Any) -> None:
     """Start the cluster in the background and wait until it is ready."""
     directory = directory.resolve()
+    provider_of(provider, directory, 0, existing, with_nodes)
     if holder(directory) is not None:
         raise click.ClickException(f"a cluster runs in {directory} already: see `meshwright local status`")
     directory.mkdir(parents=True, exist_ok=True)
     # One that was killed leaves it behind.
     (directory / READY_FILE).unlink(missing_ok=True)
+    words = [f"--directory={directory}", f"--provider={provider}", *(["--with-nodes"] if with_nodes else [])]
+    words += [f"--existing={existing.resolve()}"] if existing else []
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in numbers.items()]
+    _start(directory, words)
+    connection = Connection.from_kubeconfig(directory / "kubeconfig")
+    nodes, _ = _look(connection)
+    gpus = sum(allocatable(item)[GPU_RESOURCE] for item in nodes) // 1000
+    click.echo(f"ready: {len(nodes)} nodes, {gpus} {'' if provider == 'kubeconfig' else 'simulated '}GPUs")
+    click.echo(f"export KUBECONFIG={directory / 'kubeconfig'}")
+
+
+def _start(directory: Path, words: list[str]) -> None:
+    """Start the daemon and wait until it is ready."""
     log = directory / "daemon.log"
-    options = {"racks": racks, "nodes-per-rack": nodes_per_rack, "gpus-per-node": gpus_per_node, "port": port}
-    words = [f"--directory={directory}", f"--provider={provider}"]
-    words += [f"--{name}={value}" for name, value in options.items()]
     with log.open("ab") as output:
         daemon = subprocess.Popen(
             [sys.executable, "-m", "meshwright.local.daemon", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
     deadline = time.monotonic() + _START_SECONDS
     while not (directory / READY_FILE).exists():
         if daemon.poll() is not None or time.monotonic() > deadline:
@@ -83,8 +78,6 @@ def up(directory: Path, racks: int, nodes_per_rack: int, gpus_per_node: int, por
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
             raise click.ClickException(f"the cluster did not start; the end of {log}:\n{tail}")
         time.sleep(0.05)
-    click.echo(f"ready: {racks * nodes_per_rack} nodes, {racks * nodes_per_rack * gpus_per_node} simulated GPUs")
-    click.echo(f"export KUBECONFIG={directory / 'kubeconfig'}")
 
 
 @local.command()
@@ -109,32 +102,29 @@ def down(directory: Path) -> None:
 @directory_option
 def kubeconfig(directory: Path) -> None:
     """Print the path of the cluster's kubeconfig file."""
-    click.echo(str(_running(directory.resolve())))
+    click.echo(str(running(directory) / "kubeconfig"))
 
 
 @local.command()
 @directory_option
 def status(directory: Path) -> None:
     """Show nodes, what they have and what runs on them."""
-    connection = Connection.from_kubeconfig(_running(directory.resolve()))
-    try:
-        nodes, pods = asyncio.run(_fetch(connection))
-    except (ApiError, aiohttp.ClientError, TimeoutError) as error:
-        raise click.ClickException(f"{connection.url} does not answer: {error}") from error
+    connection = Connection.from_kubeconfig(running(directory) / "kubeconfig")
+    nodes, pods = _look(connection)
     console = Console()
     console.print(f"{connection.url}, {len(nodes)} nodes")
     console.print(_table(nodes, pods))
 
 
-def _running(directory: Path) -> Path:
-    if holder(directory) is None:
-        raise click.ClickException(f"no cluster runs in {directory}: start one with `meshwright local up`")
-    return directory / "kubeconfig"
+def _look(connection: Connection) -> tuple[list[Object], list[Object]]:
+    async def fetch() -> tuple[list[Object], list[Object]]:
+        async with ApiClient(connection, timeout=5) as client:
+            return (await client.list(NODES)).items, (await client.list(PODS)).items
 
-
-async def _fetch(connection: Connection) -> tuple[list[Object], list[Object]]:
-    async with ApiClient(connection, timeout=5) as client:
-        return (await client.list(NODES)).items, (await client.list(PODS)).items
+    try:
+        return asyncio.run(fetch())
+    except REQUEST_ERRORS as error:
+        raise click.ClickException(f"{connection.url} does not answer: {error}") from error
 
 
 def _table(nodes: list[Object], pods: list[Object]) -> Table:
@@ -143,14 +133,14 @@ def _table(nodes: list[Object], pods: list[Object]) -> Table:
     for pod in pods:
         node = pod["spec"].get("nodeName")
         if node and not is_over(pod):
-            gpus[node] += pod_requests(pod)[labels.GPU_RESOURCE] // 1000
+            gpus[node] += pod_requests(pod)[GPU_RESOURCE] // 1000
             count[node] += 1
     table = Table("Node", "Rack", "Ready", "GPUs used", "Pods")
     for node in nodes:
         name = node["metadata"]["name"]
         conditions = (node.get("status") or {}).get("conditions") or ()
         ready = next((item["status"] for item in conditions if item["type"] == "Ready"), "Unknown")
-        total = allocatable(node)[labels.GPU_RESOURCE] // 1000
+        total = allocatable(node)[GPU_RESOURCE] // 1000
         rack = (node["metadata"].get("labels") or {}).get(LEAF_LABEL, "")
         table.add_row(name, rack, ready, f"{gpus[name]}/{total}", str(count[name]))
     return table

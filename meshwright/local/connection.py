@@ -82,17 +82,15 @@ class Connection:
 def _entry(config: dict[str, Any], path: Path, section: str, field: str, name: str) -> dict[str, Any]:
     for entry in config.get(section) or ():
         if entry.get("name") == name:
-            found = entry.get(field) or {}
-            return dict(found)
+            return dict(entry.get(field) or {})
     raise KubeconfigError(f"{path}: {section} has no entry named {name!r}")
 
 
 def _pem(section: dict[str, Any], field: str, path: Path) -> str | None:
     if data := section.get(f"{field}-data"):
         return base64.b64decode(str(data)).decode()
-    if file := section.get(field):
-        return (path.parent / str(file)).read_text()
-    return None
+    file = section.get(field)
+    return (path.parent / str(file)).read_text() if file else None
 
 
 def write_kubeconfig(path: Path, connection: Connection) -> None:
@@ -115,8 +113,13 @@ def write_kubeconfig(path: Path, connection: Connection) -> None:
         "users": [{"name": name, "user": user}],
         "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": "default"}}],
     }
+    write_private(path, yaml.safe_dump(config, sort_keys=False))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Put a file into place at once, readable by its owner alone."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        yaml.safe_dump(config, file, sort_keys=False)
+        file.write(text)
     temporary.replace(path)

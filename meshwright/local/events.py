@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Literal
 
-import aiohttp
-
 from meshwright.local import clock
-from meshwright.local.client import ApiClient, ApiError
+from meshwright.local.client import REQUEST_ERRORS, ApiClient, ApiError
 from meshwright.local.resources import EVENTS, Object
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED = 2000
-
-
-@dataclass(slots=True)
-class _Posted:
-    name: str
-    namespace: str
-    count: int
 
 
 class EventRecorder:
@@ -33,7 +21,6 @@ class EventRecorder:
         self._client = client
         self._source = {"component": component, **({"host": host} if host else {})}
         self._queue: asyncio.Queue[tuple[Object, str, str, str]] = asyncio.Queue(maxsize=1000)
-        self._posted: OrderedDict[tuple[str, str, str], _Posted] = OrderedDict()
 
     def emit(self, item: Object, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Say what happened to an object. Dropped when a thousand others wait: events are no record of truth."""
@@ -48,43 +35,23 @@ class EventRecorder:
             item, kind, reason, message = await self._queue.get()
             try:
                 await self._post(item, kind, reason, message)
-            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            except REQUEST_ERRORS as error:
                 # Also the ordinary outcome in a namespace that is being deleted.
                 logger.debug("event %s not posted: %s", reason, error)
 
     async def _post(self, item: Object, kind: str, reason: str, message: str) -> None:
-        metadata = item["metadata"]
-        key = (metadata["uid"], reason, message)
-        known = self._posted.pop(key, None)
-        if known is not None:
-            known.count += 1
-            body = {"count": known.count, "lastTimestamp": clock.now()}
-            try:
-                await self._client.patch(EVENTS, known.name, body, known.namespace)
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-                known = None
-        if known is None:
-            known = await self._create(item, kind, reason, message)
-        self._posted[key] = known
-        while len(self._posted) > _REMEMBERED:
-            self._posted.popitem(last=False)
-
-    async def _create(self, item: Object, kind: str, reason: str, message: str) -> _Posted:
+        """Create the event; its name follows from what it says, so a repetition finds the first and counts it up."""
         metadata, moment = item["metadata"], clock.now()
-        namespace = metadata.get("namespace") or "default"
-        involved = {
-            "apiVersion": item.get("apiVersion", "v1"),
-            "kind": item.get("kind", ""),
-            "name": metadata["name"],
-            "uid": metadata["uid"],
-            **({"namespace": metadata["namespace"]} if metadata.get("namespace") else {}),
-            **({"resourceVersion": metadata["resourceVersion"]} if metadata.get("resourceVersion") else {}),
-        }
+        digest = hashlib.sha256(repr((metadata["uid"], self._source, reason, message)).encode()).hexdigest()
+        name, namespace = f"{metadata['name']}.{digest[:16]}", metadata.get("namespace") or "default"
+        known = ("name", "namespace", "uid", "resourceVersion")
         body = {
-            "metadata": {"generateName": f"{metadata['name']}.", "namespace": namespace},
-            "involvedObject": involved,
+            "metadata": {"name": name, "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": item.get("apiVersion", "v1"),
+                "kind": item.get("kind", ""),
+                **{field: metadata[field] for field in known if metadata.get(field)},
+            },
             "type": kind,
             "reason": reason,
             "message": message[:1024],
@@ -93,5 +60,10 @@ class EventRecorder:
             "lastTimestamp": moment,
             "count": 1,
         }
-        created = await self._client.create(EVENTS, body)
-        return _Posted(created["metadata"]["name"], namespace, 1)
+        try:
+            await self._client.create(EVENTS, body)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            count = (await self._client.get(EVENTS, name, namespace)).get("count") or 1
+            await self._client.patch(EVENTS, name, {"count": count + 1, "lastTimestamp": moment}, namespace)

@@ -15,28 +15,18 @@ class Informers:
     def __init__(self, client: ApiClient) -> None:
         self.client = client
         self._reflectors: dict[Resource, Reflector] = {}
-        self._tasks: dict[Resource, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     def get(self, resource: Resource) -> Reflector:
         """The reflector of a resource. It begins with `start`, so that listeners added before miss nothing."""
-        if resource not in self._reflectors:
-            self._reflectors[resource] = Reflector(self.client, resource)
-        return self._reflectors[resource]
+        return self._reflectors.setdefault(resource, Reflector(self.client, resource))
 
     def start(self) -> None:
-        """Start every reflector that was asked for and does not run yet."""
-        for resource, reflector in self._reflectors.items():
-            if resource not in self._tasks:
-                self._tasks[resource] = asyncio.create_task(reflector.run(), name=f"watch {resource.plural}")
-
-    async def synced(self) -> None:
-        """Wait until every started reflector has its first list."""
-        for resource in self._tasks:
-            await self._reflectors[resource].synced.wait()
+        """Start every reflector that was asked for."""
+        self._tasks = [asyncio.create_task(reflector.run()) for reflector in self._reflectors.values()]
 
     async def stop(self) -> None:
         """Stop every reflector."""
-        for task in self._tasks.values():
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tasks.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -14,9 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-import aiohttp
-
-from meshwright.local.client import ApiClient, ApiError
+from meshwright.local.client import REQUEST_ERRORS, ApiClient, ApiError
 from meshwright.local.resources import Object, Resource, key_of
 
 logger = logging.getLogger(__name__)
@@ -82,14 +80,10 @@ class Reflector:
                     failures = 0
                     if event["type"] != "BOOKMARK":
                         self._store(ChangeType(event["type"]), event["object"])
-            except ApiError as error:
+            except REQUEST_ERRORS as error:
                 version = ""
-                failures += error.status not in (410, 504)
-                if failures:
-                    logger.debug("%s: %s", self.resource.plural, error)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                version = ""
-                failures += 1
+                # A revision that is too old is ordinary: list again at once.
+                failures += not (isinstance(error, ApiError) and error.status in (410, 504))
                 logger.debug("%s: watch lost: %r", self.resource.plural, error)
             pause = min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) if failures else 0.0
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - spreads retries, guards nothing

@@ -27,15 +27,11 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """The URL path of the collection, of one object, or of its subresource.
-
-        Without `namespace`, a namespaced resource's collection spans all namespaces.
-        """
+        """The URL path of the collection (without `namespace`: of all namespaces), one object, or its subresource."""
         parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
         if self.namespaced and namespace:
             parts += ["namespaces", namespace]
-        parts += [self.plural, *(part for part in (name, subresource) if part)]
-        return "/".join(parts)
+        return "/".join([*parts, self.plural, *(part for part in (name, subresource) if part)])
 
 
 PODS = Resource("", "v1", "pods", "Pod")
@@ -47,14 +43,15 @@ CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+REPLICA_SETS = Resource("apps", "v1", "replicasets", "ReplicaSet")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
-CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
 LEASE_NAMESPACE = "kube-node-lease"
 """Where nodes keep their leases."""
+CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
 JOBS = Resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND)
 
 
 def key_of(item: Object) -> tuple[str, str]:
     """`(namespace, name)` of an object; the namespace is empty for cluster-wide ones."""
-    metadata = item["metadata"]
-    return metadata.get("namespace") or "", metadata["name"]
+    return item["metadata"].get("namespace") or "", item["metadata"]["name"]

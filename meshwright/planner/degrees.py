@@ -2,14 +2,16 @@
 
 A small search that can be explained. A tensor-parallel group talks in every layer but over NVLink; a pipeline talks
 little but idles (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503). So: one stage as long as the
-model fits an NVLink domain, on the fewest tensor-parallel ranks that hold it; only then more stages.
+model fits an NVLink domain, on the fewest tensor-parallel ranks that hold it; only then more stages. That settles how
+many GPUs a replica takes, `replicas` being the user's; among layouts of so many GPUs the cost model picks the fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, isqrt
+from itertools import islice
+from math import gcd
 
 from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 from meshwright.api.spec import ParallelismSpec, TrainingSpec
@@ -17,10 +19,15 @@ from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.memory import StageMemory, Workload, worst_stage
+from meshwright.planner.pricing import Pricer
+from meshwright.planner.search.search import AS_GOOD
+from meshwright.planner.search.shapes import divisors
 
 MICRO_BATCHES_PER_STAGE = 4
 """Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 MAX_MICRO_BATCHES = 65536
+MAX_PRICED = 16
+"""Numbers of micro-batches to price for one layout; beyond, they only cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +54,45 @@ class Search:
     replicas: int
     gpus_per_worker: int
     hardware: Hardware
+    pricer: Pricer | None = None
+    """What tells layouts of as many GPUs apart; without it the order of preference does."""
 
     def best(self) -> Candidate | None:
-        """The first candidate whose every rank finds a GPU that holds it.
+        """The first of `ranked`; None when no GPU holds any candidate."""
+        return next(iter(self.ranked()), None)
 
-        Where the cluster has too few such GPUs for any candidate, the first that some GPU holds: the placement then
-        says what is short. None when no GPU holds any.
+    def ranked(self) -> list[Candidate]:
+        """The candidates of fewest GPUs whose every rank finds a GPU that holds it, best first.
+
+        The best is the first, in order of preference, that takes at most 2 % longer than the fastest; without a price
+        the first in order of preference is the only one. Where the cluster has too few such GPUs for any candidate, the
+        first that some GPU holds: the placement then says what is short.
         """
-        fallback: Candidate | None = None
+        fallback: list[Candidate] = []
+        holding: list[Candidate] = []
         for candidate in self.candidates():
-            holding = self.hardware.gpus_that_hold(candidate.needed)
-            if not self.hardware.known or holding >= candidate.layout.world_size:
-                return candidate
-            if holding and fallback is None:
-                fallback = candidate
-        return fallback
+            if holding and candidate.layout.world_size != holding[0].layout.world_size:
+                continue
+            gpus = self.hardware.gpus_that_hold(candidate.needed)
+            if not self.hardware.known:
+                return [candidate]
+            if gpus >= candidate.layout.world_size:
+                holding.append(candidate)
+                if self.pricer is None:
+                    break
+            if gpus and not fallback:
+                fallback = [candidate]
+        return self._by_price(holding) if holding else fallback
+
+    def _by_price(self, candidates: list[Candidate]) -> list[Candidate]:
+        if self.pricer is None or len(candidates) == 1:
+            return candidates
+        pricer = self.pricer
+        seconds = {id(one): pricer.price(one.layout, one.micro_batches).seconds for one in candidates}
+        limit = AS_GOOD * min(seconds.values())
+        first = next(one for one in candidates if seconds[id(one)] <= limit)
+        others = sorted((one for one in candidates if one is not first), key=lambda one: seconds[id(one)])
+        return [first, *others]
 
     def candidates(self) -> Iterator[Candidate]:
         """Every allowed combination, in order of preference: fewest stages, fewest tensor-parallel ranks."""
@@ -108,7 +139,11 @@ class Search:
         if self.hardware.gpus_that_hold(least.needed) == 0:
             return self._candidate(layout, counts[0]) if not self.hardware.known else least
         fitting = (self._candidate(layout, count) for count in counts)
-        return next((c for c in fitting if self.hardware.gpus_that_hold(c.needed) >= layout.world_size), least)
+        held = (c for c in fitting if self.hardware.gpus_that_hold(c.needed) >= layout.world_size)
+        if self.pricer is None:
+            return next(held, least)
+        several = list(islice(held, MAX_PRICED))
+        return self._by_price(several)[0] if several else least
 
     def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:
         workload = Workload(
@@ -125,9 +160,3 @@ class Search:
     def _fits_workers(self, layout: Layout) -> bool:
         workers, rest = divmod(layout.world_size, self.gpus_per_worker)
         return rest == 0 and workers <= MAX_WORKERS and layout.world_size <= MAX_WORLD_SIZE
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]

@@ -14,7 +14,8 @@ from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
 from meshwright.api.spec import Toleration
 from meshwright.planner.catalogue import gpu_memory_bytes
 from meshwright.planner.pods import HOSTNAME_LABEL, Amount, amount_of, is_terminal, node_of, request_of
-from meshwright.planner.topology import Place, TopologyKeys, as_tree, locate
+from meshwright.planner.topology import DEFAULT_LEVELS, Level, Place, as_tree, locate
+from meshwright.planner.topology.levels import DOMAIN, RACK
 
 _MIB = 1 << 20
 
@@ -34,6 +35,8 @@ class Node:
     """What is left of it."""
     gpu_memory_bytes: int | None = None
     """Memory of one GPU; None when neither label nor catalogue knows it."""
+    gpu_product: str = ""
+    """What `nvidia.com/gpu.product` says; empty when no label says it."""
     unusable: str = ""
     """Why nothing may be placed here, such as `cordoned`; empty for a usable node."""
 
@@ -44,6 +47,8 @@ class Inventory:
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    levels: tuple[str, ...] = (DOMAIN, RACK)
+    """Names of the fabric levels that the nodes' places have, closest first."""
 
     @property
     def usable(self) -> list[Node]:
@@ -65,7 +70,7 @@ class Inventory:
         node_selector: Mapping[str, str] | None = None,
         tolerations: Sequence[Toleration] = (),
         without_job: str | None = None,
-        keys: TopologyKeys | None = None,
+        levels: Sequence[Level] = DEFAULT_LEVELS,
     ) -> Inventory:
         """The inventory for one job.
 
@@ -76,18 +81,19 @@ class Inventory:
             node_selector: labels that a node must carry.
             tolerations: taints that the job tolerates.
             without_job: uid of a job whose own pods are not counted, because `place` is told of them as `keep`.
-            keys: label keys of the fabric levels.
+            levels: the fabric levels and the label keys that name them, closest first.
         """
         warnings: list[str] = []
-        reader = _NodeReader(gpu_resource, node_selector or {}, tolerations, keys or TopologyKeys(), warnings)
+        reader = _NodeReader(gpu_resource, node_selector or {}, tolerations, levels, warnings)
         found = {node.name: node for node in reader.read_all(nodes)}
         used = _used(pods, gpu_resource, without_job, reader.node_by_hostname, warnings)
-        places, conflicts = as_tree({name: node.place for name, node in found.items() if node.capacity.gpus})
+        places, conflicts = as_tree({name: node.place for name, node in found.items() if node.capacity.gpus}, levels)
         counted = {
             name: replace(node, place=places.get(name, node.place), free=node.capacity - used.get(name, Amount()))
             for name, node in found.items()
         }
-        return cls(counted, (*warnings, *conflicts, *_unlabelled(counted)))
+        names = next(iter(places.values())).levels if places else (DOMAIN, RACK)
+        return cls(counted, (*warnings, *conflicts, *_overfull(counted), *_unlabelled(counted, names)), names)
 
 
 class _NodeReader:
@@ -98,13 +104,13 @@ class _NodeReader:
         gpu_resource: str,
         selector: Mapping[str, str],
         tolerations: Sequence[Toleration],
-        keys: TopologyKeys,
+        levels: Sequence[Level],
         warnings: list[str],
     ) -> None:
         self._gpu_resource = gpu_resource
         self._selector = selector
         self._tolerations = tolerations
-        self._keys = keys
+        self._levels = levels
         self._warnings = warnings
         self.node_by_hostname: dict[str, str] = {}
 
@@ -129,12 +135,19 @@ class _NodeReader:
         if isinstance(hostname, str):
             self.node_by_hostname[hostname] = name
         product = str(labels.get("nvidia.com/gpu.product") or "")
+        stated = labels.get("nvidia.com/gpu.memory")
+        if capacity.gpus and stated is not None and not _is_memory(str(stated)):
+            self._warnings.append(
+                f"node {name}: label nvidia.com/gpu.memory is {str(stated)[:32]!r}, not a number of MiB above 0: it is "
+                "ignored"
+            )
         return Node(
             name=name,
-            place=locate(name, labels, self._keys),
+            place=locate(name, labels, self._levels),
             capacity=capacity,
             free=capacity,
             gpu_memory_bytes=_gpu_memory(labels, product),
+            gpu_product=product,
             unusable=_unusable(metadata, spec, status, capacity.gpus)
             or _mismatch(labels, self._selector)
             or _repelled(spec.get("taints") or (), self._tolerations)
@@ -192,7 +205,11 @@ def _shared_gpu(labels: Mapping[str, str], product: str) -> str:
 
 def _gpu_memory(labels: Mapping[str, str], product: str) -> int | None:
     stated = str(labels.get("nvidia.com/gpu.memory") or "")
-    return int(stated) * _MIB if stated.isdecimal() and 0 < int(stated) < 1 << 31 else gpu_memory_bytes(product)
+    return int(stated) * _MIB if _is_memory(stated) else gpu_memory_bytes(product)
+
+
+def _is_memory(stated: str) -> bool:
+    return stated.isascii() and stated.isdecimal() and len(stated) < 11 and 0 < int(stated) < 1 << 31
 
 
 def _used(
@@ -220,16 +237,25 @@ def _job_uid(pod: Mapping[str, Any]) -> str | None:
     return ((pod.get("metadata") or {}).get("labels") or {}).get(LABEL_JOB_UID)
 
 
-def _unlabelled(nodes: Mapping[str, Node]) -> list[str]:
+def _unlabelled(nodes: Mapping[str, Node], levels: Sequence[str]) -> list[str]:
+    """A sentence for each level that some nodes carry no label of."""
     usable = [node for node in nodes.values() if not node.unusable]
-    # A level named after the one below it was named by no label (see topology.locate).
-    rackless = sum(1 for node in usable if "/" in node.place.rack)
-    zoneless = sum(1 for node in usable if "/" in node.place.zone)
     found: list[str] = []
-    if rackless:
-        found.append(
-            f"{rackless} of {len(usable)} GPU nodes carry no rack label: each NVLink domain of theirs counts as a rack"
-        )
-    if zoneless:
-        found.append(f"{zoneless} of {len(usable)} GPU nodes carry no zone label: each rack of theirs counts as a zone")
+    for below, level in zip(levels, levels[1:], strict=False):
+        # A place named after one below it was named by no label (see `locate`).
+        alone = sum(1 for node in usable if "/" in node.place.at(level))
+        if alone:
+            inner = "NVLink domain" if below == DOMAIN else below
+            found.append(
+                f"{alone} of {len(usable)} GPU nodes carry no {level} label: each {inner} of theirs counts as a {level}"
+            )
     return found
+
+
+def _overfull(nodes: Mapping[str, Node]) -> list[str]:
+    """A sentence for nodes on which pods hold more than there is."""
+    over = sorted(node.name for node in nodes.values() if node.free.gpus < 0)
+    if over:
+        more = f" and {len(over) - 3} more" if len(over) > 3 else ""
+        return [f"pods hold more GPUs than these nodes have: {', '.join(over[:3])}{more}; nothing is placed there"]
+    return []

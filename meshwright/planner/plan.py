@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.api.spec import ModelSpec, ParallelTrainingJobSpec, TrainingSpec
 from meshwright.api.status import PlanStatus
@@ -10,13 +10,15 @@ from meshwright.api.validation import check_spec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.degrees import Candidate, Search
 from meshwright.planner.errors import PlanError
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.memory import StageMemory
 from meshwright.planner.pods import Amount, amount_of
-from meshwright.planner.reasons import nothing_fits, reasons_for
+from meshwright.planner.pricing import Calibration, Pricer, pricer_for
+from meshwright.planner.reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.protocol import RunConfig
 
 _MAX_REASONS = 16
@@ -39,6 +41,8 @@ class Plan:
     global_batch_size: int | None = None
     reasons: tuple[str, ...] = ()
     """Why each degree is what it is, in sentences."""
+    estimate: Estimate | None = None
+    """What a step takes; None when the model or the cluster's GPUs are not known."""
 
     @property
     def workers(self) -> list[range]:
@@ -67,6 +71,8 @@ class Plan:
             workers=self.layout.world_size // self.gpus_per_worker,
             memory_per_rank_bytes=self.memory.total if self.memory else None,
             parameters=self.architecture.parameters if self.architecture else None,
+            estimated_step_milliseconds=round(1000 * self.estimate.seconds) if self.estimate else None,
+            estimated_tokens_per_second=round(self.estimate.tokens_per_second) if self.estimate else None,
             summary=self.summary,
             reasons=[reason[:_MAX_REASON_TEXT] for reason in self.reasons[:_MAX_REASONS]],
         )
@@ -98,31 +104,60 @@ class Plan:
         )
 
 
-def make_plan(spec: ParallelTrainingJobSpec, inventory: Inventory, keep: PlanStatus | None = None) -> Plan:
+def make_plan(
+    spec: ParallelTrainingJobSpec,
+    inventory: Inventory,
+    keep: PlanStatus | None = None,
+    calibration: Calibration | None = None,
+) -> Plan:
     """The plan for `spec` on the hardware of `inventory`.
 
     Degrees that the spec gives are checked; those it leaves out are chosen. `keep` is the plan of a running job: what
     the spec leaves out then stays as it runs, and the cluster is not asked again, since losing a node must not change
-    a job's layout.
+    a job's layout. `calibration` is what running jobs taught about this cluster's GPUs.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
+    pricer = pricer_for(spec, architecture, inventory, calibration)
     running = _as_it_runs(spec, architecture, keep) if keep is not None else None
     if running is not None:
-        return running
+        return _priced(running, pricer)
+    return _anew(spec, architecture, inventory, pricer)[0]
+
+
+def make_plans(
+    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
+) -> list[Plan]:
+    """The plan of a job that does not run yet, and after it other layouts of as many GPUs, the fastest first.
+
+    Raises:
+        PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
+    """
+    architecture = _model_of(spec)
+    _check(spec, architecture)
+    return _anew(spec, architecture, inventory, pricer_for(spec, architecture, inventory, calibration))
+
+
+def _anew(
+    spec: ParallelTrainingJobSpec, architecture: Architecture | None, inventory: Inventory, pricer: Pricer | None
+) -> list[Plan]:
     hardware = Hardware.of(inventory, spec.workers.gpus_per_worker)
     _check_reach(spec, hardware)
     if architecture is None or spec.training is None:
-        return _command_plan(spec)
+        return [_command_plan(spec)]
     _check_choices(spec, hardware)
-    search = _search(spec, architecture, spec.training, hardware)
-    chosen = search.best()
-    if chosen is None:
+    search = _search(spec, architecture, spec.training, hardware, pricer)
+    ranked = search.ranked()
+    if not ranked:
         raise nothing_fits(search)
-    return _plan(spec, architecture, chosen, reasons_for(search, chosen))
+    plans = []
+    for chosen in ranked:
+        plan = _priced(_plan(spec, architecture, chosen, reasons_for(search, chosen)), pricer)
+        plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(search, plan.estimate))))
+    return plans
 
 
 def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
@@ -164,9 +199,19 @@ def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None
 
 
 def _search(
-    spec: ParallelTrainingJobSpec, architecture: Architecture, training: TrainingSpec, hardware: Hardware
+    spec: ParallelTrainingJobSpec,
+    architecture: Architecture,
+    training: TrainingSpec,
+    hardware: Hardware,
+    pricer: Pricer | None = None,
 ) -> Search:
-    return Search(architecture, training, spec.parallelism, spec.replicas, spec.workers.gpus_per_worker, hardware)
+    gpus = spec.workers.gpus_per_worker
+    return Search(architecture, training, spec.parallelism, spec.replicas, gpus, hardware, pricer)
+
+
+def _priced(plan: Plan, pricer: Pricer | None) -> Plan:
+    """The plan with its estimate, where there is a price."""
+    return replace(plan, estimate=pricer.price(plan.layout, plan.micro_batches)) if pricer else plan
 
 
 def _check_reach(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from meshwright.layout import Layout
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.degrees import MICRO_BATCHES_PER_STAGE, Candidate, Search
 from meshwright.planner.errors import PlanError
 from meshwright.planner.memory import StageMemory
+from meshwright.planner.search.explain import step_text
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -92,6 +94,14 @@ def _memory_reason(search: Search, memory: StageMemory | None) -> str:
     if limit is None:
         return f"{text}; not compared, since the memory of the GPUs is not known"
     return f"{text}, usable are {amount_text(limit)}"
+
+
+def time_reasons(search: Search, estimate: Estimate | None) -> tuple[str, ...]:
+    """What a step is estimated to take, and in what; nothing where there is no price."""
+    if estimate is None or search.pricer is None:
+        return ()
+    gpu = search.pricer.machine.gpu.name
+    return (f"time: {estimate.seconds:.3g} s per step on {gpu} (MFU {estimate.mfu:.0%}); {step_text(estimate)}",)
 
 
 def nothing_fits(search: Search) -> PlanError:

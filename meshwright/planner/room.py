@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from math import lcm
 
 from meshwright.planner.hardware import usable_memory
 from meshwright.planner.inventory import Inventory, Node
+from meshwright.planner.mesh import Mesh
 from meshwright.planner.plan import Plan
 from meshwright.planner.reasons import amount_text
-from meshwright.planner.topology import Place
+from meshwright.planner.topology.levels import DOMAIN
+from meshwright.planner.topology.place import Place
 
 
 class Shape:
@@ -21,11 +22,11 @@ class Shape:
     """
 
     def __init__(self, plan: Plan) -> None:
-        block_gpus = max(plan.gpus_per_worker, plan.layout.tensor)
+        self.mesh = Mesh.of(plan.layout, plan.gpus_per_worker)
         self.workers = plan.layout.world_size // plan.gpus_per_worker
-        self.block_workers = block_gpus // plan.gpus_per_worker
-        self.segment_blocks = lcm(block_gpus, plan.layout.replica_size) // block_gpus
-        self.blocks = self.workers // self.block_workers
+        self.block_workers = self.mesh.block_workers
+        self.segment_blocks = self.mesh.segment_blocks
+        self.blocks = self.mesh.blocks
         self.segments = self.blocks // self.segment_blocks
 
     def workers_of(self, block: int) -> range:
@@ -38,55 +39,57 @@ class Shape:
 
 
 class Room:
-    """Free places for workers, which shrink as they are taken. Counts are workers unless a name says blocks."""
+    """Free places for workers, which shrink as they are taken. Counts are workers unless a name says blocks.
 
-    def __init__(self, plan: Plan, inventory: Inventory, kept: Mapping[int, str]) -> None:
-        self._block_workers = Shape(plan).block_workers
+    A *domain* is here the place that a tensor-parallel group must not leave: an NVLink domain, or a place of the wider
+    level `within` where a job asks for that. With `product` only nodes with such GPUs count.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inventory: Inventory,
+        kept: Mapping[int, str],
+        within: str = DOMAIN,
+        product: str | None = None,
+    ) -> None:
+        self.block_workers = Shape(plan).block_workers
+        self._within = within
         self._by_node: dict[str, int] = {}
         self._nodes: defaultdict[str, list[str]] = defaultdict(list)
         self._free: defaultdict[str, int] = defaultdict(int)
-        self._domains: defaultdict[str, list[Place]] = defaultdict(list)
-        self._zones: dict[str, str] = {}
+        self._places: dict[str, Place] = {}
+        self._racks: defaultdict[str, dict[str, None]] = defaultdict(dict)
         held = Counter(kept.values())
         for node in inventory.usable:
+            if product is not None and node.gpu_product != product:
+                continue
             places = node.free.fits(plan.worker_request) - held[node.name]
             if places > 0 and not too_small(plan, node):
                 self._add(node, places)
 
     def _add(self, node: Node, places: int) -> None:
-        place = node.place
-        if place.domain not in self._nodes:
-            self._domains[place.rack].append(place)
-            self._zones[place.rack] = place.zone
-        self._nodes[place.domain].append(node.name)
+        domain = node.place.at(self._within)
+        self._places.setdefault(domain, node.place)
+        self._racks[node.place.rack][domain] = None
+        self._nodes[domain].append(node.name)
         self._by_node[node.name] = places
-        self._free[place.domain] += places
+        self._free[domain] += places
 
     @property
-    def domains(self) -> list[Place]:
-        """Every NVLink domain that had free places."""
-        return [place for places in self._domains.values() for place in places]
-
-    @property
-    def racks(self) -> dict[str, list[str]]:
-        """Zone -> its racks, by name."""
-        zones: dict[str, list[str]] = {}
-        for rack in sorted(self._zones, key=lambda rack: (self._zones[rack], rack)):
-            zones.setdefault(self._zones[rack], []).append(rack)
-        return zones
+    def domains(self) -> Mapping[str, Place]:
+        """Every domain that had free places, and where it is."""
+        return self._places
 
     @property
     def all_racks(self) -> list[str]:
         """Every rack, zone by zone."""
-        return [rack for racks in self.racks.values() for rack in racks]
-
-    def zone_of(self, rack: str) -> str:
-        """The zone a rack is in."""
-        return self._zones[rack]
+        zones = {rack: next(iter(self._places[d].zone for d in domains)) for rack, domains in self._racks.items()}
+        return sorted(zones, key=lambda rack: (zones[rack], rack))
 
     def domains_of(self, rack: str) -> list[str]:
-        """The NVLink domains of a rack."""
-        return [place.domain for place in self._domains.get(rack, ())]
+        """The domains of a rack."""
+        return list(self._racks.get(rack, ()))
 
     def nodes_in(self, domain: str) -> dict[str, int]:
         """Node -> free places, in one domain."""
@@ -98,7 +101,7 @@ class Room:
 
     def blocks(self, domain: str) -> int:
         """Whole blocks a domain can take."""
-        return self.workers(domain) // self._block_workers
+        return self.workers(domain) // self.block_workers
 
     def rack_blocks(self, rack: str) -> int:
         """Whole blocks a rack can take."""

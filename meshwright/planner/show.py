@@ -23,11 +23,11 @@ def placement_lines(
     width = len(str(layout.world_size - 1))
     racks: defaultdict[str, defaultdict[str, list[WorkerPlacement]]] = defaultdict(lambda: defaultdict(list))
     for worker in sorted(placement.workers, key=lambda w: w.worker):
-        racks[worker.rack][worker.node].append(worker)
+        racks[_rack(worker)][worker.node].append(worker)
     names = [len(worker.node) for worker in placement.workers]
     lines: list[str] = []
     for rack, nodes in racks.items():
-        lines.append(rack or "(no rack)")
+        lines.append(rack or "(no rack label)")
         for position, (node, workers) in enumerate(nodes.items()):
             branch = "└─" if position == len(nodes) - 1 else "├─"
             slots = [_slot(layout, rank, width) for worker in workers for rank in _ranks(worker)]
@@ -40,12 +40,17 @@ def placement_lines(
 
 def summary_line(plan: PlanStatus, placement: PlacementStatus) -> str:
     """What the drawing says, in one line."""
-    racks = {worker.rack for worker in placement.workers}
+    racks = {rack for worker in placement.workers if (rack := _rack(worker))}
     nodes = {worker.node for worker in placement.workers}
     straddling = placement.straddling_replicas
     crossing = f"replicas that leave their rack: {straddling}" if straddling else "every replica inside one rack"
-    where = f"{_counted(len(nodes), 'node')} in {_counted(len(racks), 'rack')}"
+    where = _counted(len(nodes), "node") + (f" in {_counted(len(racks), 'rack')}" if racks else "")
     return f"{plan.summary}: {_counted(plan.world_size, 'rank')} on {where}, {crossing}"
+
+
+def _rack(worker: WorkerPlacement) -> str:
+    """The rack that a label names; empty for a node of its own, whose place has a `/` in its name."""
+    return "" if "/" in worker.rack else worker.rack
 
 
 def _counted(count: int, noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -20,7 +21,9 @@ log = logging.getLogger("meshwright_operator")
 def main() -> None:
     """The console script. Exit status 0 after a signal, 1 when a part failed, 2 when the settings are bad."""
     chosen = settings.parse(sys.argv[1:])
-    logs.configure(chosen.log_level)
+    logs.configure(chosen.log_level, chosen.log_format)
+    # What is parsed by the thousand is trees, without cycles: looking for those would take longer than parsing.
+    gc.set_threshold(100_000, 50, 100)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))

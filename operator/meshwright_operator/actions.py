@@ -26,6 +26,15 @@ class ForeignObjectError(Exception):
     """An object of the name the job needs belongs to somebody else."""
 
 
+class PodsRefusedError(Exception):
+    """The API server refuses the job's pods, or what they need: a quota, a limit or a policy forbids them."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
 class Actions:
     """Changes to pods and the small children. What the API server answers goes into the cache."""
 
@@ -35,18 +44,31 @@ class Actions:
         self._metrics = metrics
 
     async def apply_children(self, key: JobKey, uid: str, token: str) -> None:
-        """The headless service and the token secret."""
-        for resource, body in (
-            ("services", service(key.name, key.namespace, uid)),
-            ("secrets", token_secret(key.name, key.namespace, uid, token)),
-        ):
-            await self._cluster.apply(core_path(key.namespace, resource, body["metadata"]["name"]), body)
+        """The headless service and the token secret.
+
+        Raises:
+            PodsRefusedError: the API server refused one of them: without both no pod may start.
+        """
+        bodies = {
+            "services": service(key.name, key.namespace, uid),
+            "secrets": token_secret(key.name, key.namespace, uid, token),
+        }
+        try:
+            await _all(
+                self._apply(core_path(key.namespace, resource, body["metadata"]["name"]), body)
+                for resource, body in bodies.items()
+            )
+        except ApiError as error:
+            if (reason := refusal_reason(error)) is None:
+                raise
+            raise PodsRefusedError(reason, f"service and token secret of the job: {error.message}") from None
 
     async def create(self, context: PodContext, placed: Iterable[WorkerPlacement]) -> None:
         """The pods of these workers, together.
 
         Raises:
             ForeignObjectError: a pod of that name exists and is not the job's.
+            PodsRefusedError: the API server refused one of them; the others may have been made.
         """
         await _all(self._create(context, entry) for entry in placed)
 
@@ -75,12 +97,17 @@ class Actions:
             obj = await self._cluster.merge(path, {"metadata": {"labels": {LABEL_JOB: key.name}}})
         self._take(obj)
 
+    async def _apply(self, path: str, body: Object) -> None:
+        await self._cluster.apply(path, body)
+
     async def _create(self, context: PodContext, placed: WorkerPlacement) -> None:
         body = worker_pod(context, placed)
         try:
             obj = await self._cluster.create(pods_path(context.namespace), body)
         except ApiError as error:
-            if error.code != 409:
+            if (reason := refusal_reason(error)) is not None:
+                raise PodsRefusedError(reason, f"pod {body['metadata']['name']}: {error.message}") from None
+            if error.code != 409 or error.reason != "AlreadyExists":
                 raise
             obj = await self._cluster.get(pods_path(context.namespace, body["metadata"]["name"]))
             pod = read_pod(obj)
@@ -114,6 +141,22 @@ class Actions:
         pod = read_pod(obj)
         if pod is not None:
             self._cache.put_pod(pod)
+
+
+def refusal_reason(error: ApiError) -> str | None:
+    """Why a pod was refused, in one CamelCase word; None when asking again at once may help, or somebody else's case.
+
+    A quota answers 403, LimitRange and Pod Security 403, a webhook with what code it likes, and one that cannot be
+    called makes a 500.
+    """
+    text = error.message.lower()
+    if "exceeded quota" in text:
+        return "QuotaExceeded"
+    if "webhook" in text:
+        return "AdmissionDenied" if error.code in range(400, 500) else "AdmissionUnavailable"
+    if error.code == 403:
+        return "PodsForbidden"
+    return "PodsInvalid" if error.code in (400, 422) else None
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

@@ -47,21 +47,23 @@ class Cache:
         if (old := self.jobs.get(key)) is not None and _uid(old) == _uid(obj):
             del self.jobs[key]
 
-    def put_pod(self, pod: Pod) -> None:
-        """Takes a pod unless a newer version of it is here, or it was seen to be gone."""
-        pods = self._pods[JobKey(pod.namespace, pod.job)]
-        old = pods.get(pod.name)
-        if pod.uid not in self._gone and (old is None or old.uid != pod.uid or old.version <= pod.version):
-            pods[pod.name] = pod
+    def put_pod(self, pod: Pod) -> bool:
+        """Takes a pod unless a newer version of it is here, or it was seen to be gone; whether that is news."""
+        key = JobKey(pod.namespace, pod.job)
+        old = self._pods.get(key, {}).get(pod.name)
+        if pod.uid in self._gone or (old is not None and old.uid == pod.uid and old.version > pod.version):
+            return False
+        self._pods[key][pod.name] = pod
+        return old != pod
 
     def remove_pod(self, pod: Pod) -> None:
         """Drops a pod, for good: a late event about the same object does not bring it back."""
         key = JobKey(pod.namespace, pod.job)
-        pods = self._pods[key]
+        pods = self._pods.get(key, {})
         if (old := pods.get(pod.name)) is not None and old.uid == pod.uid:
             del pods[pod.name]
         if not pods:
-            del self._pods[key]
+            self._pods.pop(key, None)
         self._gone[pod.uid] = pod.version
         while len(self._gone) > 4096:
             del self._gone[next(iter(self._gone))]
@@ -72,12 +74,18 @@ class Cache:
             for pod in pods.values():
                 if pod.uid == uid:
                     del pods[pod.name]
+                    if not pods:
+                        del self._pods[key]
                     return key
         return None
 
     def pods(self, key: JobKey, uid: str) -> list[Pod]:
         """The job's own pods, by its uid."""
         return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]
+
+    def count(self, key: JobKey) -> int:
+        """How many pods carry the job's name."""
+        return len(self._pods.get(key, ()))
 
     def all_pods(self) -> Iterable[Pod]:
         """Every pod with the job label."""

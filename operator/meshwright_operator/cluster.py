@@ -1,9 +1,12 @@
-"""The API server, as raw JSON: every call bounded in time and number, refused politely, counted.
+"""The API server, as raw JSON: every call bounded in time and number, counted, and patient when the server asks for it.
 
 Raw because typed models of thousands of pods block the event loop for seconds. The verbs used here, and no others, are
 what the operator's role allows: jobs get/list/watch/delete, their `/status` patch; pods get/list/watch/create/patch/
 delete; services and secrets create/patch (server-side apply; neither is ever read); events create/patch; leases
 get/create/update; nodes list/watch.
+
+Calls about leases go first: they wait for no slot and for no patience, since leadership must not hang on traffic. Every
+other write checks the fence.
 """
 
 from __future__ import annotations
@@ -11,7 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
+import time
 from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -21,6 +28,7 @@ from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
 from meshwright.api.labels import FIELD_MANAGER, GROUP, PLURAL, VERSION
+from meshwright_operator.fence import Fence
 from meshwright_operator.metrics import OperatorMetrics
 
 Object = dict[str, Any]
@@ -30,9 +38,12 @@ CORE = "/api/v1"
 LEASES = "/apis/coordination.k8s.io/v1"
 
 PAGE = 500
+UNCOMPRESSED = "identity"
+"""Inside of a cluster the network is cheaper than the API server's time for compressing every page of a list."""
 ATTEMPTS = 4
 RETRIED = (429, 503)
-LONGEST_RETRY_SECONDS = 10.0
+FIRST_RETRY_SECONDS = 0.5
+LONGEST_RETRY_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +51,49 @@ log = logging.getLogger(__name__)
 class ApiError(Exception):
     """The API server refused, or could not be reached (code 0)."""
 
-    def __init__(self, code: int, reason: str, message: str) -> None:
+    def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
         super().__init__(f"{code} {reason}: {message}" if code else message)
         self.code = code
         self.reason = reason
         self.message = message
+        self.retry_after = retry_after
+        """Seconds after which the server wants to be asked again; None when it did not say."""
+
+
+class FencedError(ApiError):
+    """The write was not sent: this process may not be the leader any more."""
+
+    def __init__(self, verb: str, path: str) -> None:
+        super().__init__(0, "Fenced", f"{verb} {path}: not sent, since the lease may be another operator's by now")
 
 
 class Cluster:
-    """Calls to the API server. Bodies and answers are plain dicts."""
+    """Calls to the API server. Bodies and answers are plain dicts.
+
+    Args:
+        configuration: where the server is and as whom to ask.
+        metrics: counts the calls.
+        fence: bounds writes; None: they are not bounded.
+        parallel: calls at the same time.
+        timeout: seconds of one call.
+    """
 
     def __init__(
-        self, configuration: Configuration, metrics: OperatorMetrics, *, parallel: int = 32, timeout: float = 30.0
+        self,
+        configuration: Configuration,
+        metrics: OperatorMetrics,
+        fence: Fence | None = None,
+        *,
+        parallel: int = 16,
+        timeout: float = 30.0,
     ) -> None:
         self._configuration = configuration
         self._metrics = metrics
+        self._fence = fence
         self._rest = RESTClientObject(configuration)
         self._slots = asyncio.Semaphore(parallel)
         self._timeout = timeout
+        self._patient_until = 0.0
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -123,29 +159,59 @@ class Cluster:
     ) -> Object:
         present = {k: v for k, v in (query or {}).items() if v}
         url = self._configuration.host + path + (f"?{urlencode(present)}" if present else "")
-        delay = 0.5
+        if path.startswith(LEASES):
+            return await self._once(verb, path, url, body, content_type, self._timeout)
+        delay = FIRST_RETRY_SECONDS
         for attempt in range(ATTEMPTS):
             try:
                 async with self._slots:
-                    return await self._once(verb, path, url, body, content_type)
+                    await self._patience()
+                    return await self._once(verb, path, url, body, content_type, self._bound(verb, path))
             except ApiError as error:
                 if error.code not in RETRIED or attempt == ATTEMPTS - 1:
                     raise
-                log.info("the API server asks for patience", extra={"code": error.code, "path": path})
-                await asyncio.sleep(delay)
-                delay = min(delay * 2, LONGEST_RETRY_SECONDS)
+                self._be_patient(error, delay)
+                delay *= 2
         raise AssertionError("unreachable")
 
-    async def _once(self, verb: str, path: str, url: str, body: Object | None, content_type: str) -> Object:
-        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": FIELD_MANAGER}
+    def _bound(self, verb: str, path: str) -> float:
+        """Seconds that the call may last."""
+        if verb == "GET" or self._fence is None:
+            return self._timeout
+        left = self._fence.left()
+        if left <= 0:
+            raise FencedError(verb, path)
+        return min(self._timeout, left)
+
+    def _be_patient(self, error: ApiError, delay: float) -> None:
+        """Keeps every call back for as long as the server asked, or for `delay`: it is the server that is too busy."""
+        seconds = min(error.retry_after if error.retry_after is not None else delay, LONGEST_RETRY_SECONDS)
+        until = time.monotonic() + seconds * random.uniform(1.0, 1.1)
+        if until > self._patient_until:
+            self._patient_until = until
+            log.info("the API server asks for patience", extra={"code": error.code, "seconds": round(seconds, 1)})
+
+    async def _patience(self) -> None:
+        left = self._patient_until - time.monotonic()
+        if left > 0:
+            await asyncio.sleep(left)
+
+    async def _once(
+        self, verb: str, path: str, url: str, body: Object | None, content_type: str, seconds: float
+    ) -> Object:
+        headers = {
+            "Accept": "application/json",
+            "Accept-Encoding": UNCOMPRESSED,
+            "Content-Type": content_type,
+            "User-Agent": FIELD_MANAGER,
+        }
         token = await self._configuration.get_api_key_with_prefix("BearerToken")
         if token:
             headers["Authorization"] = token
-        code = 0
+        code, started = 0, time.monotonic()
         try:
-            timeout = aiohttp.ClientTimeout(total=self._timeout)
             response = await self._rest.request(  # type: ignore[no-untyped-call]
-                verb, url, headers=headers, body=body, _request_timeout=timeout
+                verb, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
             )
             async with response.response:
                 code = response.status
@@ -153,11 +219,13 @@ class Cluster:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(0, "Unreachable", f"{verb} {path}: {error or type(error).__name__}") from None
         finally:
-            self._metrics.api_requests.labels(verb, resource_of(path), str(code)).inc()
-        return _answer(code, data)
+            resource = resource_of(path)
+            self._metrics.api_requests.labels(verb, resource, str(code)).inc()
+            self._metrics.api_request_seconds.labels(verb, resource).observe(time.monotonic() - started)
+        return _answer(code, data, response.response.headers)
 
 
-def _answer(code: int, data: bytes) -> Object:
+def _answer(code: int, data: bytes, headers: Mapping[str, str]) -> Object:
     try:
         answer = orjson.loads(data) if data else {}
     except json.JSONDecodeError:
@@ -165,8 +233,20 @@ def _answer(code: int, data: bytes) -> Object:
     if not isinstance(answer, dict):
         answer = {}
     if not 200 <= code < 300:
-        raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")))
+        retry_after = _retry_after(headers.get("Retry-After", ""))
+        raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after)
     return answer
+
+
+def _retry_after(text: str) -> float | None:
+    """Seconds in a Retry-After header (RFC 9110, 10.2.3), which is a number of seconds or a date."""
+    if text.isdigit():
+        return float(text)
+    try:
+        moment = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return max(0.0, (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 def resource_of(path: str) -> str:

@@ -8,6 +8,11 @@ from pathlib import Path
 import kopf
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+
+from meshwright.api.labels import FIELD_MANAGER
+from meshwright_operator.cluster import UNCOMPRESSED
+from meshwright_operator.pulse import Pulse, listening_session
 
 SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 
@@ -37,15 +42,14 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
     return configuration
 
 
-async def as_kopf(configuration: Configuration) -> kopf.ConnectionInfo:
-    """The same connection for kopf, with the token of this moment."""
+async def as_kopf(configuration: Configuration, pulse: Pulse) -> kopf.AiohttpSession:
+    """The same connection for kopf, with the token of this moment; kopf closes it, and asks again after a 401."""
     token = await configuration.get_api_key_with_prefix("BearerToken")
-    return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert,
-        insecure=not configuration.verify_ssl,
-        scheme="Bearer" if token else None,
-        token=token.split(" ", 1)[-1] if token else None,
-        certificate_path=configuration.cert_file,
-        private_key_path=configuration.key_file,
-    )
+    headers = {
+        "User-Agent": FIELD_MANAGER,
+        "Accept-Encoding": UNCOMPRESSED,
+        **({"Authorization": token} if token else {}),
+    }
+    # The client reads certificates from files, and only as it is made.
+    context = RESTClientObject(configuration).ssl_context
+    return kopf.AiohttpSession(server=configuration.host, aiohttp_session=listening_session(pulse, headers, context))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -63,14 +64,17 @@ class JobRecord:
 
 
 def phase_of(status: ParallelTrainingJobStatus) -> str:
-    """Where the job's time goes now; empty once it has ended."""
+    """Where the job's time goes now; empty once it has ended, and for one that is invalid and never started."""
     ready = find(status.conditions, names.READY)
     reason = ready.reason if ready is not None else ""
-    if status.completion_time is not None or reason in ("Completed", "InvalidSpec"):
+    started = status.mesh is not None and status.mesh.generation > 0
+    if status.completion_time is not None or (reason == "InvalidSpec" and not started):
         return ""
     if reason in ("Suspended", "Suspending"):
         return "suspended"
-    if reason == "Running":
+    # An edit that is held back makes a job unready whose ranks train all the same.
+    training, _, world = status.ready_ranks.partition("/")
+    if training == world and world not in ("", "0"):
         return "training"
     if reason in ("", "Placing"):
         return "queued"
@@ -102,6 +106,7 @@ class JobsCollector(Collector):
         yield _jobs(records)
         yield from _states(records)
         yield from _restarts(records)
+        yield from _placements(records)
         yield from _time(records)
         yield from _training(records)
 
@@ -142,6 +147,28 @@ def _restarts(records: Records) -> Iterator[Metric]:
         for entry in record.status.restarts:
             family.add_metric([*key, entry.cause], entry.count)
     yield family
+
+
+def _placements(records: Records) -> Iterator[Metric]:
+    cost = GaugeMetricFamily(
+        "ptj_job_placement_cost",
+        "Weighted crossings of NVLink domains, racks and zones by the job's groups.",
+        labels=JOB,
+    )
+    straddling = GaugeMetricFamily(
+        "ptj_job_straddling_groups",
+        "Tensor-parallel groups that leave their NVLink domain, replicas whose pipeline leaves its rack.",
+        labels=[*JOB, "kind"],
+    )
+    for key, record in records:
+        placement = record.status.placement
+        if placement is None:
+            continue
+        with contextlib.suppress(ValueError):
+            cost.add_metric(list(key), float(placement.cost))
+        straddling.add_metric([*key, "tensor"], placement.straddling_tensor_groups)
+        straddling.add_metric([*key, "replica"], placement.straddling_replicas)
+    yield from (cost, straddling)
 
 
 def _time(records: Records) -> Iterator[Metric]:

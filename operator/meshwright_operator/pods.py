@@ -28,6 +28,12 @@ DISRUPTION_REASONS = frozenset(
 )
 SIGTERM_EXIT = 143
 
+# Whose doing: reasons of the DisruptionTarget condition, and of a Failed pod's status.
+PREEMPTIONS = frozenset({"PreemptionByScheduler", "Preempting", "Preempted"})
+EVICTIONS = frozenset(
+    {"EvictionByEvictionAPI", "DeletionByTaintManager", "TerminationByKubelet", "Evicted", "NodeShutdown", "Shutdown"}
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
@@ -61,6 +67,10 @@ class Pod:
     """When its container ended."""
     problem: str
     """Why its container does not start or it is not scheduled, as `Reason: message`; empty when nothing is wrong."""
+    started: datetime | None = None
+    """When its container began to run; None before that, and where the kubelet does not say."""
+    disruption: str = ""
+    """Why somebody else ends it, such as `PreemptionByScheduler`; empty when nobody said."""
 
     @property
     def gated(self) -> bool:
@@ -111,6 +121,8 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         exit_code=exit_code,
         ended=parse_time((_container(status).get("terminated") or {}).get("finishedAt")),
         problem=_problem(status),
+        started=parse_time((_container(status).get("running") or {}).get("startedAt")),
+        disruption=_disruption(status),
     )
 
 
@@ -130,11 +142,22 @@ def _exit_code(status: Mapping[str, Any]) -> int | None:
 def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code: int | None) -> bool:
     if status.get("phase") != "Failed":
         return False
-    target = any(
+    told = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
+    return told or _is_target(status) or status.get("reason") in DISRUPTION_REASONS
+
+
+def _is_target(status: Mapping[str, Any]) -> bool:
+    return any(
         c.get("type") == "DisruptionTarget" and c.get("status") == "True" for c in status.get("conditions") or ()
     )
-    told = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
-    return told or target or status.get("reason") in DISRUPTION_REASONS
+
+
+def _disruption(status: Mapping[str, Any]) -> str:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return str(condition.get("reason") or "")
+    reason = str(status.get("reason") or "")
+    return reason if reason in DISRUPTION_REASONS else ""
 
 
 def _problem(status: Mapping[str, Any]) -> str:

@@ -7,35 +7,40 @@ is told of them, pods have names that are functions of what is persisted, and ev
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from meshwright.api.conditions import SUSPENDED, is_true
+from meshwright.api.conditions import READY, SUSPENDED, is_true
 from meshwright.api.job import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.planner.errors import DoesNotFitError
-from meshwright_operator.actions import Actions, ForeignObjectError
+from meshwright_operator import logs
+from meshwright_operator.actions import Actions, ForeignObjectError, PodsRefusedError
 from meshwright_operator.cache import Cache, JobKey
 from meshwright_operator.chronicle import Chronicle
-from meshwright_operator.clock import utc_now
+from meshwright_operator.clock import seconds_since, utc_now
 from meshwright_operator.cluster import ApiError, Cluster, jobs_path
 from meshwright_operator.coordinator.board import Board
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.decide import decision, lifecycle
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import document
-from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.observed import Observed, Refusal, WorkerState
+from meshwright_operator.decide.placement import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.recovery import SPEC_CHANGED
+from meshwright_operator.edits import Edits
 from meshwright_operator.events import WARNING, EventRecorder, Note
 from meshwright_operator.job_metrics import JobsCollector
 from meshwright_operator.manifests.pods import PodContext
 from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.placing import Placer
+from meshwright_operator.room import Room
 from meshwright_operator.status import PROGRESS_SECONDS, difference, urgent
 from meshwright_operator.tokens import Tokens
-from meshwright_operator.understanding import RefusedError, understand
+from meshwright_operator.understanding import RefusedError, managed_here, suspended_by_user, understand
 from meshwright_operator.workqueue import WorkQueue
 
 Object = dict[str, Any]
@@ -74,6 +79,9 @@ class Reconciler:
         self._coordinator_url = coordinator_url
         self._now = now
         self._actions = Actions(cluster, cache, metrics)
+        self._room = Room(placer)
+        self._edits = Edits(placer)
+        self._refusals: dict[str, Refusal] = {}
         self._uids: dict[JobKey, str] = {}
         self._chronicles: dict[str, Chronicle] = {}
         self._progress_written: dict[str, float] = {}
@@ -81,10 +89,11 @@ class Reconciler:
     async def __call__(self, key: JobKey) -> None:
         """Reconciles one job; what it raises makes the queue try again later."""
         started = time.monotonic()
-        self._metrics.workqueue_depth.set(len(self._queue))
         result = "error"
+        generation = self._cache.jobs.get(key, {}).get("metadata", {}).get("generation")
         try:
-            await self._reconcile(key)
+            with logs.about(job=str(key), generation=generation):
+                await self._reconcile(key)
             result = "ok"
         except StaleError:
             result = "stale"
@@ -102,15 +111,16 @@ class Reconciler:
         uid = job["metadata"]["uid"] if job is not None else ""
         if self._uids.get(key, uid) != uid:
             await self._forget(key)
-        if job is None or job["metadata"].get("deletionTimestamp"):
+        if job is None or job["metadata"].get("deletionTimestamp") or not managed_here(job):
             return
         self._uids[key] = uid
         board = self._coordinator.board(uid)
 
         # 2. What does it mean?
         try:
-            observed = understand(key, job, self._cache, self._placer, board.agents(), self._now())
+            observed = self._understand(key, job, board)
             observed = await self._confirmed(key, job, board, observed)
+            observed = await self._edits.admit(key, job, observed)
         except RefusedError as refusal:
             await self._refuse(key, job, refusal)
             return
@@ -121,10 +131,20 @@ class Reconciler:
         # 4. Do it: the status first, then everything that follows from it.
         if draft.place is not None:
             async with self._placer.lock:
-                await self._place(draft)
+                for other in await self._room.find(key, job, draft):
+                    self._queue.add(other)
                 await self._carry_out(key, job, board, draft)
         else:
+            if draft.mesh.pending_cause != SPEC_CHANGED:
+                self._placer.line.leave(uid)
+            if draft.move is not None:
+                async with self._placer.lock:
+                    await self._room.move(key, job, draft)
             await self._carry_out(key, job, board, draft)
+
+    def _understand(self, key: JobKey, job: Object, board: Board) -> Observed:
+        refusal = self._refusals.get(job["metadata"]["uid"])
+        return understand(key, job, self._cache, self._placer, board.agents(), self._now(), refusal)
 
     async def _confirmed(self, key: JobKey, job: Object, board: Board, observed: Observed) -> Observed:
         """The same, after every pod that seems to be missing was looked for on the server."""
@@ -133,33 +153,35 @@ class Reconciler:
         missing = [w for w in observed.workers if w.state is WorkerState.MISSING and w.incarnation >= 0]
         if not missing:
             return observed
-        for worker in missing:
-            await self._actions.confirm_missing(key, observed.uid, worker.index, worker.incarnation)
-        return understand(key, job, self._cache, self._placer, board.agents(), self._now())
-
-    async def _place(self, draft: Draft) -> None:
-        observed, wanted = draft.observed, draft.place
-        assert wanted is not None
-        try:
-            placement = await self._placer.place(observed.plan, observed.spec, observed.uid, wanted.keep)
-        except DoesNotFitError as error:
-            decision.not_placed(draft, str(error), error.because_of_kept)
-        else:
-            decision.placed(draft, placement)
+        await asyncio.gather(
+            *(self._actions.confirm_missing(key, observed.uid, w.index, w.incarnation) for w in missing)
+        )
+        return self._understand(key, job, board)
 
     async def _carry_out(self, key: JobKey, job: Object, board: Board, draft: Draft) -> None:
         observed = draft.observed
         await self._write_status(key, job, draft.status, bool(draft.notes))
+        # What was refused is told and persisted now; the next refusal is another one.
+        if observed.refusal is not None:
+            self._refusals.pop(observed.uid, None)
+        self._placer.avoid(observed.uid, draft.avoid)
         await self._publish(board, draft)
         for note in [*draft.notes, *self._chronicle(observed.uid).follow(draft, time.monotonic())]:
             self._events.post(job, note)
-        self._see(key, observed, draft.status)
+        self._see(key, job, draft)
         if draft.delete_job:
             await self._cluster.delete(jobs_path(key.namespace, key.name), observed.uid)
             return
         if draft.create:
             await self._create(key, draft)
-        await self._actions.ungate(draft.ungate)
+        if draft.ungate:
+            # Gated pods need neither: so a gang stands sooner, and whatever is retried makes them before anything runs.
+            token = self._tokens.token(key.namespace, key.name, observed.uid)
+            try:
+                await self._actions.apply_children(key, observed.uid, token)
+                await self._actions.ungate(draft.ungate)
+            except PodsRefusedError as error:
+                self._refusals[observed.uid] = Refusal(error.reason, error.message)
         await self._actions.delete(draft.delete)
         if draft.create or draft.ungate or draft.status.mesh != observed.status.mesh:
             self._queue.add(key)
@@ -169,7 +191,6 @@ class Reconciler:
     async def _create(self, key: JobKey, draft: Draft) -> None:
         observed = draft.observed
         assert draft.status.placement is not None
-        await self._actions.apply_children(key, observed.uid, self._tokens.token(key.namespace, key.name, observed.uid))
         context = PodContext(
             name=key.name,
             namespace=key.namespace,
@@ -179,7 +200,10 @@ class Reconciler:
             coordinator_url=self._coordinator_url(),
         )
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
-        await self._actions.create(context, entries)
+        try:
+            await self._actions.create(context, entries)
+        except PodsRefusedError as error:
+            self._refusals[observed.uid] = Refusal(error.reason, error.message)
 
     async def _publish(self, board: Board, draft: Draft) -> None:
         """Tells the agents what is persisted now."""
@@ -191,18 +215,26 @@ class Reconciler:
         incarnations |= {worker.index: worker.incarnation for worker in observed.workers if worker.incarnation >= 0}
         over = lifecycle.finished(draft.status) or is_true(draft.status.conditions, SUSPENDED)
         closed = over and not observed.live_pods
-        await board.publish(None if over else current, incarnations, generation=mesh.generation, closed=closed)
+        pods = {worker.index: worker.pod.uid for worker in observed.workers if worker.pod is not None}
+        await board.publish(
+            None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
+        )
 
     async def _refuse(self, key: JobKey, job: Object, refusal: RefusedError) -> None:
         """Says why nothing can be done, once."""
         old = parse_status(job)
         generation = int(job["metadata"].get("generation", 0))
-        if refusal.waits:
-            status = decision.unplannable(old, generation, self._now(), refusal.message)
-            self._queue.add_after(key, decision.RETRY_PLACEMENT_SECONDS)
+        if lifecycle.finished(old):
+            status = decision.unchanged(old, generation)
+        elif refusal.waits:
+            suspended = suspended_by_user(job)
+            status = decision.unplannable(old, generation, self._now(), refusal.message, suspended=suspended)
+            self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
         else:
             status = decision.rejected(old, generation, self._now(), refusal.reason, refusal.message)
-        if await self._write_status(key, job, status, False):
+        if lifecycle.finished(old):
+            await self._write_status(key, job, status, False)
+        elif await self._write_status(key, job, status, False):
             reason = "PlacementFailed" if refusal.waits else refusal.reason
             self._events.post(job, Note(reason, refusal.message, WARNING))
         self._jobs.record(key, job["metadata"]["uid"]).see(status, None, time.monotonic())
@@ -258,7 +290,10 @@ class Reconciler:
     async def _forget(self, key: JobKey) -> None:
         """Drops all that is remembered of a job that is gone."""
         uid = self._uids.pop(key, "")
+        self._edits.forget(uid)
         self._chronicles.pop(uid, None)
+        self._refusals.pop(uid, None)
+        self._placer.forget(uid)
         self._progress_written.pop(uid, None)
         self._jobs.forget(key)
         self._queue.forget(key)
@@ -267,8 +302,13 @@ class Reconciler:
     def _chronicle(self, uid: str) -> Chronicle:
         return self._chronicles.setdefault(uid, Chronicle())
 
-    def _see(self, key: JobKey, observed: Observed, status: ParallelTrainingJobStatus) -> None:
+    def _see(self, key: JobKey, job: Object, draft: Draft) -> None:
+        observed = draft.observed
         heard = observed.agents.reports.get(0)
         current = heard is not None and heard.report.generation == observed.mesh.generation
         progress = heard.report.progress if heard is not None and current else None
-        self._jobs.record(key, observed.uid).see(status, progress, time.monotonic())
+        self._jobs.record(key, observed.uid).see(draft.status, progress, time.monotonic())
+        started = is_true(draft.status.conditions, READY) and not is_true(observed.status.conditions, READY)
+        if started and observed.mesh.generation == 1 and not lifecycle.finished(draft.status):
+            created = job["metadata"].get("creationTimestamp")
+            self._metrics.startup_seconds.observe(seconds_since(created, observed.now))

@@ -8,16 +8,20 @@ from collections.abc import Callable
 
 from kubernetes.aio.client import Configuration
 
+from meshwright_operator.actions import ForeignObjectError
 from meshwright_operator.cache import Cache, JobKey
-from meshwright_operator.cluster import Cluster
+from meshwright_operator.cluster import ApiError, Cluster
 from meshwright_operator.connection import load_configuration
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.events import EventRecorder
+from meshwright_operator.fence import Fence
 from meshwright_operator.health import health_application
 from meshwright_operator.job_metrics import JobsCollector
+from meshwright_operator.learning import Learning
 from meshwright_operator.lease import Lease
 from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.placing import Placer
+from meshwright_operator.pulse import Pulse
 from meshwright_operator.reconcile import Reconciler
 from meshwright_operator.resync import Resync
 from meshwright_operator.serving import serving
@@ -27,6 +31,9 @@ from meshwright_operator.tokens import Tokens, load_key
 from meshwright_operator.watch import Watch, run_watches
 from meshwright_operator.workqueue import WorkQueue
 
+STALE_PERIODS = 2.0
+"""A watch is stale when it was silent for so many times what makes it connect again."""
+
 log = logging.getLogger(__name__)
 
 
@@ -35,7 +42,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
 
     Args:
         settings: what the process was told.
-        stop: set it to end cleanly: the lease is given back.
+        stop: set it to end cleanly: running reconciles end, events are posted, the lease is given back.
         on_ready: called when the watches stand.
 
     Raises:
@@ -53,6 +60,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
             leading.result()
         else:
             log.info("stopping")
+            await operator.drain()
             leading.cancel()
             await asyncio.gather(leading, return_exceptions=True)
     finally:
@@ -65,19 +73,24 @@ class Operator:
     def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, key: bytes) -> None:
         self._settings = settings
         self._configuration = configuration
-        self._cluster = cluster = Cluster(configuration, metrics)
+        fence = Fence()
+        self._cluster = cluster = Cluster(configuration, metrics, fence)
         self._metrics = metrics
+        self._pulse = Pulse(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
-        self._queue: WorkQueue[JobKey] = WorkQueue()
+        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, plain=(ApiError, ForeignObjectError))
+        metrics.queue_depth(lambda: len(self._queue))
         tokens = Tokens(key)
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
-        self._events = EventRecorder(cluster, settings.identity)
+        self._events = EventRecorder(cluster, settings.identity, metrics)
         self._lease = Lease(
-            cluster, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
+            cluster, fence, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
         )
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
         self._url = settings.coordinator_url or ""
         self._leading = False
+        placer = Placer(cluster, self._cache, metrics, settings.namespaces)
+        self._learning = Learning(self._cache, placer)
         jobs = JobsCollector()
         metrics.registry.register(jobs)
         self._reconcile = Reconciler(
@@ -89,7 +102,7 @@ class Operator:
             events=self._events,
             metrics=metrics,
             jobs=jobs,
-            placer=Placer(cluster, self._cache, metrics, settings.namespaces),
+            placer=placer,
             coordinator_url=lambda: self._url,
         )
 
@@ -100,6 +113,11 @@ class Operator:
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
         return cls(settings, configuration, metrics, key)
+
+    async def drain(self) -> None:
+        """Lets reconciles that run come to their end; those that only wait are the next leader's."""
+        if not await self._queue.drain(self._settings.drain_seconds):
+            log.warning("some reconciles did not end in time", extra={"seconds": self._settings.drain_seconds})
 
     async def close(self) -> None:
         """Gives the lease back and closes connections."""
@@ -112,7 +130,7 @@ class Operator:
     async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
         """Everything, until cancelled."""
         application = health_application(
-            self._metrics, lambda: not self._leading or self._resync.fresh(), lambda: self._coordinator.synced
+            self._metrics, lambda: not self._leading or self._resync.fresh(), self._not_ready
         )
         async with serving(application, self._settings.metrics_listen):
             await self._lease.acquire()
@@ -134,10 +152,24 @@ class Operator:
                 group.create_task(self._events.run(), name="events")
                 group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
                 group.create_task(self._resync.run(), name="resync")
+                group.create_task(self._learning.run(), name="learning")
                 # The last one: kopf takes every later task of the loop for its own and cancels it when it ends.
                 await asyncio.sleep(0)
-                watching = run_watches(watch, self._configuration, self._settings.namespaces, on_ready)
+                watching = run_watches(
+                    watch,
+                    self._configuration,
+                    self._settings.namespaces,
+                    self._pulse,
+                    self._settings.watch_idle_seconds,
+                    on_ready,
+                )
                 group.create_task(watching, name="watches")
+
+    def _not_ready(self) -> str:
+        if not self._coordinator.synced:
+            return "not leading yet"
+        stale = self._pulse.stale()
+        return f"nothing is heard from the watches {', '.join(stale)}" if stale else ""
 
     def _notify(self, key: JobKey, urgent: bool) -> None:
         if urgent:

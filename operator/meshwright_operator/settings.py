@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.api.labels import COORDINATOR_PORT
+from meshwright_operator.logs import FORMATS
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
 
@@ -65,10 +66,16 @@ class Settings:
     """This process in the Lease; its host name and a random suffix when empty."""
     resync_seconds: float = 120.0
     """Time between full listings that repair what watches missed."""
+    watch_idle_seconds: float = 70.0
+    """A watch in which nothing arrives for so long is connected again. The server sends a bookmark every minute."""
     workers: int = 8
     """Jobs reconciled at the same time."""
+    drain_seconds: float = 10.0
+    """How long a stopping process lets running reconciles end before it cancels them."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    log_format: str = "text"
+    """text for people, json for machines: one object a line."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -78,12 +85,11 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
     settings = vars(given)
     settings["namespaces"] = tuple(dict.fromkeys(name for name in settings["namespaces"] if name))
     settings["identity"] = settings["identity"] or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    if given.lease_seconds < 1:
-        parser.error("--lease-seconds must be at least 1")
-    if given.resync_seconds < 1:
-        parser.error("--resync-seconds must be at least 1")
-    if given.workers < 1:
-        parser.error("--workers must be at least 1")
+    for name, least in (("lease_seconds", 1), ("resync_seconds", 1), ("watch_idle_seconds", 1), ("workers", 1)):
+        if settings[name] < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if given.drain_seconds < 0:
+        parser.error("--drain-seconds must not be negative")
     if given.coordinator_url is None and given.coordinator_listen.host in ("", "0.0.0.0", "::"):
         parser.error("--coordinator-url is needed when --coordinator-listen names no address that pods can reach")
     return Settings(**settings)
@@ -109,8 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--lease-seconds", metavar="SECONDS", type=float, default=default.lease_seconds)
     add("--identity", metavar="NAME", default=default.identity, help="default: host name and a random suffix")
     add("--resync-seconds", metavar="SECONDS", type=float, default=default.resync_seconds)
+    add("--watch-idle-seconds", metavar="SECONDS", type=float, default=default.watch_idle_seconds)
+    add("--drain-seconds", metavar="SECONDS", type=float, default=default.drain_seconds)
     add("--workers", metavar="COUNT", type=int, default=default.workers, help="jobs reconciled at the same time")
     add("--log-level", choices=["debug", "info", "warning", "error"], default=default.log_level)
+    add("--log-format", choices=FORMATS, default=default.log_format)
     return parser
 
 

@@ -35,8 +35,13 @@ def urgent(old: Object, new: Object) -> bool:
 
 
 def _hard(status: Object) -> Object:
-    """The status without progress, and without the wording of conditions."""
+    """The status without progress, and without the wording of conditions; but with whether all ranks train.
+
+    That is news even where the conditions cannot tell it, since an edit is held back.
+    """
     hard = {key: value for key, value in status.items() if key not in SOFT}
+    training, _, world = str(status.get("readyRanks", "")).partition("/")
+    hard["allRanksTrain"] = bool(world) and training == world
     conditions = hard.get("conditions")
     if isinstance(conditions, list):
         dropped = ("message", "lastTransitionTime")

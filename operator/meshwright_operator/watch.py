@@ -17,14 +17,19 @@ from kubernetes.aio.client import Configuration
 
 from meshwright.api.labels import GROUP, LABEL_JOB, PLURAL, VERSION
 from meshwright_operator.cache import Cache, JobKey, key_of
+from meshwright_operator.cluster import PAGE, core_path, jobs_path, pods_path
 from meshwright_operator.connection import as_kopf
 from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.pods import read_pod
+from meshwright_operator.pulse import Pulse
+from meshwright_operator.stateless import keep_nothing
 from meshwright_operator.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
 DELETED = "DELETED"
+SECONDS_PER_POD = 0.00025
+"""How long changes of a job's pods are gathered before it is looked at: a quarter of a second for a thousand."""
 
 
 class Watch:
@@ -57,9 +62,12 @@ class Watch:
         if event["type"] == DELETED:
             self._cache.remove_pod(pod)
             self._room_changed()
-        else:
-            self._cache.put_pod(pod)
-        self._queue.add(JobKey(pod.namespace, pod.job))
+        elif not self._cache.put_pod(pod):
+            # An echo of what the operator wrote or listed itself: thousands of them follow every start.
+            return
+        # The larger a gang is, the longer a look at it takes and the more of its pods change at the same time.
+        key = JobKey(pod.namespace, pod.job)
+        self._queue.add_after(key, self._cache.count(key) * SECONDS_PER_POD)
 
     async def node(self, event: Any, **_: Any) -> None:
         """A node was added, changed or deleted."""
@@ -94,18 +102,33 @@ def waits_for_room(job: dict[str, Any]) -> bool:
 
 
 async def run_watches(
-    watch: Watch, configuration: Configuration, namespaces: Sequence[str], on_ready: Callable[[], None]
+    watch: Watch,
+    configuration: Configuration,
+    namespaces: Sequence[str],
+    pulse: Pulse,
+    idle_seconds: float,
+    on_ready: Callable[[], None],
 ) -> None:
-    """Watches until cancelled; raises when a watch fails for good, since a watch that died silently is worse."""
+    """Watches until cancelled; raises when a watch fails for good, since a watch that died silently is worse.
+
+    Args:
+        watch: what to do with events.
+        configuration: where the API server is.
+        namespaces: to watch; all of them when empty.
+        pulse: feels what arrives.
+        idle_seconds: a watch in which nothing arrives for so long, not even a bookmark, is connected again.
+        on_ready: called when the watches stand.
+    """
     registry = kopf.OperatorRegistry()
 
-    async def login(**_: Any) -> kopf.ConnectionInfo:
-        return await as_kopf(configuration)
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        return await as_kopf(configuration, pulse)
 
     kopf.on.login(registry=registry)(login)
     kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(watch.job)
     kopf.on.event("", "v1", "pods", registry=registry, id="pod")(watch.pod)
     kopf.on.event("", "v1", "nodes", registry=registry, id="node")(watch.node)
+    pulse.expect(_watched(namespaces))
     ready = asyncio.Event()
 
     async def tell() -> None:
@@ -117,7 +140,7 @@ async def run_watches(
         try:
             await kopf.operator(
                 registry=registry,
-                settings=_settings(),
+                settings=_settings(idle_seconds),
                 standalone=True,
                 clusterwide=not namespaces,
                 namespaces=list(namespaces),
@@ -128,11 +151,23 @@ async def run_watches(
     raise RuntimeError("the watches ended")
 
 
-def _settings() -> kopf.OperatorSettings:
+def _watched(namespaces: Sequence[str]) -> list[str]:
+    """The path of every watch."""
+    return [core_path(None, "nodes")] + [
+        path for namespace in namespaces or (None,) for path in (jobs_path(namespace), pods_path(namespace))
+    ]
+
+
+def _settings(idle_seconds: float) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
+    keep_nothing(settings)
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.label_selectors["", "v1", "pods"] = LABEL_JOB
+    settings.watching.inactivity_timeout = idle_seconds
+    # Ten thousand pods in one answer, and a task for each that waits for more, would be hundreds of megabytes.
+    settings.watching.chunk_size = PAGE
+    settings.queueing.idle_timeout = 0.2
     settings.networking.request_timeout = 30
     settings.process.ultimate_exiting_timeout = None
     settings.queueing.exit_timeout = 0.5

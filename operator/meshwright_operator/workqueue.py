@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -21,33 +22,55 @@ LONGEST_BACKOFF_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
 
+class Observer(Protocol):
+    """Is told how long keys waited and how often they failed."""
+
+    def waited(self, seconds: float) -> None:
+        """A key begins to run after this long in the queue."""
+
+    def retried(self) -> None:
+        """A key failed and will run again."""
+
+
 class WorkQueue(Generic[Key]):
     """Keys that want to be reconciled."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer | None = None, plain: tuple[type[Exception], ...] = ()) -> None:
+        """`plain` are errors whose message says it all: they are logged without a traceback."""
+        self._observer = observer
+        self._plain = plain
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
-        self._queued: set[Key] = set()
+        self._queued: dict[Key, float] = {}
+        """Keys in `_ready`, and since when."""
         self._running: set[Key] = set()
         self._again: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
 
     def __len__(self) -> int:
         """Keys that wait to run now; delayed ones not counted."""
         return len(self._queued) + len(self._again)
 
     def add(self, key: Key) -> None:
-        """Runs the key soon: at once, or again after its current run."""
+        """Runs the key soon: at once, or again after its current run. Does nothing once draining has begun."""
+        if self._draining:
+            return
         if key in self._running:
             self._again.add(key)
         elif key not in self._queued:
-            self._queued.add(key)
+            self._queued[key] = time.monotonic()
+            self._idle.clear()
             self._ready.put_nowait(key)
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Runs the key after `seconds`, or earlier if an earlier time was asked for already."""
         if seconds <= 0:
             self.add(key)
+            return
+        if self._draining:
             return
         loop = asyncio.get_running_loop()
         timer = self._timers.get(key)
@@ -67,13 +90,18 @@ class WorkQueue(Generic[Key]):
         """Takes keys for ever and runs `handler` on them; a handler that raises only delays its own key."""
         while True:
             key = await self._ready.get()
-            self._queued.discard(key)
+            since = self._queued.pop(key)
             self._running.add(key)
+            if self._observer is not None:
+                self._observer.waited(time.monotonic() - since)
             try:
                 await handler(key)
-            except Exception:
+            except Exception as error:
                 delay = self._backoff(key)
-                log.exception("reconcile failed", extra={"job": key, "retry_seconds": round(delay, 1)})
+                if self._observer is not None:
+                    self._observer.retried()
+                about = {"job": str(key), "error": str(error), "retry_seconds": round(delay, 1)}
+                log.error("reconcile failed", extra=about, exc_info=not isinstance(error, self._plain))
                 self.add_after(key, delay)
             else:
                 self._failures.pop(key, None)
@@ -82,12 +110,26 @@ class WorkQueue(Generic[Key]):
                 if key in self._again:
                     self._again.discard(key)
                     self.add(key)
+                if not self._queued and not self._running:
+                    self._idle.set()
 
     async def run_many(self, workers: int, handler: Callable[[Key], Awaitable[None]]) -> None:
         """`workers` runs of `run` at the same time."""
         async with asyncio.TaskGroup() as group:
             for number in range(workers):
                 group.create_task(self.run(handler), name=f"reconcile-{number}")
+
+    async def drain(self, seconds: float) -> bool:
+        """Takes no more keys and lets those that are in run to their end; whether they did, within `seconds`."""
+        self._draining = True
+        self._again.clear()
+        self.close()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """Cancels every timer."""

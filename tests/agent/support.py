@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -15,10 +16,12 @@ from pathlib import Path
 
 from aiohttp import web
 
+from meshwright import signing
 from meshwright.api import labels
 from meshwright.api.spec import CheckpointSpec, DataSource, DataSpec, OptimizerSpec, ParallelismSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import (
+    VERSION_HEADER,
     MeshDocument,
     MeshMember,
     MeshRequest,
@@ -43,9 +46,16 @@ class Coordinator:
     problems: list[str] = field(default_factory=list)
     answer: int | None = None
     """A status to answer everything with, or None to behave."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Further headers of every answer."""
+    extra: dict[str, object] = field(default_factory=dict)
+    """Fields of a newer version, in every message."""
+    forge: bool = False
+    """Whether answers carry the signature of somebody who does not know the token."""
     port: int = 0
     _runner: web.AppRunner | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _dates: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -54,7 +64,7 @@ class Coordinator:
     async def start(self) -> None:
         app = web.Application()
         base = f"/v1/jobs/{NAMESPACE}/{JOB}/{UID}"
-        app.add_routes([web.post(f"{base}/mesh", self._mesh), web.post(f"{base}/report", self._report)])
+        app.add_routes([web.post(f"{base}/mesh", self._serve), web.post(f"{base}/report", self._serve)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -88,37 +98,50 @@ class Coordinator:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _refusal(self, request: web.Request) -> web.Response | None:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.problems.append("wrong Authorization header")
+    async def _serve(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            date, signature = signing.check_request(TOKEN, request.method, request.path, request.headers, body)
+        except signing.SignatureError as error:
+            self.problems.append(str(error))
             return web.Response(status=401)
-        return web.Response(status=self.answer) if self.answer else None
+        sender = request.path, int(json.loads(body)["worker"])
+        if date <= self._dates.get(sender, 0):
+            self.problems.append("a request is older than one before")
+        self._dates[sender] = date
+        if request.headers[VERSION_HEADER] != "1":
+            self.problems.append("wrong version")
+        status, answer = await (self._mesh(body) if request.path.endswith("/mesh") else self._report(body))
+        headers = {**signing.answer_headers(TOKEN, signature, status, answer), **self.headers}
+        if self.forge:
+            headers[signing.SIGNATURE] = "f" * 43
+        return web.Response(status=status, body=answer, headers=headers)
 
-    async def _mesh(self, request: web.Request) -> web.Response:
-        if refusal := self._refusal(request):
-            return refusal
-        hello = MeshRequest.model_validate_json(await request.read())
+    async def _mesh(self, body: bytes) -> tuple[int, bytes]:
+        if self.answer:
+            return self.answer, b""
+        hello = MeshRequest.model_validate_json(body)
         self.hellos[hello.worker] = hello
         end = time.monotonic() + hello.wait_seconds
         while (left := end - time.monotonic()) > 0:
             if self.answer:
-                return web.Response(status=self.answer)
+                return self.answer, b""
             if self.document is not None and self.document.generation > hello.generation:
                 self.hellos.pop(hello.worker, None)
-                return web.json_response(self.document.wire())
+                return 200, json.dumps({**self.document.wire(), **self.extra}).encode()
             try:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
             except TimeoutError:
                 break
-        return web.Response(status=204)
+        return 204, b""
 
-    async def _report(self, request: web.Request) -> web.Response:
-        if refusal := self._refusal(request):
-            return refusal
-        self.reports.append(WorkerReport.model_validate_json(await request.read()))
+    async def _report(self, body: bytes) -> tuple[int, bytes]:
+        if self.answer:
+            return self.answer, b""
+        self.reports.append(WorkerReport.model_validate_json(body))
         generation = self.document.generation if self.document else 0
-        return web.json_response(ReportReply(generation=generation).wire())
+        return 200, json.dumps({**ReportReply(generation=generation).wire(), **self.extra}).encode()
 
     async def gang(self, workers: int, *, above: int = 0) -> list[MeshRequest]:
         """Wait until every worker waits for a generation newer than `above`."""

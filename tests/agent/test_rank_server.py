@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from meshwright.protocol import FailureKind
 from meshwright_worker import messages
-from meshwright_worker.agent.forks import RankServer
+from meshwright_worker.agent.forks import RankServer, RankServerError
 from meshwright_worker.agent.inbox import Event, Inbox, RankExited, RankTold
 from meshwright_worker.agent.ranks import LiveRank, supervise
 from meshwright_worker.task import Outcome, RankTask
@@ -114,6 +114,20 @@ async def test_a_child_that_keeps_the_pipes_does_not_hold_up_the_end(server: Ran
     started = time.monotonic()
     assert (await life.told())[-1] == messages.Finished(Outcome.COMPLETE)
     assert time.monotonic() - started < 8
+
+
+async def test_a_server_that_cannot_load_the_runtime_says_why() -> None:
+    broken = RankServer(ENVIRONMENT, "tests.agent.broken_runtime")
+    with pytest.raises(RankServerError, match=r"the rank server ended: OSError: libcudart\.so\.12: cannot open"):
+        await broken.ready()
+    await broken.stop()
+
+
+async def test_a_server_that_never_begins_says_how_it_ended() -> None:
+    unable = RankServer({**ENVIRONMENT, "PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"}, MODULE)
+    with pytest.raises(RankServerError, match="the rank server ended: exit code 1"):
+        await unable.ready()
+    await unable.stop()
 
 
 async def test_ranks_die_with_a_killed_server_and_the_next_one_works(server: RankServer) -> None:

@@ -27,11 +27,42 @@ ALLOWED = {
 }  # fmt: skip
 
 
+DROPPED: dict[str, Any] = {"deprecated": True, "examples": ["a"]}
+
+
 class Colour(StrEnum):
     """A colour."""
 
     RED = "Red"
     BLUE = "Blue"
+
+
+class Named(ApiModel):
+    """A named thing."""
+
+    name: Annotated[str, Field(max_length=3)]
+    """Its name."""
+
+
+class Loop(ApiModel):
+    """A list of lists of lists."""
+
+    inner: Annotated[list[Loop], Field(max_length=2)] = []
+    """More of them."""
+
+
+class Circle(ApiModel):
+    """One kind of shape."""
+
+    kind: Literal["Circle"]
+    """Its kind."""
+
+
+class Square(ApiModel):
+    """Another kind of shape."""
+
+    kind: Literal["Square"]
+    """Its kind."""
 
 
 def field_schema(annotation: Any, default: Any = ...) -> dict[str, Any]:
@@ -80,6 +111,57 @@ def field_schema(annotation: Any, default: Any = ...) -> dict[str, Any]:
             Annotated[dict[str, Annotated[str, Field(max_length=3)]], Field(max_length=4)],
             {"type": "object", "maxProperties": 4, "additionalProperties": {"type": "string", "maxLength": 3}},
         ),
+        (
+            Annotated[set[Annotated[str, Field(max_length=3)]], Field(max_length=4)],
+            {
+                "type": "array",
+                "maxItems": 4,
+                "items": {"type": "string", "maxLength": 3},
+                "x-kubernetes-list-type": "set",
+            },
+        ),
+        (
+            Annotated[str, Field(max_length=9, title="T", json_schema_extra=DROPPED)] | None,
+            {"type": "string", "maxLength": 9},
+        ),
+        (
+            Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time", "writeOnly": True})],
+            {"type": "string", "maxLength": 64, "format": "date-time"},
+        ),
+        (
+            Annotated[int, Field(gt=0, lt=9)],
+            {
+                "type": "integer",
+                "minimum": 0,
+                "exclusiveMinimum": True,
+                "maximum": 9,
+                "exclusiveMaximum": True,
+                "format": "int32",
+            },
+        ),
+        (
+            Annotated[list[Named], Field(max_length=2, json_schema_extra={"x-list-map-key": "name"})],
+            {
+                "type": "array",
+                "maxItems": 2,
+                "items": {
+                    "type": "object",
+                    "description": "A named thing.",
+                    "properties": {"name": {"type": "string", "maxLength": 3, "description": "Its name."}},
+                    "required": ["name"],
+                },
+                "x-kubernetes-list-type": "map",
+                "x-kubernetes-list-map-keys": ["name"],
+            },
+        ),
+        (
+            Named,
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 3, "description": "Its name."}},
+                "required": ["name"],
+            },
+        ),
     ],
 )
 def test_each_kind_of_type_gets_its_structural_form(annotation: Any, expected: dict[str, Any]) -> None:
@@ -98,7 +180,11 @@ def test_each_kind_of_type_gets_its_structural_form(annotation: Any, expected: d
         (int | str, "union"),
         (Any, "type None"),
         (dict[str, Any], "map"),
-        (tuple[bool, bool], "items|structural|maxItems"),
+        (tuple[bool, bool], "a tuple has no structural form"),
+        (Annotated[tuple[bool, ...], Field(min_length=1)], "maxItems"),
+        (Annotated[Circle | Square, Field(discriminator="kind")], "union"),
+        (Annotated[set[str], Field(max_length=1)], "maxLength"),
+        (Circle | Square, "union"),
     ],
 )
 def test_what_has_no_bound_or_no_form_stops_the_build(annotation: Any, complaint: str) -> None:
@@ -109,6 +195,21 @@ def test_what_has_no_bound_or_no_form_stops_the_build(annotation: Any, complaint
 def test_a_field_without_a_description_stops_the_build() -> None:
     with pytest.raises(SchemaError, match=r"M\.bare: has no description"):
         structural_schema(create_model("M", __base__=ApiModel, bare=(bool, False)))
+
+
+def test_what_stands_beside_a_reference_wins_and_defaults_stay() -> None:
+    optional = field_schema(Named | None, None)
+    assert optional["description"] == "A field."
+    assert "default" not in optional
+    assert "nullable" not in optional
+    assert field_schema(Annotated[int, Field(ge=0, le=9)], 4)["default"] == 4
+    assert field_schema(Colour, Colour.BLUE)["default"] == "Blue"
+    assert field_schema(Named, Named(name="a"))["default"] == {}, "an object's members bring their own defaults"
+
+
+def test_a_model_that_holds_itself_stops_the_build() -> None:
+    with pytest.raises(SchemaError, match="holds itself"):
+        structural_schema(Loop)
 
 
 def test_the_key_of_a_list_map_must_be_required() -> None:
@@ -199,6 +300,11 @@ def test_scale_columns_and_rules_point_at_fields_that_exist() -> None:
             assert expected in (field["type"], field.get("format")), column["name"]
     for rule in root()["properties"]["spec"]["x-kubernetes-validations"]:
         assert at(root()["properties"]["spec"], rule["fieldPath"])
+    for rule in root()["x-kubernetes-validations"][1:]:
+        assert at(root(), rule["fieldPath"])
+    for selectable in version()["selectableFields"]:
+        assert at(root(), selectable["jsonPath"])["type"] in ("string", "boolean", "integer")
+    assert len(version()["selectableFields"]) <= 8
 
 
 def test_every_rule_compiles_and_has_a_message_below_the_limit() -> None:
@@ -222,7 +328,7 @@ def test_every_rule_compiles_and_has_a_message_below_the_limit() -> None:
     ],
 )
 def test_names_that_pods_cannot_carry_are_refused(name: str, allowed: bool) -> None:
-    (rule,) = root()["x-kubernetes-validations"]
+    rule = root()["x-kubernetes-validations"][0]
     assert cel.compile(rule["rule"]).execute({"self": {"metadata": {"name": name}}}) is allowed
 
 

@@ -49,6 +49,16 @@ def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
+SECRET_KEY = {"secretKeyRef": {"name": "hub", "key": "token"}}
+CONFIG_KEY = {"configMapKeyRef": {"name": "hub", "key": "url"}}
+
+
+def volumes(*changes: dict[str, Any]) -> dict[str, Any]:
+    """Volumes of a claim, each with these changes."""
+    claim = {"name": "extra", "mountPath": "/extra", "claimName": "c"}
+    return {"workers.volumes": [{k: v for k, v in {**claim, **c}.items() if v is not None} for c in changes]}
+
+
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"model": None}),
@@ -105,6 +115,20 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.tolerations", {"workers.tolerations": [{"operator": "Exists", "key": "a", "value": "x"}]}),
     ("workers.tolerations", {"workers.tolerations": [{"key": "a", "tolerationSeconds": 5, "effect": "NoSchedule"}]}),
     ("workers.tolerations", {"workers.tolerations": [{"operator": "Exists", "tolerationSeconds": 5}]}),
+    ("workers.env", {"workers.env": [{"name": "A", "value": "a", "valueFrom": SECRET_KEY}]}),
+    ("workers.env", {"workers.env": [{"name": "A", "valueFrom": {}}]}),
+    ("workers.env", {"workers.env": [{"name": "A", "valueFrom": {**SECRET_KEY, **CONFIG_KEY}}]}),
+    ("workers.volumes", volumes({"claimName": None})),
+    ("workers.volumes", volumes({"scratch": "1Gi"})),
+    ("workers.volumes", volumes({"name": "shm"})),
+    ("workers.volumes", volumes({"name": "checkpoints"})),
+    ("workers.volumes", volumes({"mountPath": "/meshwright"})),
+    ("workers.volumes", volumes({"mountPath": "/meshwright/data/more"})),
+    ("workers.volumes", volumes({"mountPath": "/dev/shm"})),
+    ("workers.volumes", volumes({"mountPath": "/a/../dev"})),
+    ("workers.volumes", volumes({}, {"name": "other"})),
+    ("recovery.maxRestarts", {"recovery": {"maxRestarts": 101, "restartWindowSeconds": 600}}),
+    ("successPolicy", {"successPolicy": "FirstWorker"}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -132,6 +156,12 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (COMMAND, {}),
     (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
     (COMMAND, {"parallelism": {"tensor": 2}}),
+    (COMMAND, {"successPolicy": "FirstWorker"}),
+    (GOOD, {"workers.env": [{"name": "A", "valueFrom": SECRET_KEY}, {"name": "B", "valueFrom": CONFIG_KEY}]}),
+    (GOOD, volumes({}, {"name": "more", "mountPath": "/developer"}, {"name": "b", "mountPath": "/extra/..b"})),
+    (GOOD, volumes({"claimName": None, "scratch": "10Gi"}, {"claimName": None, "secretName": "s", "mountPath": "/s"})),
+    (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
+    (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]
 CASES = [
     *((GOOD, changes, field) for field, changes in BAD),

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,7 @@ import pytest
 import pytest_asyncio
 
 from meshwright.local.client import ApiClient
+from meshwright.local.connection import Connection
 from meshwright.local.controllers.garbage import GarbageCollector
 from meshwright.local.controllers.namespaces import NamespaceController
 from meshwright.local.informers import Informers
@@ -145,8 +147,8 @@ class Api:
                 return response.status, json.loads(text)
             return response.status, text
 
-    async def watch(self, path: str, seconds: float, **query: str) -> list[dict[str, Any]]:
-        """The events that arrive within a time."""
+    async def watch(self, path: str, seconds: float, *, expect: int = 0, **query: str) -> list[dict[str, Any]]:
+        """The events that arrive within a time, or the first `expect` that are of the test's own objects."""
         events: list[dict[str, Any]] = []
         timeout = aiohttp.ClientTimeout(total=seconds)
         with contextlib.suppress(TimeoutError):
@@ -156,6 +158,8 @@ class Api:
                 async for line in response.content:
                     if line.strip():
                         events.append(json.loads(line))
+                    if expect and len([e for e in events if not self.foreign(e["object"])]) >= expect:
+                        break
         return events
 
     async def until(self, expected: int, method: str, path: str, body: Any = None) -> Any:
@@ -240,6 +244,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     url = os.environ.get("MESHWRIGHT_TEST_SERVER")
     if url:
         yield Server(url, os.environ.get("MESHWRIGHT_TEST_TOKEN", ""), None, False, True)
+        return
+    if request.config.getoption("--cluster", "embedded") == "kubeconfig":
+        there = Connection.from_kubeconfig(Path(os.environ["KUBECONFIG"]))
+        yield Server(there.url, there.token or "", there.ca_pem, False, True)
         return
     directory = tmp_path_factory.mktemp("server")
     if request.config.getoption("--cluster", "embedded") == "assets":

@@ -1,5 +1,7 @@
 """Discovery, OpenAPI, other ways to see objects, health."""
 
+import asyncio
+
 import pytest
 
 GROUP = "conformance.example.com"
@@ -32,6 +34,29 @@ async def test_custom_resources(api, runs):
     assert {r["name"] for r in listed["resources"]} >= {"runs", "runs/status", "runs/scale"}
     _, groups = await api.call("GET", "/apis")
     assert GROUP in {g["name"] for g in groups["groups"]}
+
+
+async def test_all_in_one_document(api, runs):
+    form = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+    found = {}
+    for _ in range(100):
+        for path in ("/api", "/apis"):
+            headers = {"Accept": f"{form},application/json"}
+            async with api.session.get(api.server.url + path, headers=headers, ssl=api.context) as response:
+                assert set(response.headers["Content-Type"].split(";")) == set(form.split(";"))
+                document = await response.json()
+            assert (document["kind"], document["apiVersion"]) == ("APIGroupDiscoveryList", "apidiscovery.k8s.io/v2")
+            found |= {item["metadata"].get("name", ""): item["versions"] for item in document["items"]}
+        if GROUP in found:
+            break
+        await asyncio.sleep(0.1)  # a real server gathers them now and then
+    pods = next(r for r in found[""][0]["resources"] if r["resource"] == "pods")
+    assert (pods["scope"], pods["singularResource"], pods["shortNames"]) == ("Namespaced", "pod", ["po"])
+    assert pods["responseKind"] == {"group": "", "version": "", "kind": "Pod"}
+    below = {s["subresource"]: s["responseKind"] for s in pods["subresources"]}
+    assert below["eviction"] == {"group": "policy", "version": "v1", "kind": "Eviction"}
+    run = next(r for r in found[GROUP][0]["resources"] if r["resource"] == "runs")
+    assert {s["subresource"] for s in run["subresources"]} == {"status", "scale"}
 
 
 @pytest.mark.parametrize("path", ["/api/v2", "/api/v1/x", "/apis/apps/v9", "/apis/apps/v1/x"])

@@ -110,6 +110,30 @@ async def test_mutated_patches(api, runs, seed):
         assert good(answer) or known(api, answer), (path, kind, body, answer)
 
 
+async def test_objects_with_next_to_nothing_in_them(api):
+    """Every kind without a spec, with an empty one, and what then meets such objects."""
+    await api.call("POST", api.pods, api.pod("p"))
+    for group in ("api/v1", "apis/apps/v1", "apis/batch/v1", "apis/policy/v1", "apis/rbac.authorization.k8s.io/v1"):
+        _, listed = await api.call("GET", f"/{group}")
+        for resource in (
+            r for r in listed["resources"] if {"create", "get"} <= set(r["verbs"]) and "/" not in r["name"]
+        ):
+            inside = f"namespaces/{api.namespace}/" if resource["namespaced"] else ""
+            path = f"/{group}/{inside}{resource['name']}"
+            for index, more in enumerate(
+                ({}, {"spec": {}}, {"spec": None}, {"status": {}}, {"spec": {"selector": {}}})
+            ):
+                dry = {} if resource["namespaced"] else {"dryRun": "All"}
+                body = {"metadata": {"name": f"x{index}"}, **more}
+                for method, where in (("POST", path), ("PUT", f"{path}/x{index}"), ("GET", f"{path}/x{index}")):
+                    answer = await api.call(method, where, None if method == "GET" else body, **dry)
+                    assert good(answer), (method, where, body, answer)
+    assert (await api.call("POST", api.pods, api.pod("q")))[0] == 201
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "p"}}
+    await api.call("PATCH", f"{api.pods}/p/status", {"status": {"phase": "Running"}}, "application/merge-patch+json")
+    assert good(await api.call("POST", f"{api.pods}/p/eviction", eviction))
+
+
 async def test_random_bytes_and_paths(api):
     generator = random.Random(7)
     for _ in range(150):

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from meshwright.local.apiserver import reading
+from meshwright.local.apiserver.discovery import Registry
 from meshwright.local.apiserver.options import list_options
+from meshwright.local.apiserver.printers import negotiate
 from meshwright.local.apiserver.reading import Watch
-from meshwright.local.apiserver.registry import Registry
 from meshwright.local.apiserver.store import Store
-from meshwright.local.apiserver.views import negotiate
 
 KEY = ("", "configmaps")
 

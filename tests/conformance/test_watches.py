@@ -25,7 +25,7 @@ async def test_from_a_list_on_only_news(api):
     await api.call("POST", api.maps, api.config_map("c1"))
     since = await revision(api)
     work = asyncio.create_task(later(api, ("PATCH", f"{api.maps}/c1", {"data": {"w": "1"}})))
-    events = await api.watch(api.maps, 1, resourceVersion=since)
+    events = await api.watch(api.maps, 15, expect=1, resourceVersion=since)
     await work
     assert [(e["type"], e["object"]["data"]["w"]) for e in own(api, events)] == [("MODIFIED", "1")]
 
@@ -35,7 +35,7 @@ async def test_missed_events_are_told(api):
     await api.call("POST", api.maps, api.config_map("c1"))
     await api.call("PATCH", f"{api.maps}/c1", {"data": {"w": "1"}}, MERGE)
     await api.call("DELETE", f"{api.maps}/c1")
-    events = own(api, await api.watch(api.maps, 0.5, resourceVersion=since))
+    events = own(api, await api.watch(api.maps, 15, expect=3, resourceVersion=since))
     assert [e["type"] for e in events] == ["ADDED", "MODIFIED", "DELETED"]
     revisions = [int(e["object"]["metadata"]["resourceVersion"]) for e in events]
     assert revisions == sorted(set(revisions))
@@ -43,7 +43,7 @@ async def test_missed_events_are_told(api):
 
 async def test_without_revision_the_state_comes_first(api):
     await api.call("POST", api.maps, api.config_map("c1"))
-    events = own(api, await api.watch(api.maps, 0.5))
+    events = own(api, await api.watch(api.maps, 15, expect=1))
     assert [(e["type"], e["object"]["metadata"]["name"]) for e in events] == [("ADDED", "c1")]
 
 
@@ -54,7 +54,7 @@ async def test_selectors_turn_changes_into_comings_and_goings(api):
     await api.call("PATCH", f"{api.maps}/c1", {"data": {"w": "1"}}, MERGE)
     await api.call("PATCH", f"{api.maps}/c1", {"metadata": {"labels": {"a": "no"}}}, MERGE)
     await api.call("DELETE", f"{api.maps}/c1")
-    events = await api.watch(api.maps, 0.5, resourceVersion=since, labelSelector="a=yes")
+    events = await api.watch(api.maps, 15, expect=3, resourceVersion=since, labelSelector="a=yes")
     assert [e["type"] for e in events] == ["ADDED", "MODIFIED", "DELETED"]
     assert events[-1]["object"]["metadata"]["labels"] == {"a": "yes"}
     assert await api.watch(api.maps, 0.5, resourceVersion=since, labelSelector="a=never") == []
@@ -64,7 +64,7 @@ async def test_one_object(api):
     since = await revision(api)
     await api.call("POST", api.maps, api.config_map("c1"))
     await api.call("POST", api.maps, api.config_map("c2"))
-    events = await api.watch(api.maps, 0.5, resourceVersion=since, fieldSelector="metadata.name=c2")
+    events = await api.watch(api.maps, 15, expect=1, resourceVersion=since, fieldSelector="metadata.name=c2")
     assert [e["object"]["metadata"]["name"] for e in events] == ["c2"]
     code, obj = await api.call("GET", f"{api.maps}/c2", watch="true")
     assert (code, obj["metadata"]["name"]) == (200, "c2")
@@ -79,7 +79,7 @@ async def test_timeout_ends_it(api):
 async def test_initial_events_end_with_a_bookmark(api):
     await api.call("POST", api.maps, api.config_map("c1"))
     query = {"allowWatchBookmarks": "true", "sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
-    events = await api.watch(api.maps, 1, **query)
+    events = await api.watch(api.maps, 15, expect=2, **query)
     kinds = [e["type"] for e in own(api, events)]
     assert kinds[:2] == ["ADDED", "BOOKMARK"]
     first = next(e for e in events if e["type"] == "BOOKMARK")
@@ -104,7 +104,7 @@ async def test_bad_revisions(api):
 
 async def test_many_watchers_see_everything(api):
     since = await revision(api)
-    watchers = [asyncio.create_task(api.watch(api.maps, 3, resourceVersion=since)) for _ in range(10)]
+    watchers = [asyncio.create_task(api.watch(api.maps, 20, expect=50, resourceVersion=since)) for _ in range(10)]
     await asyncio.sleep(0.3)
     await asyncio.gather(*(api.call("POST", api.maps, api.config_map(f"m{i}")) for i in range(50)))
     for events in await asyncio.gather(*watchers):

@@ -6,6 +6,7 @@ process. Tests speak to them through the API server and look at processes, files
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest_asyncio
 
 from meshwright.cli.demo import setup
 from meshwright.cli.programs import Programs
-from meshwright.local.resources import JOBS
-from tests.e2e.stage import NAMESPACE, Stage, start_operator, tiny
+from meshwright.local.client import ApiClient
+from meshwright.local.providers.existing import KubeconfigProvider
+from meshwright.local.resources import JOBS, NODES
+from tests.e2e.stage import NAMESPACE, Stage, operators_kubeconfig, start_operator, tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,12 +35,28 @@ async def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     directory = tmp_path_factory.mktemp("e2e")
     provider = request.config.getoption("--cluster")
     async with Programs() as programs:
-        kubeconfig = await setup.start_cluster(programs, directory, setup.Shape(), provider)
+        if provider == "kubeconfig":
+            kubeconfig = await existing_cluster()
+        else:
+            kubeconfig = await setup.start_cluster(programs, directory, setup.Shape(), provider)
         async with setup.connect(kubeconfig) as client:
             await setup.install_crd(client)
             ports = setup.Ports()
-            operator = await start_operator(programs, directory, kubeconfig, ports)
-            yield Stage(directory, kubeconfig, client, programs, operator, ports)
+            restricted = await operators_kubeconfig(client, directory)
+            operator = await start_operator(programs, directory, restricted, ports)
+            yield Stage(directory, kubeconfig, client, programs, operator, ports, restricted)
+
+
+async def existing_cluster() -> Path:
+    """The kubeconfig of a cluster that runs already, if the tests can see what its pods do."""
+    path = Path(os.environ["KUBECONFIG"])
+    plane = await KubeconfigProvider(path).start()
+    async with ApiClient(plane.connection) as client:
+        nodes = (await client.list(NODES)).items
+    addresses = {item["address"] for node in nodes for item in node["status"]["addresses"]}
+    if "127.0.0.1" not in addresses:
+        pytest.skip("looks at pods' processes, volumes and ports; this cluster's pods run on another machine")
+    return path
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,9 @@ from meshwright.cli.demo import setup
 from meshwright.cli.demo.observer import gauge
 from meshwright.cli.programs import Program, Programs
 from meshwright.local.client import ApiClient, ApiError
+from meshwright.local.connection import write_kubeconfig
 from meshwright.local.resources import JOBS, PODS, Object
+from tests.operator import rights
 
 NAMESPACE = "default"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,6 +93,8 @@ class Stage:
     programs: Programs
     operator: Program
     ports: setup.Ports
+    restricted: Path
+    """Kubeconfig of the operator: it has the rights that the chart gives it, and no others."""
     applied: list[tuple[str, str]] = field(default_factory=list)
 
     async def apply(self, items: list[Object]) -> None:
@@ -195,14 +199,30 @@ class Stage:
 
     async def start_operator(self) -> None:
         """Start the operator again, at the same address."""
-        self.operator = await start_operator(self.programs, self.directory, self.kubeconfig, self.ports)
+        self.operator = await start_operator(self.programs, self.directory, self.restricted, self.ports)
 
     async def saved(self, name: str) -> dict[str, Any]:
         """Where training stands, by the manifest of the job's newest durable checkpoint."""
-        status = await self.status(name)
-        assert status.checkpoint is not None
-        state: dict[str, Any] = json.loads((Path(status.checkpoint.path) / "meshwright.json").read_text())["state"]
+        state: dict[str, Any] = json.loads((await self.checkpoint(name) / "meshwright.json").read_text())["state"]
         return state
+
+    async def checkpoint(self, name: str) -> Path:
+        """The directory of the job's newest durable checkpoint, on this machine."""
+        job, status = await self.client.get(JOBS, name, NAMESPACE), await self.status(name)
+        assert status.checkpoint is not None
+        claim = job["spec"]["checkpoint"]["claimName"]
+        return await setup.checkpoint_here(self.client, NAMESPACE, claim, status.checkpoint.path)
+
+
+async def operators_kubeconfig(client: ApiClient, directory: Path) -> Path:
+    """A kubeconfig with the operator's service account, bound to exactly the chart's roles."""
+    for path, body in rights.objects():
+        await client.request("POST", path, body=body)
+    path, body = rights.token_request()
+    token: str = (await client.request("POST", path, body=body))["status"]["token"]
+    file = directory / "operator.kubeconfig"
+    write_kubeconfig(file, replace(client.connection, token=token, client_pem=None))
+    return file
 
 
 async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: setup.Ports) -> Program:

@@ -1,42 +1,182 @@
-"""Bad input is refused at apply, with the field named; every example is accepted."""
+"""Bad input is refused at `kubectl apply --dry-run=server`, with the field named; every example is accepted."""
 
 import json
 
 import pytest
 
-from meshwright.api.labels import KIND
+from meshwright.api.labels import API_VERSION, KIND
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import WorkerPlacement
 from meshwright.cli import manifest
 from meshwright.cli.manifest import ManifestError
-from meshwright.local.client import APPLY_PATCH
+from meshwright.local.client import APPLY_PATCH, MERGE_PATCH, ApiError
+from meshwright.local.resources import JOBS, NAMESPACES, PODS
+from meshwright_operator.manifests.pods import PodContext, worker_pod
+from tests.api.test_edits import FINE_EDITS, REFUSED_EDITS
+from tests.api.test_rules import CASES, COMMAND, GOOD, changed
 from tests.e2e.stage import EXAMPLES, NAMESPACE, tiny
 
-BAD = {
-    "unknown field": ({"training": {"stepz": 3}}, "stepz"),
-    "wrong type": ({"training": {"steps": "many"}}, "steps"),
-    "below its bound": ({"training": {"steps": 0}}, "steps"),
-    "not in the list": ({"training": {"precision": "fp7"}}, "precision"),
-    "missing": ({"workers": {"image": None}}, "image"),
-    "heads do not divide": ({"parallelism": {"tensor": 4}, "workers": {"gpusPerWorker": 4}}, "heads"),
-    "batch does not divide": ({"training": {"globalBatchSize": 9}}, "globalBatchSize"),
-    "more stages than layers": ({"parallelism": {"pipeline": 4}}, "layers"),
-    "vocabulary too small": ({"model": {"vocabSize": 100}}, "vocabSize"),
-    "command and model": ({"runtime": {"command": ["true"]}}, "command"),
-    "preset and numbers": ({"model": {"preset": "llama-3-8b"}}, "preset"),
-    "reserved variable": ({"workers": {"env": [{"name": "MESHWRIGHT_TOKEN", "value": "x"}]}}, "MESHWRIGHT_"),
-}
+CLAIM = {"name": "v", "mountPath": "/v", "claimName": "c"}
+# What the schema alone refuses: (the field named in the error, changes to a good spec).
+MALFORMED = [
+    ("spec.training.stepz", {"training.stepz": 3}),
+    ("spec.workerz", {"workerz": {}}),
+    ("spec.training.steps", {"training.steps": "many"}),
+    ("spec.training.steps", {"training.steps": 1.5}),
+    ("spec.replicas", {"replicas": [1]}),
+    ("spec.workers", {"workers": "eight"}),
+    ("spec.training.steps", {"training.steps": 0}),
+    ("spec.training.steps", {"training.steps": -1}),
+    ("spec.replicas", {"replicas": 0}),
+    ("spec.replicas", {"replicas": 65537}),
+    ("spec.parallelism.tensor", {"parallelism.tensor": -2}),
+    ("spec.training.optimizer.learningRate", {"training.optimizer": {"learningRate": 0}}),
+    ("spec.training.optimizer.beta1", {"training.optimizer": {"beta1": 1}}),
+    ("spec.training.precision", {"training.precision": "fp7"}),
+    ("spec.parallelism.schedule", {"parallelism.schedule": "best"}),
+    ("spec.parallelism.zeroStage", {"parallelism.zeroStage": 1}),
+    ("spec.data.source", {"data.source": "s3://bucket/text"}),
+    ("spec.workers.image", {"workers.image": None}),
+    ("spec.workers.image", {"workers.image": "x" * 1025}),
+    ("spec.workers.gpuResource", {"workers.gpuResource": "gpu"}),
+    ("spec.workers.resources.memory", {"workers.resources": {"memory": "lots"}}),
+    ("spec.workers.resources.cpu", {"workers.resources": {"cpu": "-1"}}),
+    ("spec.workers.env[0].name", {"workers.env": [{"name": "A-B"}]}),
+    ("spec.workers.env[1]", {"workers.env": [{"name": "A"}, {"name": "A"}]}),
+    ("spec.workers.imagePullPolicy", {"workers.imagePullPolicy": "Sometimes"}),
+    ("spec.workers.imagePullSecrets[0].name", {"workers.imagePullSecrets": [{}]}),
+    ("spec.workers.tolerations[0].operator", {"workers.tolerations": [{"operator": "Like"}]}),
+    ("spec.workers.volumes[0].mountPath", {"workers.volumes": [{**CLAIM, "mountPath": "relative"}]}),
+    ("spec.workers.volumes[0].hostPath", {"workers.volumes": [{**CLAIM, "hostPath": "/etc"}]}),
+    ("spec.checkpoint.claimName", {"checkpoint": {"everySteps": 5}}),
+    ("spec.checkpoint.location", {"checkpoint": {"claimName": "c", "location": "file:///etc"}}),
+    ("spec.recovery.maxRestarts", {"recovery": {"maxRestarts": -1}}),
+    ("spec.recovery.restartWindowSeconds", {"recovery": {"restartWindowSeconds": 1}}),
+    ("spec.recovery.exitCodes[0].values[0]", {"recovery": {"exitCodes": [{"values": [0], "action": "FailJob"}]}}),
+    ("spec.recovery.exitCodes[0].action", {"recovery": {"exitCodes": [{"values": [1], "action": "Panic"}]}}),
+    ("spec.successPolicy", {"successPolicy": "Any"}),
+    ("spec.activeDeadlineSeconds", {"activeDeadlineSeconds": 0}),
+    ("spec.ttlSecondsAfterFinished", {"ttlSecondsAfterFinished": 2**31}),
+    ("spec.managedBy", {"managedBy": "kueue"}),
+    ("spec.suspend", {"suspend": "yes"}),
+]
+NAMES = ["n" * 44, "1st", "a.b"]
 
 
-@pytest.mark.parametrize("case", BAD)
-async def test_bad_input_names_the_field(stage, case):
-    change, word = BAD[case]
-    with pytest.raises(ManifestError) as refusal:
-        await stage.apply(tiny("bad", **change)[1:])
-    assert word in str(refusal.value), refusal.value
+async def dry_run(client, spec, name="bad"):
+    """Applies a job as `kubectl apply --server-side --dry-run=server` does."""
+    item = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
+    params = {"fieldManager": "test", "fieldValidation": "Strict", "dryRun": "All"}
+    path = JOBS.path(NAMESPACE, name)
+    return await client.request("PATCH", path, params=params, body=item, content_type=APPLY_PATCH)
 
 
-async def test_a_name_too_long_for_pods_is_refused(stage):
-    with pytest.raises(ManifestError, match="43"):
-        await stage.apply(tiny("n" * 44)[1:])
+@pytest.mark.parametrize(("field", "changes"), MALFORMED, ids=[f"{n}-{f}" for n, (f, _) in enumerate(MALFORMED)])
+async def test_what_the_schema_forbids_is_refused_with_its_field(stage, field, changes):
+    with pytest.raises(ApiError) as refusal:
+        await dry_run(stage.client, changed(GOOD, changes))
+    assert refusal.value.status in (400, 422, 500), refusal.value
+    # A server names the field with or without the spec in front, and list items by index or by key.
+    assert field.rpartition(".")[2].partition("[")[0] in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "field"), CASES, ids=[f"{n}-{field}" for n, (_, _, field) in enumerate(CASES)]
+)
+async def test_what_contradicts_itself_is_refused_with_field_and_fix(stage, base, changes, field):
+    with pytest.raises(ApiError) as refusal:
+        await dry_run(stage.client, changed(base, changes))
+    assert refusal.value.status == 422, refusal.value
+    assert f"spec.{field}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_name_that_pods_cannot_carry_is_refused(stage, name):
+    with pytest.raises(ApiError, match="metadata.name"):
+        await dry_run(stage.client, GOOD, name)
+
+
+async def test_a_good_job_passes_and_the_table_is_long(stage):
+    await dry_run(stage.client, GOOD)
+    await dry_run(stage.client, COMMAND)
+    assert len(MALFORMED) + len(CASES) + len(NAMES) + len(REFUSED_EDITS) >= 120
+
+
+async def test_edits_are_judged_by_whether_the_job_has_started(stage):
+    """Each edit against a job of another manager, whose status says by hand that it has started, or has not."""
+    manager = "example.com/test"
+    for number, (field, before, edit) in enumerate([*REFUSED_EDITS, *(("", *fine) for fine in FINE_EDITS)]):
+        spec = {"managedBy": manager, **changed(GOOD, before)}
+        name = f"edit-{number}"
+        item = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": {**spec, "suspend": True}}
+        await stage.client.create(JOBS, item, NAMESPACE)
+        wanted = {"managedBy": manager, **changed(changed(GOOD, before), edit)}
+        if "managedBy" in edit and edit["managedBy"] is None:
+            del wanted["managedBy"]
+        before_start = await objection(stage.client, name, wanted)
+        assert ("may not be changed" in before_start) == (field == "managedBy"), before_start
+        started = {"status": {"startTime": "2026-01-02T03:04:05Z"}}
+        path = f"{JOBS.path(NAMESPACE, name)}/status"
+        await stage.client.request("PATCH", path, body=started, content_type=MERGE_PATCH)
+        text = await objection(stage.client, name, wanted)
+        assert (text.startswith("422") and f"spec.{field}: Forbidden" in text) if field else not text, text
+        await stage.client.delete(JOBS, name, NAMESPACE)
+
+
+async def objection(client, name, spec):
+    """What the server has against another spec, as told by `kubectl replace --dry-run=server`; empty for nothing."""
+    job = await client.get(JOBS, name, NAMESPACE)
+    try:
+        await client.request("PUT", JOBS.path(NAMESPACE, name), params={"dryRun": "All"}, body={**job, "spec": spec})
+    except ApiError as error:
+        return str(error)
+    return ""
+
+
+async def test_the_command_line_says_it_too(stage):
+    with pytest.raises(ManifestError, match="stepz"):
+        await stage.apply(tiny("bad", training={"stepz": 3})[1:])
+    with pytest.raises(ManifestError, match="model.heads"):
+        await stage.apply(tiny("bad", parallelism={"tensor": 4}, workers={"gpusPerWorker": 4})[1:])
+
+
+async def test_worker_pods_with_every_option_are_taken_by_a_restricted_namespace(stage):
+    """Pod Security's `restricted` level is enforced by the real server; the embedded one checks the pod's schema."""
+    namespace = {"metadata": {"name": "guarded", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    await stage.client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", **namespace})
+    workers = {
+        "image": "worker",
+        "gpusPerWorker": 2,
+        "imagePullPolicy": "IfNotPresent",
+        "imagePullSecrets": [{"name": "registry"}],
+        "resources": {"cpu": "4", "memory": "8Gi"},
+        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+        "nodeSelector": {"pool": "a"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "volumes": [
+            {"name": "a", "mountPath": "/a", "claimName": "c", "readOnly": True},
+            {"name": "b", "mountPath": "/b", "configMapName": "m"},
+            {"name": "c", "mountPath": "/c", "secretName": "s"},
+            {"name": "d", "mountPath": "/d", "scratch": "10Gi"},
+        ],
+    }
+    spec = changed(GOOD, {"workers": workers, "checkpoint": {"claimName": "c"}})
+    context = PodContext("job", "guarded", "uid", ParallelTrainingJobSpec.model_validate(spec), "r", "http://c:1")
+    pod = worker_pod(context, WorkerPlacement(worker=0, incarnation=0, pod="job-w0-0", node="n", ranks="0-1"))
+    del pod["metadata"]["ownerReferences"]
+    path = PODS.path("guarded")
+    await stage.client.request("POST", path, params={"dryRun": "All", "fieldValidation": "Strict"}, body=pod)
+
+
+async def test_jobs_can_be_selected_by_their_fields(stage):
+    manager = {"managedBy": "example.com/test"}
+    for name, suspend in (("up", False), ("down", True)):
+        spec = {**GOOD, **manager, "suspend": suspend}
+        item = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
+        await stage.client.create(JOBS, item, NAMESPACE)
+    path = JOBS.path(NAMESPACE)
+    answer = await stage.client.request("GET", path, params={"fieldSelector": "spec.suspend=true"})
+    assert [item["metadata"]["name"] for item in answer["items"]] == ["down"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)

@@ -1,9 +1,11 @@
 """One embedded cluster per test module, and the few verbs that its tests speak."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ import pytest_asyncio
 
 from meshwright.local.client import ApiClient
 from meshwright.local.cluster import ClusterShape, LocalCluster
+from meshwright.local.connection import Connection
 from meshwright.local.controllers.nodes import NodeTimes
 from meshwright.local.providers.assets import AssetsProvider
-from meshwright.local.resources import EVENTS, PODS, Object
+from meshwright.local.providers.base import Provider
+from meshwright.local.providers.existing import KubeconfigProvider
+from meshwright.local.resources import EVENTS, NODES, PODS, Object
 
 Check = Callable[[Object | None], Any]
 
@@ -83,6 +88,11 @@ class Kit:
     async def delete(self, name: str, **options: Any) -> None:
         await self.client.delete(PODS, name, self.namespace, **options)
 
+    def needs_own_nodes(self) -> None:
+        """Skip a test that looks into the directories of nodes which are not ours."""
+        if not self.cluster.nodes:
+            pytest.skip("looks into its nodes' directories; this cluster's nodes are not ours")
+
     def log_of(self, pod: Object, container: str = "main") -> str:
         """The text of a pod's log, read from its node's directory."""
         uid, node = pod["metadata"]["uid"], pod["spec"]["nodeName"]
@@ -105,14 +115,32 @@ def shape() -> ClusterShape:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(shape, request, tmp_path_factory) -> AsyncIterator[LocalCluster]:
     times = NodeTimes(renew=0.3, heartbeat=2.0, tolerate=0.5, check=0.2)
-    directory = provider = None
-    if request.config.getoption("--cluster") == "assets":
-        directory = tmp_path_factory.mktemp("assets")
+    option = request.config.getoption("--cluster")
+    directory = None if option == "embedded" else tmp_path_factory.mktemp(option)
+    provider: Provider | None = None
+    if option == "assets":
         provider = AssetsProvider(directory, times)
+    elif option == "kubeconfig":
+        path = Path(os.environ["KUBECONFIG"])
+        async with ApiClient(Connection.from_kubeconfig(path)) as client:
+            bare = not (await client.list(NODES)).items
+        provider = KubeconfigProvider(path, directory=directory, with_nodes=bare)
     async with LocalCluster(shape, directory, provider=provider, times=times, restart_pause=0.2) as running:
         yield running
 
 
+_WITH_OWN_NODES = ("test_pods", "test_kubelet", "test_deletion", "test_nodes")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def kit(cluster) -> Kit:
+async def kit(cluster, request) -> Kit:
+    if not cluster.nodes and request.module.__name__.rpartition(".")[2] in _WITH_OWN_NODES:
+        pytest.skip("looks at processes of its own nodes; this cluster's nodes are not ours")
     return Kit(cluster)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[LocalCluster]:
+    """An embedded cluster without nodes, fresh for each test: ready in a fraction of a second."""
+    async with LocalCluster(ClusterShape(racks=0)) as running:
+        yield running

@@ -1,5 +1,6 @@
 """The cluster as a process: ready, stopped, killed, started again."""
 
+import asyncio
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from meshwright.local.client import ApiClient
 from meshwright.local.commands import local
 from meshwright.local.connection import Connection
 from meshwright.local.daemon import holder
-from meshwright.local.resources import PODS
+from meshwright.local.resources import NODES, PODS
 
 POD = {
     "metadata": {"name": "p"},
@@ -65,9 +66,9 @@ def processes_below(directory):
     return found
 
 
-async def run_pod(directory):
+async def create(directory, body):
     async with ApiClient(Connection.from_kubeconfig(directory / "kubeconfig")) as client:
-        await client.create(PODS, POD, "default")
+        await client.create(PODS, body, "default")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -76,7 +77,7 @@ async def test_no_process_outlives_the_daemon(tmp_path, number):
     try:
         assert (tmp_path / "kubeconfig").stat().st_mode & 0o777 == 0o600
         assert json.loads((tmp_path / "ready").read_text())["pid"] == daemon.pid == holder(tmp_path)
-        await run_pod(tmp_path)
+        await create(tmp_path, POD)
         wait(lambda: list(tmp_path.glob("nodes/*/pods/*/home/pid")))
         wait(lambda: len(processes_below(tmp_path)) >= 2)
         daemon.send_signal(number)
@@ -135,6 +136,91 @@ def test_commands(tmp_path):
         stopped = run("down")
     assert stopped.output == "stopped\n"
     assert "no cluster runs" in run("down").output
+
+
+def ready_of(directory, name):
+    async def look():
+        async with ApiClient(Connection.from_kubeconfig(directory / "kubeconfig")) as client:
+            node = await client.find(NODES, name)
+            return node and {item["type"]: item["status"] for item in node["status"]["conditions"]}["Ready"]
+
+    return asyncio.run(look())
+
+
+def test_nodes_fail_and_processes_are_killed_on_order(tmp_path):
+    runner = CliRunner()
+    daemon = start(tmp_path, "--nodes-per-rack=1")
+
+    def run(*words):
+        return runner.invoke(local, [*words, "--directory", str(tmp_path)], catch_exceptions=False)
+
+    async def restarts():
+        async with ApiClient(Connection.from_kubeconfig(tmp_path / "kubeconfig")) as client:
+            found = await client.get(PODS, "p", "default")
+            statuses = found["status"].get("containerStatuses") or [{}]
+            return statuses[0].get("restartCount") if "running" in statuses[0].get("state", {}) else None
+
+    try:
+        assert (tmp_path / "control.sock").stat().st_mode & 0o777 == 0o600
+        body = {"metadata": {"name": "p"}, "spec": {**POD["spec"], "restartPolicy": "Always"}}
+        asyncio.run(create(tmp_path, body))
+        wait(lambda: asyncio.run(restarts()) == 0)
+        assert run("chaos", "kill", "p").exit_code == 0
+        wait(lambda: asyncio.run(restarts()) == 1)
+        for action in ("partition", "power-off"):
+            assert run("node", action, "rack0-node0").exit_code == 0
+            assert run("node", "recover", "rack0-node0").exit_code == 0
+            wait(lambda: ready_of(tmp_path, "rack0-node0") == "True")
+        assert run("node", "add", "extra", "--rack", "rack7").exit_code == 0
+        assert ready_of(tmp_path, "extra") == "True"
+        assert "there is a node of that name" in run("node", "add", "extra").output
+        assert run("node", "remove", "extra").exit_code == 0
+        assert ready_of(tmp_path, "extra") is None
+        assert "no simulated node 'extra': there are rack0-node0" in run("node", "recover", "extra").output
+        assert "no simulated node runs a pod default/q" in run("chaos", "kill", "q").output
+    finally:
+        daemon.terminate()
+        daemon.wait(10)
+
+
+def test_rules_reach_the_api_server(tmp_path):
+    runner = CliRunner()
+    daemon = start(tmp_path, "--nodes-per-rack=1")
+
+    def run(*words):
+        return runner.invoke(local, ["chaos", *words, "--directory", str(tmp_path)], catch_exceptions=False)
+
+    try:
+        if "has no chaos switches" in run("list").output:
+            pytest.skip("this API server has no /debug/chaos")
+        matches = ("--match", "resource=configmaps", "--match", "verbs=create,update", "--match", "probability=0.5")
+        added = run("add", "answer", "code=429", "retryAfter=1", *matches)
+        assert json.loads(added.output)["match"]["verbs"] == ["create", "update"]
+        assert run("add", "delay", "seconds=0.01").exit_code == 0
+        kinds = [json.loads(line)["effect"]["type"] for line in run("list").output.splitlines()]
+        assert kinds == ["answer", "delay"]
+        refused = run("add", "delay", "minutes=1")
+        assert refused.exit_code == 1
+        assert "minutes" in refused.output
+        assert run("clear").exit_code == 0
+        assert run("list").output == ""
+    finally:
+        daemon.terminate()
+        daemon.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--with-nodes"], "--with-nodes: only with --provider kubeconfig"),
+        (["--provider=kubeconfig"], "needs --existing FILE"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, words, message):
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    refused = CliRunner().invoke(local, ["up", "--directory", str(tmp_path), *words])
+    assert refused.exit_code == 2
+    assert message in refused.output
 
 
 def test_a_bad_shape_is_refused(tmp_path):

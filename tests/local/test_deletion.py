@@ -126,31 +126,6 @@ async def test_a_killed_shim_takes_its_container_along(kit):
     assert not alive("marker-orphaned-end")
 
 
-async def test_pre_stop_runs_first(kit):
-    hook = {"preStop": {"exec": {"command": ["sh", "-c", 'echo stopping > "$1"', "sh", "/flags/order"]}}}
-    await kit.pod(
-        "hooked",
-        "trap 'cat \"$F\"; exit 0' TERM; echo ready; while true; do sleep 0.05; done",
-        env=[{"name": "F", "value": "/flags/order"}],
-        lifecycle=hook,
-        volumeMounts=[{"name": "flags", "mountPath": "/flags"}],
-        spec={"volumes": [{"name": "flags", "emptyDir": {}}]},
-        meta={"finalizers": ["example.com/keep"]},
-    )
-    pod = await kit.running("hooked")
-
-    async def ready():
-        return "ready" in kit.log_of(pod)
-
-    await kit.until(ready)
-    await kit.delete("hooked")
-    pod = await kit.ended("hooked")
-    assert kit.log_of(pod) == "ready\nstopping\n"
-    body = {"metadata": {"finalizers": None}}
-    await kit.client.patch(PODS, "hooked", body, "default")
-    await kit.vanished("hooked")
-
-
 async def test_deleting_a_finished_pod(kit):
     await kit.pod("finished", "true")
     await kit.ended("finished")

@@ -180,25 +180,6 @@ def test_affinity_respects_namespaces():
     assert why(pod("p", affinity=chosen), [node("a1")], [other], namespaces={"team": {"tier": "2"}})["a1"] == []
 
 
-def test_topology_spread():
-    constraint = {
-        "maxSkew": 1,
-        "topologyKey": "zone",
-        "whenUnsatisfiable": "DoNotSchedule",
-        "labelSelector": {"matchLabels": {"app": "x"}},
-    }
-    candidate = pod("p", labels={"app": "x"}, topologySpreadConstraints=[constraint])
-    nodes = [node("a1"), node("b1")]
-    there = [pod("q", on="a1", labels={"app": "x"})]
-    against = why(candidate, nodes, there)
-    assert against["a1"] == ["node(s) didn't match pod topology spread constraints"]
-    assert against["b1"] == []
-    soft = pod(
-        "p", labels={"app": "x"}, topologySpreadConstraints=[{**constraint, "whenUnsatisfiable": "ScheduleAnyway"}]
-    )
-    assert why(soft, nodes, there)["a1"] == []
-
-
 def test_messages():
     reasons = {
         "a": ["Insufficient nvidia.com/gpu"],

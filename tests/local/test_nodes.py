@@ -56,7 +56,7 @@ async def test_a_lost_node_is_noticed_and_comes_back(kit):
     tolerant = {"key": "node.kubernetes.io/unreachable", "operator": "Exists"}
     await kit.pod("faithful", "sleep 60", spec={**pin, "tolerations": [tolerant]})
     await kit.running("faithful")
-    await kit.cluster.fail_node("rack1-node1")
+    await kit.cluster.nodes["rack1-node1"].power_off()
     await until_ready(kit, "rack1-node1", "Unknown")
 
     async def tainted():
@@ -71,7 +71,7 @@ async def test_a_lost_node_is_noticed_and_comes_back(kit):
     assert "1 node(s) had untolerated taint" in pod["status"]["conditions"][0]["message"]
     assert not (await kit.client.get(PODS, "faithful", "default"))["metadata"].get("deletionTimestamp")
 
-    await kit.cluster.start_node("rack1-node1")
+    await kit.cluster.nodes["rack1-node1"].recover()
     await until_ready(kit, "rack1-node1", "True")
     await kit.vanished("lost")
     pod = await kit.ended("faithful")
@@ -84,8 +84,8 @@ async def test_containers_that_may_restart_do_after_their_node_did(kit):
     pin = {"nodeSelector": {"kubernetes.io/hostname": "rack0-node1"}, "restartPolicy": "Always"}
     await kit.pod("service", "sleep 60", spec=pin)
     await kit.running("service")
-    await kit.cluster.fail_node("rack0-node1")
-    await kit.cluster.start_node("rack0-node1")
+    await kit.cluster.nodes["rack0-node1"].power_off()
+    await kit.cluster.nodes["rack0-node1"].recover()
 
     def restarted(pod):
         status = pod["status"]["containerStatuses"][0]
@@ -100,10 +100,10 @@ async def test_pods_of_a_deleted_node_are_removed(kit, request):
     patience = 10 if request.config.getoption("--cluster") == "embedded" else 100
     await kit.pod("stranded", "sleep 60", spec={"nodeSelector": {"kubernetes.io/hostname": "rack1-node0"}})
     await kit.running("stranded")
-    await kit.cluster.fail_node("rack1-node0")
+    await kit.cluster.nodes["rack1-node0"].power_off()
     await kit.client.delete(NODES, "rack1-node0")
     await kit.vanished("stranded", patience)
-    await kit.cluster.start_node("rack1-node0")
+    await kit.cluster.nodes["rack1-node0"].recover()
 
 
 async def test_a_deleted_node_registers_again(kit):

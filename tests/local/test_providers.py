@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.local.cluster import ClusterShape, LocalCluster
+from meshwright.local.cluster import LEAF_LABEL, ClusterShape, LocalCluster
 from meshwright.local.providers.assets import AssetsProvider, find_binary
 from meshwright.local.providers.base import ProviderError
 from meshwright.local.providers.embedded import EmbeddedProvider
@@ -63,11 +63,33 @@ async def test_an_existing_cluster_gets_nothing_added(tmp_path):
         LocalCluster(provider=KubeconfigProvider(there.kubeconfig)) as seen,
     ):
         assert seen.url == there.url
-        assert seen.nodes == []
+        assert not seen.nodes
         names = [node["metadata"]["name"] for node in (await seen.client.list(NODES)).items]
         assert names == ["rack0-node0"]
     with pytest.raises(ProviderError, match="cannot be read"):
         await KubeconfigProvider(tmp_path / "none").start()
+
+
+async def test_an_existing_cluster_needs_gpus_or_gets_simulated_nodes(server, tmp_path):
+    bare = KubeconfigProvider(server.kubeconfig)
+    with pytest.raises(ProviderError, match=r"none of its 0 nodes offers nvidia.com/gpu: .* add simulated nodes"):
+        await bare.start()
+    shape = ClusterShape(racks=1, nodes_per_rack=1)
+    provider = KubeconfigProvider(server.kubeconfig, directory=tmp_path, with_nodes=True)
+    async with LocalCluster(shape, tmp_path, provider=provider):
+        (node,) = (await server.client.list(NODES)).items
+        assert node["metadata"]["name"] == "rack0-node0"
+        assert node["status"]["allocatable"]["nvidia.com/gpu"] == "2"
+
+
+async def test_nodes_come_and_go():
+    async with LocalCluster(ClusterShape(racks=1, nodes_per_rack=1)) as cluster:
+        await cluster.add_node(cluster.shape.node("rack5", "late"))
+        with pytest.raises(ValueError, match="late: there is a node of that name"):
+            await cluster.add_node(cluster.shape.node("rack5", "late"))
+        assert (await cluster.client.get(NODES, "late"))["metadata"]["labels"][LEAF_LABEL] == "rack5"
+        await cluster.remove_node("late")
+        assert await cluster.client.find(NODES, "late") is None
 
 
 @pytest.mark.slow
@@ -87,7 +109,7 @@ async def test_real_binaries(tmp_path):
         assert [line async for line in cluster.client.lines(path)] == [b"real"]
 
 
-@pytest.mark.parametrize("field", ["racks", "nodes_per_rack", "cpus_per_node", "pods_per_node"])
+@pytest.mark.parametrize("field", ["nodes_per_rack", "cpus_per_node", "pods_per_node"])
 def test_a_shape_without_nodes_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}: must be at least 1"):
         ClusterShape(**{field: 0}).nodes()

@@ -1,18 +1,12 @@
-"""The pure parts of controllers and node agent: ownership, eviction, quantities, time, paths, texts, status."""
+"""The pure parts of controllers: ownership, eviction, quantities, time."""
 
 import datetime
-from pathlib import Path
 
 import pytest
 
 from meshwright.local import clock
 from meshwright.local.controllers.eviction import NOT_READY, UNREACHABLE, seconds_to_stay
 from meshwright.local.controllers.ownership import Graph, Node, OwnerState, Verdict, judge
-from meshwright.local.nodeagent.addresses import ClusterNetwork, NoAddressError, PodAddresses
-from meshwright.local.nodeagent.environment import expand
-from meshwright.local.nodeagent.fields import FieldError, PodPlace, field, resource_field
-from meshwright.local.nodeagent.paths import PathMap
-from meshwright.local.nodeagent.state import ContainerState, PodState, Terminated, phase, status
 from meshwright.local.quantities import thousandths, whole
 from meshwright.local.resources import CONFIG_MAPS
 
@@ -126,125 +120,3 @@ def test_no_quantities(text):
 def test_times(text, microsecond):
     expected = datetime.datetime(2026, 1, 2, 3, 4, 5, microsecond, datetime.UTC)
     assert clock.parse(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "real"),
-    [
-        ("/data", "/real/d"),
-        ("/data/", "/real/d"),
-        ("/data/x/y", "/real/d/x/y"),
-        ("/data/deep", "/real/deep"),
-        ("/data/deep/z", "/real/deep/z"),
-        ("/database", "/database"),
-        ("--out=/data/x", "--out=/real/d/x"),
-        ("a /data/x", "a /data/x"),
-        ("http://h/data/x", "http://h/data/x"),
-        ("", ""),
-    ],
-)
-def test_paths(value, real):
-    paths = PathMap({"/data": Path("/real/d"), "/data/deep/": Path("/real/deep")})
-    assert paths.text(value) == real
-
-
-@pytest.mark.parametrize(
-    ("text", "result"),
-    [
-        ("$(A)", "1"),
-        ("x$(A)y$(B)", "x1y2"),
-        ("$(C)", "$(C)"),
-        ("$$(A)", "$(A)"),
-        ("$A", "$A"),
-        ("$$", "$"),
-        ("$(A", "$(A"),
-    ],
-)
-def test_expansion(text, result):
-    assert expand(text, {"A": "1", "B": "2"}) == result
-
-
-POD = {
-    "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"a": 'x"y'}},
-    "spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "1500m", "memory": "1Gi"}}}]},
-}
-PLACE = PodPlace("node", "127.1.1.1", "127.0.0.1", {"cpu": "64", "nvidia.com/gpu": "2"})
-
-
-def test_fields():
-    assert field(POD, "metadata.labels['a']", PLACE) == 'x"y'
-    assert field(POD, "metadata.labels['b']", PLACE) == ""
-    assert field(POD, "metadata.labels", PLACE) == 'a="x\\"y"'
-    assert field(POD, "status.podIP", PLACE) == "127.1.1.1"
-    with pytest.raises(FieldError, match="status.phase"):
-        field(POD, "status.phase", PLACE)
-
-
-@pytest.mark.parametrize(
-    ("reference", "value"),
-    [
-        ({"resource": "limits.cpu"}, "2"),
-        ({"resource": "limits.cpu", "divisor": "1m"}, "1500"),
-        ({"resource": "limits.memory", "divisor": "1Mi"}, "1024"),
-        ({"resource": "limits.nvidia.com/gpu"}, "2"),
-        ({"resource": "requests.cpu"}, "0"),
-    ],
-)
-def test_resource_fields(reference, value):
-    assert resource_field(POD, reference, "c", PLACE) == value
-
-
-def test_addresses_are_distinct_and_reused_last():
-    one, other = ClusterNetwork(), ClusterNetwork()
-    try:
-        assert one.number != other.number
-        first, second = one.part(0, 4), one.part(3, 4)
-        assert first.take() != second.take()
-        with pytest.raises(NoAddressError, match="at most 255"):
-            one.part(0, 256)
-    finally:
-        one.close()
-        other.close()
-    few = PodAddresses(iter(["127.9.0"]))
-    taken = [few.take() for _ in range(254)]
-    assert len(set(taken)) == 254
-    with pytest.raises(NoAddressError):
-        few.take()
-    few.give_back(taken[5])
-    assert few.take() == taken[5]
-
-
-def pod_state(*containers, **more):
-    return PodState("127.1.1.1", "127.0.0.1", "t", [], list(containers), **more)
-
-
-def container(code=None, *, running=False, ready=False):
-    ended = None if code is None else Terminated(code, "", "s", "f")
-    return ContainerState("c", "i", "id", running_since="s" if running else None, terminated=ended, ready=ready)
-
-
-@pytest.mark.parametrize(
-    ("state", "result"),
-    [
-        (pod_state(container()), "Pending"),
-        (pod_state(container(running=True)), "Running"),
-        (pod_state(container(0), container(running=True)), "Running"),
-        (pod_state(container(0), container(0), over=True), "Succeeded"),
-        (pod_state(container(0), container(2), over=True), "Failed"),
-        (pod_state(container(), over=True), "Failed"),
-        (pod_state(container(0), over=True, reason="DeadlineExceeded"), "Failed"),
-    ],
-)
-def test_phases(state, result):
-    assert phase(state) == result
-
-
-def test_readiness_gates_hold_ready_back():
-    state = pod_state(container(running=True, ready=True))
-
-    def ready(others):
-        conditions = status(state, ["example.com/gate"], others)["conditions"]
-        return {item["type"]: item["status"] for item in conditions}["Ready"]
-
-    assert ready([]) == "False"
-    assert ready([{"type": "example.com/gate", "status": "True"}]) == "True"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.operator.support import JOBS, Api, Kubelet, OperatorThread, install, until, write_kubeconfig
+from meshwright.local.apiserver.server import ApiServer
+from tests.operator import rights
+from tests.operator.agents import Kubelet
+from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
 
 StartOperator = Callable[..., Awaitable[OperatorThread]]
 Settled = Callable[[str], Awaitable[dict[str, Any]]]
@@ -25,15 +31,35 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-@pytest_asyncio.fixture
-async def api(session: aiohttp.ClientSession) -> AsyncIterator[Api]:
-    """An API server with the CRD and four nodes: the embedded one, or that of MESHWRIGHT_TEST_SERVER."""
-    url = os.environ.get("MESHWRIGHT_TEST_SERVER")
-    if url:
-        yield await _clean(Api(url, os.environ.get("MESHWRIGHT_TEST_TOKEN"), session))
+@pytest.fixture(scope="session")
+def real_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address and administrator's token of a real API server, when one was asked for; else nothing."""
+    given = os.environ.get("MESHWRIGHT_TEST_SERVER")
+    if given or request.config.getoption("--cluster") == "embedded":
+        yield f"{given} {os.environ.get('MESHWRIGHT_TEST_TOKEN', '')}" if given else ""
         return
-    from meshwright.local.apiserver.server import ApiServer
+    directory = tmp_path_factory.mktemp("server")
+    command = [sys.executable, "-m", "tests.operator.real_server", str(directory)]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            deadline = time.monotonic() + 90
+            while not (directory / "ready").exists():
+                assert process.poll() is None, "the API server did not start"
+                assert time.monotonic() < deadline, "the API server is not ready"
+                time.sleep(0.1)
+            yield (directory / "ready").read_text()
+        finally:
+            process.terminate()
+            process.wait(30)
 
+
+@pytest_asyncio.fixture
+async def api(session: aiohttp.ClientSession, real_server: str) -> AsyncIterator[Api]:
+    """An API server with the CRD and four nodes: the embedded one, unless another was asked for."""
+    if real_server:
+        url, _, token = real_server.partition(" ")
+        yield await _clean(Api(url, token or None, session))
+        return
     server = ApiServer(None)
     await server.start()
     try:
@@ -87,12 +113,24 @@ def unused_port() -> int:
 
 
 @pytest_asyncio.fixture
-async def start_operator(api: Api, tmp_path: Path, coordinator_port: int) -> AsyncIterator[StartOperator]:
-    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, api.token)
+async def operators_token(api: Api) -> str:
+    """A token with exactly the rights that the chart gives the operator."""
+    for path, body in rights.objects():
+        await api.call("POST", path, body, ok=False)
+    path, body = rights.token_request()
+    token: str = (await api.create(path, body))["status"]["token"]
+    return token
+
+
+@pytest_asyncio.fixture
+async def start_operator(
+    api: Api, operators_token: str, tmp_path: Path, coordinator_port: int
+) -> AsyncIterator[StartOperator]:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
     started: list[OperatorThread] = []
 
     async def start(wait: bool = True, **settings: Any) -> OperatorThread:
-        operator = OperatorThread(kubeconfig, tmp_path, coordinator_port, **settings)
+        operator = OperatorThread(settings.pop("kubeconfig", kubeconfig), tmp_path, coordinator_port, **settings)
         started.append(operator)
         return await operator.start(wait)
 
@@ -111,7 +149,7 @@ def settled(api: Api) -> Settled:
             ready = next((c for c in status.get("conditions") or () if c["type"] == "Ready"), {})
             return status if (ready.get("status"), ready.get("reason")) == ("True", "Running") else None
 
-        found: dict[str, Any] = await until(running, f"{name} runs", 20)
+        found: dict[str, Any] = await until(running, f"{name} runs", 60)
         return found
 
     return wait

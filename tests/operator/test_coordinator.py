@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
-from meshwright.protocol import FailureKind, MeshDocument, MeshRequest, WorkerReport
+from meshwright.protocol import FailureKind, MeshDocument, MeshRequest, WorkerReport, receive
 from meshwright.protocol import WorkerState as AgentState
+from meshwright.signing import Signer
 from meshwright_operator.cache import Cache, JobKey
 from meshwright_operator.coordinator.board import Board
 from meshwright_operator.coordinator.server import Coordinator
@@ -37,6 +39,8 @@ class Stage:
         self.coordinator = Coordinator(cache, self.tokens, OperatorMetrics(), lambda *what: self.told.append(what))
         self.coordinator.synced = True
         self.token = self.tokens.token("default", "train", "u1")
+        self.signer = Signer(self.token)
+        self.headers: Mapping[str, str] = {}
         self.port = 0
         self._session = session
 
@@ -47,11 +51,19 @@ class Stage:
     async def post(
         self, endpoint: str, body: Any, token: str | None = None, job: str = "default/train/u1"
     ) -> tuple[int, Any]:
-        url = f"http://127.0.0.1:{self.port}/v1/jobs/{job}/{endpoint}"
-        headers = {"Authorization": f"Bearer {self.token if token is None else token}"}
-        async with self._session.post(url, json=body, headers=headers) as response:
-            text = await response.text()
-            return response.status, (await response.json() if response.content_type == "application/json" else text)
+        signer = Signer(token) if token is not None else self.signer
+        path, data = f"/v1/jobs/{job}/{endpoint}", json.dumps(body).encode()
+        return await self.send(path, data, signer.request("POST", path, data), signer)
+
+    async def send(self, path: str, data: bytes, headers: dict[str, str], signer: Signer) -> tuple[int, Any]:
+        async with self._session.post(f"http://127.0.0.1:{self.port}{path}", data=data, headers=headers) as response:
+            answer = await response.read()
+            if response.status in (200, 204, 400, 409, 410, 429):
+                signer.check_answer(headers, response.status, response.headers, answer)
+            self.headers = response.headers
+            return response.status, (
+                json.loads(answer) if response.content_type == "application/json" else answer.decode()
+            )
 
     async def poll(
         self, worker: int = 0, wait: float = 2.0, generation: int = 0, incarnation: int = 0
@@ -186,3 +198,90 @@ async def test_a_job_that_is_gone_lets_its_agents_go(stage: Stage) -> None:
     await asyncio.sleep(0.1)
     await stage.coordinator.forget("u1")
     assert (await asyncio.wait_for(waiting, 1))[0] == 410
+
+
+async def test_a_request_that_was_changed_on_its_way_is_refused(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
+    headers = stage.signer.request("POST", path, data)
+    assert (await stage.send(path, data.replace(b"Running", b"Failed"), headers, stage.signer))[0] == 401
+    assert (await stage.send(path.replace("u1/report", "u1/mesh"), data, headers, stage.signer))[0] == 401
+    later = {**headers, "Meshwright-Date": str(int(headers["Meshwright-Date"]) + 1)}
+    assert (await stage.send(path, data, later, stage.signer))[0] == 401
+    assert stage.told == []
+    assert (await stage.send(path, data, headers, stage.signer))[0] == 200
+
+
+async def test_a_request_that_was_caught_is_not_taken_again(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    path = "/v1/jobs/default/train/u1/report"
+    failed = json.dumps(report(0, AgentState.FAILED, failure=FailureKind.ERROR).wire()).encode()
+    caught = stage.signer.request("POST", path, failed)
+    assert (await stage.send(path, failed, caught, stage.signer))[0] == 200
+    assert (await stage.post("report", report(0, AgentState.RUNNING, generation=1).wire()))[0] == 200
+    assert (await stage.send(path, failed, caught, stage.signer))[0] == 409
+    assert stage.board.agents().reports[0].report.state is AgentState.RUNNING
+
+
+async def test_clocks_that_differ_are_told_by_a_signed_answer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    await stage.board.publish(None, WORKERS)
+    path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
+    stage.signer.set_clock(1)
+    headers = stage.signer.request("POST", path, data)
+    status, text = await stage.send(path, data, headers, stage.signer)
+    assert (status, "clocks differ" in text) == (401, True)
+    stage.signer.set_clock(stage.signer.check_answer(headers, 401, stage.headers, text.encode()))
+    assert (await stage.post("report", report(0, AgentState.RUNNING).wire()))[0] == 200
+
+
+async def test_another_version_of_the_protocol_is_refused_in_words(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
+    headers = {**stage.signer.request("POST", path, data), "Meshwright-Protocol": "9"}
+    status, text = await stage.send(path, data, headers, stage.signer)
+    assert status == 426
+    assert "speaks version 1 of the protocol, the agent '9'" in text
+
+
+async def test_an_agent_that_asks_too_often_waits_and_others_do_not(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    answers = [await stage.post("report", report(0, AgentState.RUNNING).wire()) for _ in range(60)]
+    assert [status for status, _ in answers].count(429) >= 5
+    assert {status for status, _ in answers} == {200, 429}
+    if answers[-1][0] == 429:
+        assert stage.headers["Retry-After"] == "1"
+    assert (await stage.post("report", report(1, AgentState.RUNNING).wire()))[0] == 200
+
+
+async def test_a_worker_holds_few_polls_open(stage: Stage) -> None:
+    await stage.board.publish(None, WORKERS)
+    polls = [asyncio.create_task(stage.poll(wait=5, generation=n)) for n in range(4)]
+    await asyncio.sleep(0.2)
+    assert (await stage.poll(wait=5))[0] == 429
+    assert (await stage.poll(worker=1, wait=0.1))[0] == 204
+    for poll in polls:
+        poll.cancel()
+
+
+async def test_a_pod_that_is_not_in_the_mesh_is_not_invited(stage: Stage) -> None:
+    await stage.board.publish(mesh_document(2), {**WORKERS, 2: 0}, generation=2)
+    assert (await stage.poll(worker=2, incarnation=1, wait=0.1))[0] == 204, "its mesh is still being formed"
+    assert (await stage.poll(worker=2, incarnation=0))[0] == 200
+
+
+async def test_what_a_newer_operator_adds_is_left_out_by_an_older_agent(stage: Stage) -> None:
+    await stage.board.publish(mesh_document(), WORKERS, generation=1)
+    _, body = await stage.poll()
+    newer = {**body, "futureField": {"a": 1}, "run": {**body["run"], "futureField": 3}}
+    assert receive(MeshDocument, json.dumps(newer).encode()) == mesh_document()
+    with pytest.raises(ValueError, match="generation"):
+        receive(MeshDocument, json.dumps({**newer, "generation": "many"}).encode())
+
+
+async def test_a_process_that_outlived_its_pod_is_told_from_the_pod_of_the_same_name(stage: Stage) -> None:
+    await stage.board.publish(mesh_document(), WORKERS, generation=1, pods={0: "new"})
+    message = report(0, AgentState.RUNNING)
+    for uid, status in (("old", 410), ("new", 200), ("", 200)):
+        assert (await stage.post("report", message.model_copy(update={"pod_uid": uid}).wire()))[0] == status
+    hello = MeshRequest(worker=0, incarnation=0, pod_uid="old", address="10.0.0.1", store_port=2000)
+    assert (await stage.post("mesh", hello.wire()))[0] == 410

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -11,10 +12,11 @@ from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement import place
 from meshwright_operator.coordinator.board import Agents, Hello
 from meshwright_operator.decide import gang
-from meshwright_operator.decide.decision import decide, not_placed, placed
+from meshwright_operator.decide.decision import decide
 from meshwright_operator.decide.mesh import document
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.pods import Pod
+from meshwright_operator.decide.placement import not_placed, placed
+from meshwright_operator.pods import Pod, read_pod
 from tests.operator.builders import NODES, NOW, agents, ago, gated, observed, placement, pod, running_status
 from tests.operator.support import node
 
@@ -172,7 +174,7 @@ def test_forming_a_generation_persists_master_and_cause() -> None:
     draft = decide(observed(status=pending()))
     assert draft.mesh.model_dump() == {
         "generation": 2, "master": "10.0.0.0:2000", "started_time": ago(0), "cause": "PodLost",
-        "pending_cause": "", "pending_since": None,
+        "pending_cause": "", "pending_since": None, "attempts": 0, "retry_time": None,
     }  # fmt: skip
     told = document(draft.observed, draft.mesh)
     assert told is not None
@@ -184,3 +186,31 @@ def test_forming_a_generation_persists_master_and_cause() -> None:
 def test_no_document_while_a_generation_is_being_formed() -> None:
     seen = observed(status=pending())
     assert document(seen, seen.mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("ran", "listening", "waited", "gives_up"),
+    [(200, 900, 900, True), (5, 900, 900, False), (200, 20, 900, False), (200, 900, 20, False)],
+    ids=["long enough", "its image took long", "the operator just started", "the ranks were stopped just now"],
+)
+def test_an_absent_agent_is_given_the_time_in_which_it_could_have_come(
+    ran: float, listening: float, waited: float, gives_up: bool
+) -> None:
+    long_ago = NOW - timedelta(seconds=1000)
+    late = pod(3, created=long_ago, started=NOW - timedelta(seconds=ran))
+    heard = replace(agents(hello=range(3)), listening_for=listening)
+    found = step(observed([pod(0), pod(1), pod(2), late], pending(seconds=waited), heard=heard))
+    assert isinstance(found, gang.Delete if gives_up else gang.Wait)
+    if isinstance(found, gang.Delete):
+        assert [p.name for p in found.pods] == ["train-w3-0"]
+
+
+def test_a_worker_that_started_late_is_read_from_its_container() -> None:
+    name, when = (
+        {"name": "train-w0-0", "uid": "u", "labels": {"meshwright.dev/job-name": "train"}},
+        "2026-01-02T03:04:05Z",
+    )
+    container = {"name": "worker", "state": {"running": {"startedAt": when}}}
+    found = read_pod({"metadata": name, "status": {"phase": "Running", "containerStatuses": [container]}})
+    assert found is not None
+    assert found.started == NOW

@@ -44,6 +44,7 @@ def test_pods_that_all_ended_well_complete_the_job() -> None:
     assert conditions(draft)["Complete"] == ("True", "Completed")
     assert conditions(draft)["Ready"] == ("True", "Completed")
     assert draft.status.completion_time == ago(0)
+    assert (draft.status.step, draft.status.tokens_per_second, draft.status.eta_seconds) == (7, None, None)
     assert draft.status.active_seconds == 90
     done = decide(observed(SUCCEEDED, draft.status))
     assert done.status == draft.status

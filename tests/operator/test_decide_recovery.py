@@ -91,10 +91,10 @@ def test_the_root_cause_is_told() -> None:
     assert verdict.message == "worker 2: ZeroDivisionError"
 
 
-def test_failing_peers_of_a_dead_node_mean_a_lost_pod_at_once() -> None:
+def test_failing_peers_of_a_dead_node_mean_a_lost_node_at_once() -> None:
     seen = observed(heard=agents([failed(1, PEER)], halted_for=0.1), down={**NODES, "n3": True})
     draft = decide(seen)
-    assert draft.mesh.pending_cause == "PodLost"
+    assert draft.mesh.pending_cause == "NodeLost"
     assert [p.name for p in draft.delete] == ["train-w3-0"]
 
 

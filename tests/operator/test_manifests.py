@@ -77,6 +77,7 @@ def test_the_environment_is_the_contract() -> None:
         labels.ENV_GRACE_SECONDS: "60",
         labels.ENV_CHECKPOINT_DIR: "/meshwright/checkpoints/train-0f1e2d3c",
         labels.ENV_POD_IP: {"fieldRef": {"fieldPath": "status.podIP"}},
+        labels.ENV_POD_UID: {"fieldRef": {"fieldPath": "metadata.uid"}},
         labels.ENV_TOKEN: {"secretKeyRef": {"name": "train-coordinator", "key": "token"}},
     }
     assert labels.ENV_CHECKPOINT_DIR not in environment(make())
@@ -116,6 +117,51 @@ def test_pod_options_of_the_spec_reach_the_pod() -> None:
     assert body["serviceAccountName"] == "trainer"
     assert body["terminationGracePeriodSeconds"] == 90
     assert environment(pod)[labels.ENV_GRACE_SECONDS] == "90"
+
+
+def test_registry_credentials_pull_policy_and_priority_reach_the_pod() -> None:
+    workers = {
+        "image": "i",
+        "gpusPerWorker": 2,
+        "imagePullPolicy": "Always",
+        "imagePullSecrets": [{"name": "registry"}],
+    }
+    body = make(workers=workers, priorityClassName="high")["spec"]
+    assert body["imagePullSecrets"] == [{"name": "registry"}]
+    assert body["priorityClassName"] == "high"
+    assert body["containers"][0]["imagePullPolicy"] == "Always"
+    plain = make()["spec"]
+    assert not {"imagePullSecrets", "priorityClassName", "serviceAccountName"} & set(plain)
+    assert "imagePullPolicy" not in plain["containers"][0]
+
+
+def test_secrets_reach_the_environment_by_reference_alone() -> None:
+    env = [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        {"name": "HUB", "valueFrom": {"configMapKeyRef": {"name": "hub", "key": "url"}}},
+    ]
+    found = environment(make(workers={"image": "i", "gpusPerWorker": 2, "env": env}))
+    assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert found["HUB"] == {"configMapKeyRef": {"name": "hub", "key": "url"}}
+
+
+def test_volumes_of_the_job_are_mounted_beside_the_operators_own() -> None:
+    extra = [
+        {"name": "a", "mountPath": "/a", "claimName": "c", "readOnly": True},
+        {"name": "b", "mountPath": "/b", "configMapName": "m"},
+        {"name": "c", "mountPath": "/c", "secretName": "s"},
+        {"name": "d", "mountPath": "/d", "scratch": "10Gi"},
+    ]
+    body = make(workers={"image": "i", "gpusPerWorker": 2, "volumes": extra})["spec"]
+    volumes = {v["name"]: v for v in body["volumes"]}
+    mounts = {m["name"]: m for m in body["containers"][0]["volumeMounts"]}
+    assert volumes["a"]["persistentVolumeClaim"] == {"claimName": "c", "readOnly": True}
+    assert volumes["b"]["configMap"] == {"name": "m"}
+    assert volumes["c"]["secret"] == {"secretName": "s"}
+    assert volumes["d"]["emptyDir"] == {"sizeLimit": "10Gi"}
+    assert {name: mounts[name]["readOnly"] for name in "abcd"} == {"a": True, "b": True, "c": True, "d": False}
+    assert mounts["a"]["mountPath"] == "/a"
+    assert "shm" in volumes
 
 
 def test_small_children_belong_to_the_job() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from meshwright_operator.cluster import Cluster
+from tests.operator.agents import Kubelet
 from tests.operator.conftest import StartOperator
-from tests.operator.support import JOBS, PODS, Api, Kubelet, condition, job, until
+from tests.operator.support import JOBS, PODS, Api, condition, job, until
 
 # A start takes about twenty writes (status, service, secret, four pods, four gates ...), a recovery about ten more.
 # Every point takes seconds: some are tried always, all of them with MESHWRIGHT_TEST_ALL_CRASHES=1.

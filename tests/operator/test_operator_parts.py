@@ -245,6 +245,7 @@ class Server:
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)
         self.requests: list[tuple[str, str, Any]] = []
+        self.headers: dict[str, str] = {}
 
     def application(self) -> web.Application:
         application = web.Application()
@@ -255,7 +256,7 @@ class Server:
         body = await request.json() if request.can_read_body else None
         self.requests.append((request.method, request.path_qs, body))
         code, answer = self.answers.pop(0)
-        return web.json_response(answer, status=code)
+        return web.json_response(answer, status=code, headers=self.headers)
 
 
 async def with_cluster(server: Server, use: Any) -> Any:
@@ -328,7 +329,7 @@ async def test_repeated_events_are_counted_up() -> None:
     job = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
 
     async def post(cluster: Cluster) -> None:
-        recorder = EventRecorder(cluster, "test")
+        recorder = EventRecorder(cluster, "test", OperatorMetrics())
         for message in ("same", "same", "other"):
             recorder.post(job, Note("PodLost", message))
         await recorder.flush(5)

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from meshwright.protocol import FailureKind
+from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
-from tests.operator.support import JOBS, PODS, Api, Kubelet, condition, job, until
+from tests.operator.support import JOBS, PODS, Api, condition, job, until
 
 
 async def generation(api: Api, name: str, number: int) -> dict[str, Any]:

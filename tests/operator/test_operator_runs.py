@@ -7,8 +7,9 @@ from typing import Any
 
 import aiohttp
 
+from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
-from tests.operator.support import JOBS, Api, Kubelet, condition, job, node, put_node, until
+from tests.operator.support import JOBS, Api, condition, job, node, put_node, until
 
 
 async def reached(api: Api, name: str, kind: str, reason: str | None = None) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.labels import LABEL_JOB_UID
 from meshwright.api.spec import Toleration
 from meshwright.planner.catalogue import gpu_memory_bytes
+from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
+from meshwright.planner.placement import place
 from meshwright.planner.quantities import parse_quantity
-from tests.planner.builders import GPU, inventory, node, pod
+from meshwright.planner.topology import DEFAULT_LEVELS
+from tests.planner.builders import GPU, inventory, node, plan_of, pod
 
 TAINT = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
 
@@ -312,3 +316,50 @@ def test_no_object_of_any_shape_raises(found_objects: list[Any]) -> None:
 def test_only_nodes_with_gpus_are_listed_as_unusable() -> None:
     found = inventory(node("cpu", gpus=0), node("gpu", unschedulable=True))
     assert found.unusable == {"gpu": "cordoned"}
+
+
+@pytest.mark.parametrize("stated", ["0", "-5", "many", "", "9" * 40, "²"])
+def test_a_memory_label_that_is_no_memory_is_ignored_and_named(stated: str) -> None:
+    found = inventory(node("n0", memory_mib=None, labels={"nvidia.com/gpu.memory": stated}))
+    assert found.nodes["n0"].gpu_memory_bytes is None
+    assert "node n0: label nvidia.com/gpu.memory is" in found.warnings[0]
+
+
+def test_nodes_on_which_pods_hold_more_than_there_is_are_named() -> None:
+    found = inventory(node("n0", gpus=4), node("n1"), pods=(pod("p", gpus=6, on="n0"),))
+    assert found.warnings == ("pods hold more GPUs than these nodes have: n0; nothing is placed there",)
+    assert place(plan_of(4, 1, 2, 4), found).nodes == {0: "n1", 1: "n1"}
+
+
+def test_no_node_at_all_is_no_room_and_no_crash() -> None:
+    with pytest.raises(DoesNotFitError, match="room for 0.*not even one replica would fit now"):
+        place(plan_of(2, 2, 2, 2), inventory())
+
+
+LABELS = st.dictionaries(
+    st.sampled_from([key for level in DEFAULT_LEVELS for key in level.keys] + ["nvidia.com/gpu.product"]),
+    st.sampled_from(["a", "b", "unknown", "", None, 5, "NVIDIA-H100-80GB-HBM3", ["x"]]),
+    max_size=4,
+)
+
+
+@given(st.lists(st.tuples(LABELS, st.integers(-1, 9), st.booleans()), max_size=8), st.integers(0, 12))
+@settings(max_examples=200, deadline=None)
+def test_fuzzed_clusters_are_placed_on_or_refused_with_a_reason(
+    shapes: list[tuple[dict[str, Any], int, bool]], held: int
+) -> None:
+    nodes = []
+    for index, (labels, gpus, cordoned) in enumerate(shapes):
+        nodes.append(node(f"n{index}", gpus=gpus, rack=None, zone=None, unschedulable=cordoned))
+        nodes[-1]["metadata"]["labels"] |= labels
+    found = inventory(*nodes, pods=(pod("p", gpus=held, on="n0"),))
+    try:
+        placement = place(plan_of(2, 2, 2, 2), found)
+    except DoesNotFitError as error:
+        reason = str(error)
+        if "short by" not in reason:
+            raise
+        return
+    for name, count in Counter(placement.nodes.values()).items():
+        assert 2 * count <= found.nodes[name].free.gpus
+        assert not found.nodes[name].unusable

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from meshwright.api.status import PlanStatus
 from meshwright.layout import Layout
-from meshwright.planner.degrees import divisors
 from meshwright.planner.errors import PlanError
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import make_plan
+from meshwright.planner.search.shapes import divisors
 from meshwright_worker.validate import validate
 from tests.planner.builders import inventory, node, racks, spec_of
 

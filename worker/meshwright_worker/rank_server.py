@@ -6,7 +6,8 @@ any rank does; this one speaks JSON over an inherited socket and ties every life
 with the agent, and each rank with it.
 
     agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output)
-    server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per end
+    server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per end,
+                      {"failed": TEXT} when it ends by an error of its own
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 
 from meshwright_worker import rank
+from meshwright_worker.failures import describe
 from meshwright_worker.lifeline import die_with
 from meshwright_worker.task import RankTask
 
@@ -144,10 +146,14 @@ def main(arguments: list[str]) -> None:
     die_with(int(agent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = socket.socket(fileno=int(descriptor))
     try:
-        Server(socket.socket(fileno=int(descriptor)), module).run()
+        Server(channel, module).run()
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(0)
+    except Exception as error:
+        channel.send(json.dumps({"failed": describe(error)}).encode())
+        raise
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class Settings:
     pod_address: str
     coordinator_url: str
     token: str = field(repr=False)
+    pod_uid: str = ""
+    """uid of the pod; empty where the operator does not tell it."""
     metrics_port: int = labels.METRICS_PORT
     """Port of /metrics; 0 takes a free one."""
     checkpoint_dir: str | None = None
@@ -70,6 +72,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         pod_address=_address(environment, labels.ENV_POD_IP),
         coordinator_url=url.rstrip("/"),
         token=_text(environment, labels.ENV_TOKEN),
+        pod_uid=environment.get(labels.ENV_POD_UID, ""),
         metrics_port=_port(environment, labels.ENV_METRICS_PORT, labels.METRICS_PORT),
         checkpoint_dir=environment.get(labels.ENV_CHECKPOINT_DIR) or None,
         data_dir=environment.get(labels.ENV_DATA_DIR) or None,

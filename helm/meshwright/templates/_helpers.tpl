@@ -29,6 +29,28 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.coordinator.key.existingSecret | default (printf "%s-coordinator-key" (include "meshwright.name" .)) }}
 {{- end }}
 
+{{/* What the operator reads of the cluster. */}}
+{{- define "meshwright.clusterRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get, list, watch]
+# Placement counts the GPUs that pods of other owners hold, in whatever namespace they are.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list]
+{{- end }}
+
+{{/* Leadership. A create cannot be limited to a name. */}}
+{{- define "meshwright.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "meshwright.name" . }}]
+  verbs: [get, update]
+{{- end }}
+
 {{/* What the operator does with jobs and their children, and nothing else. It writes token secrets and reads none. */}}
 {{- define "meshwright.namespacedRules" -}}
 - apiGroups: [meshwright.dev]

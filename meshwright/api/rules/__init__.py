@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
+from meshwright.api.rules.policy import POLICY_RULES
 from meshwright.api.rules.rule import Rule
 from meshwright.api.rules.runtime import RUNTIME_RULES
 from meshwright.api.rules.training import TRAINING_RULES
+from meshwright.api.rules.transition import TRANSITIONS, Transition
+from meshwright.api.rules.volumes import VOLUMES_RULES
 from meshwright.api.rules.workers import WORKERS_RULES
 
-__all__ = ["SPEC_RULES", "Rule"]
+__all__ = ["SPEC_RULES", "TRANSITIONS", "Rule", "Transition"]
 
-SPEC_RULES: tuple[Rule, ...] = (*RUNTIME_RULES, *MODEL_RULES, *PARALLELISM_RULES, *TRAINING_RULES, *WORKERS_RULES)
+SPEC_RULES: tuple[Rule, ...] = (
+    *RUNTIME_RULES,
+    *MODEL_RULES,
+    *PARALLELISM_RULES,
+    *TRAINING_RULES,
+    *WORKERS_RULES,
+    *VOLUMES_RULES,
+    *POLICY_RULES,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import Toleration
+from meshwright.api.spec import EnvVar, Toleration
 
 RESERVED_PREFIXES = ("MESHWRIGHT_", "TORCHELASTIC_")
 RESERVED_NAMES = (
@@ -31,6 +31,13 @@ def _seconds_for_no_execute(toleration: Toleration) -> bool:
     return toleration.toleration_seconds is None or toleration.effect == "NoExecute"
 
 
+def _one_source(variable: EnvVar) -> bool:
+    source = variable.value_from
+    if source is None:
+        return True
+    return not variable.value and (source.secret_key_ref is None) != (source.config_map_key_ref is None)
+
+
 WORKERS_RULES = (
     Rule(
         "workers.env",
@@ -43,6 +50,13 @@ WORKERS_RULES = (
         f"must not set {', '.join(RESERVED_NAMES)}: each rank gets its own",
         f"!self.workers.env.exists(e, e.name in [{', '.join(repr(name) for name in RESERVED_NAMES)}])",
         lambda spec: not any(e.name in RESERVED_NAMES for e in spec.workers.env),
+    ),
+    Rule(
+        "workers.env",
+        "must have a `value` or a `valueFrom`, and in `valueFrom` one of `secretKeyRef` and `configMapKeyRef`",
+        "self.workers.env.all(e, !has(e.valueFrom)"
+        " || (e.value == '' && has(e.valueFrom.secretKeyRef) != has(e.valueFrom.configMapKeyRef)))",
+        lambda spec: all(_one_source(e) for e in spec.workers.env),
     ),
     Rule(
         "workers.tolerations",

@@ -76,6 +76,10 @@ async def run(options: Options, console: Console) -> None:
                 fault = Fault() if options.fault else None
                 curve = LossCurve()
                 end = await follow(programs, client, options, job, fault, curve, shown)
+                spec: ParallelTrainingJobSpec = parse_spec(job)
+                if end.status.checkpoint is not None and spec.checkpoint is not None:
+                    saved_at = (NAMESPACE, spec.checkpoint.claim_name, end.status.checkpoint.path)
+                    end.status.checkpoint.path = str(await setup.checkpoint_here(client, *saved_at))
                 saved = read_saved(end)
                 problems = evidence.lacking(end, fault, saved, total_samples(job))
                 if problems:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import aiohttp
 
+from meshwright.api.labels import CHECKPOINT_MOUNT
 from meshwright.cli import manifest
 from meshwright.cli.programs import Program, Programs
 from meshwright.crd.definition import custom_resource_definition
 from meshwright.local.client import ApiClient
 from meshwright.local.connection import Connection
+from meshwright.local.nodeagent.volumes import claim_directory
 from meshwright.local.resources import CRDS
 
 READY_SECONDS = 60.0
@@ -149,3 +151,12 @@ async def until(ready: Callable[[], Awaitable[bool]], program: Program) -> None:
 def connect(kubeconfig: Path) -> ApiClient:
     """A client for the cluster of a kubeconfig file."""
     return ApiClient(Connection.from_kubeconfig(kubeconfig), user_agent="meshwright-cli")
+
+
+async def checkpoint_here(client: ApiClient, namespace: str, claim: str, path: str) -> Path:
+    """Where on this machine a checkpoint lies that a pod of an embedded node wrote to a claim.
+
+    Pods with a file system of their own say where they see it; the others, whose paths are rewritten, say where it is.
+    """
+    directory = await claim_directory(client, namespace, claim)
+    return directory / Path(path).relative_to(CHECKPOINT_MOUNT) if path.startswith(CHECKPOINT_MOUNT) else Path(path)

@@ -23,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 _LIFETIME = datetime.timedelta(days=3650)
 _BACKDATED = datetime.timedelta(minutes=5)
+_USAGES = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,6 @@ class Authority:
         """The certificate that clients trust."""
         return self.certificate.public_bytes(serialization.Encoding.PEM).decode()
 
-    @property
-    def key_pem(self) -> str:
-        """The private key. Whoever has it can pose as any server of this authority."""
-        return _key_pem(self.key)
-
     def issue(self, common_name: str, names: Iterable[str] = LOCAL_NAMES, *, client: bool = False) -> tuple[str, str]:
         """A serving certificate for host names and IP addresses; returns certificate and key as PEM.
 
@@ -58,15 +54,13 @@ class Authority:
         """
         key = ec.generate_private_key(ec.SECP256R1())
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if client else [])]
-        usage = x509.ExtendedKeyUsage(uses)
-        builder = _builder(_name(common_name), self.certificate.subject, key)
-        builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(n) for n in names]), critical=False)
-        builder = builder.add_extension(usage, critical=False)
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        builder = builder.add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False
-        )
-        certificate = builder.sign(self.key, hashes.SHA256())
+        extensions = [
+            (x509.SubjectAlternativeName([_general_name(name) for name in names]), False),
+            (x509.ExtendedKeyUsage(uses), False),
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), False),
+        ]
+        certificate = _sign(_name(common_name), key, extensions, self.certificate.subject, self.key)
         return certificate.public_bytes(serialization.Encoding.PEM).decode(), _key_pem(key)
 
 
@@ -74,20 +68,10 @@ def create_authority(common_name: str = "meshwright-local-ca") -> Authority:
     """A new certificate authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=True,
-        crl_sign=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        digital_signature=True, key_cert_sign=True, crl_sign=True, decipher_only=False, **dict.fromkeys(_USAGES, False)
     )
-    builder = _builder(_name(common_name), _name(common_name), key)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(usage, critical=True)
-    return Authority(builder.sign(key, hashes.SHA256()), key)
+    extensions = [(x509.BasicConstraints(ca=True, path_length=0), True), (usage, True)]
+    return Authority(_sign(_name(common_name), key, extensions, _name(common_name), key), key)
 
 
 def load_authority(directory: Path) -> Authority:
@@ -99,19 +83,18 @@ def load_authority(directory: Path) -> Authority:
             raise ValueError(f"{key} holds no elliptic curve key; remove {directory} to have a new authority made")
         return Authority(x509.load_pem_x509_certificate(certificate.read_bytes()), private)
     authority = create_authority()
-    write_private(key, authority.key_pem)
+    write_private(key, _key_pem(authority.key))
     write_private(certificate, authority.pem)
     return authority
 
 
 def server_context(certificate_pem: str, key_pem: str) -> ssl.SSLContext:
-    """A TLS context that serves with a certificate; the files that `ssl` insists on exist for a moment only."""
+    """A TLS context that serves with a certificate; the private file that `ssl` insists on is gone at once."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    with tempfile.TemporaryDirectory() as name:
-        certificate, key = Path(name) / "tls.crt", Path(name) / "tls.key"
-        write_private(certificate, certificate_pem)
-        write_private(key, key_pem)
-        context.load_cert_chain(certificate, key)
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+        file.write(f"{certificate_pem}\n{key_pem}")
+        file.flush()
+        context.load_cert_chain(file.name)
     return context
 
 
@@ -130,12 +113,21 @@ def write_private(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _sign(
+    subject: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    extensions: Iterable[tuple[x509.ExtensionType, bool]],
+    issuer: x509.Name,
+    issuer_key: ec.EllipticCurvePrivateKey,
+) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(now - _BACKDATED).not_valid_after(now + _LIFETIME)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    for extension, critical in [*extensions, (identifier, False)]:
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def _name(common_name: str) -> x509.Name:

@@ -1,62 +1,61 @@
-"""Errors as the API speaks them: a `Status` object with an HTTP code and a machine-readable reason."""
+"""Failures as the API speaks them: a `Status` with an HTTP code, a machine-readable reason and one cause a field."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-JsonObject = dict[str, Any]
+Object = dict[str, Any]
+"""A raw Kubernetes object, as JSON gives it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """One thing wrong with an object: where, what sort of mistake (`FieldValueInvalid`, ...), and in words."""
 
     field: str
     reason: str
     message: str
 
-    def wire(self) -> JsonObject:
-        """The form it has in `status.details.causes`."""
-        return {"reason": self.reason, "message": self.message, "field": self.field}
-
 
 class ApiError(Exception):
-    """A request that is answered with a failure `Status`."""
+    """A request that is answered with a failure `Status`; `plain` is for paths that no group serves: text, no JSON."""
 
     def __init__(
-        self, code: int, reason: str, message: str, details: JsonObject | None = None, retry_after: int | None = None
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        details: Object | None = None,
+        *,
+        retry_after: int | None = None,
+        plain: bool = False,
     ) -> None:
         super().__init__(message)
-        self.code = code
-        self.reason = reason
-        self.message = message
-        self.details = details or {}
+        self.code, self.reason, self.message, self.plain = code, reason, message, plain
         self.retry_after = retry_after
-        if retry_after is not None:
-            self.details = {**self.details, "retryAfterSeconds": retry_after}
+        self.details = {**(details or {}), **({} if retry_after is None else {"retryAfterSeconds": retry_after})}
 
-    def status(self) -> JsonObject:
+    def status(self) -> Object:
         """The `Status` object of the answer."""
-        return {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": self.message,
-            "reason": self.reason,
-            "details": {key: value for key, value in self.details.items() if value != ""},
-            "code": self.code,
-        }
+        details = {key: value for key, value in self.details.items() if value not in ("", [])}
+        head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        return {**head, "message": self.message, "reason": self.reason, "details": details, "code": self.code}
 
 
-def success(code: int | None = None, details: JsonObject | None = None) -> JsonObject:
+def success(code: int | None = None, details: Object | None = None) -> Object:
     """A success `Status` object. That of a delete carries no code, as with a real server."""
-    status: JsonObject = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
-    if code is not None:
-        status["code"] = code
-    return {**status, "details": {k: v for k, v in details.items() if v != ""}} if details else status
+    status: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+    return {**status, **({} if code is None else {"code": code}), **({"details": details} if details else {})}
+
+
+def qualified(group: str, name: str) -> str:
+    """A kind or plural name with its group, such as `deployments.apps`."""
+    return f"{name}.{group}" if group else name
+
+
+def details_of(group: str, kind: str, name: str, causes: Sequence[Cause] = ()) -> Object:
+    """The `details` of a Status about one object."""
+    return {"name": name, "group": group, "kind": kind, "causes": [cause._asdict() for cause in causes]}
 
 
 def bad_request(message: str) -> ApiError:
@@ -64,99 +63,52 @@ def bad_request(message: str) -> ApiError:
     return ApiError(400, "BadRequest", message)
 
 
-def unauthorized() -> ApiError:
-    """401: no credentials, or unknown ones."""
-    return ApiError(401, "Unauthorized", "Unauthorized")
+def unsupported_media_type(accepted: Sequence[str]) -> ApiError:
+    """415: a body in a format that this request does not take."""
+    text = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(accepted)
+    return ApiError(415, "UnsupportedMediaType", text)
+
+
+def unserved() -> ApiError:
+    """404 in plain text: the path is outside the groups that are served."""
+    return ApiError(404, "NotFound", "404 page not found", plain=True)
+
+
+def unknown_path() -> ApiError:
+    """404: a served group has no such version, resource or subresource."""
+    return ApiError(404, "NotFound", "the server could not find the requested resource")
+
+
+def method_not_allowed() -> ApiError:
+    """405: the path exists, the verb does not."""
+    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
+
+
+def on_object(
+    code: int, reason: str, text: str, group: str, plural: str, name: str, causes: Sequence[Cause] = ()
+) -> ApiError:
+    """A failure about one object; `text` has a place for it, such as `{} not found`."""
+    subject = qualified(group, plural) + (f' "{name}"' if name else "")
+    return ApiError(code, reason, text.replace("{}", subject, 1), details_of(group, plural, name, causes))
 
 
 def forbidden(group: str, plural: str, name: str, why: str, causes: Sequence[Cause] = ()) -> ApiError:
     """403: an admission rule or the authorizer says no."""
-    details: JsonObject = {"name": name, "group": group, "kind": plural}
-    if causes:
-        details["causes"] = [c.wire() for c in causes]
-    qualified = f"{plural}.{group}" if group else plural
-    subject = f'{qualified} "{name}"' if name else qualified
-    return ApiError(403, "Forbidden", f"{subject} is forbidden: {why}", details)
-
-
-class UnservedPath(ApiError):
-    """404 in plain text: what a path outside the groups that are served gets."""
-
-    def __init__(self) -> None:
-        super().__init__(404, "NotFound", "404 page not found")
-
-
-def unknown_path() -> ApiError:
-    """404: a served group has no such version or resource."""
-    return ApiError(404, "NotFound", "the server could not find the requested resource")
-
-
-def not_found(group: str, plural: str, name: str) -> ApiError:
-    """404: no such object."""
-    qualified = f"{plural}.{group}" if group else plural
-    return ApiError(404, "NotFound", f'{qualified} "{name}" not found', {"name": name, "group": group, "kind": plural})
-
-
-def method_not_allowed(why: str = "the server does not allow this method on the requested resource") -> ApiError:
-    """405: the path exists, the verb does not."""
-    return ApiError(405, "MethodNotAllowed", why)
-
-
-def already_exists(group: str, plural: str, name: str) -> ApiError:
-    """409: a create of an object that stands."""
-    qualified = f"{plural}.{group}" if group else plural
-    return ApiError(
-        409, "AlreadyExists", f'{qualified} "{name}" already exists', {"name": name, "group": group, "kind": plural}
-    )
-
-
-def conflict(group: str, plural: str, name: str, why: str) -> ApiError:
-    """409: the write was based on something that is no longer so."""
-    qualified = f"{plural}.{group}" if group else plural
-    return ApiError(
-        409,
-        "Conflict",
-        f'Operation cannot be fulfilled on {qualified} "{name}": {why}',
-        {"name": name, "group": group, "kind": plural},
-    )
-
-
-def expired(message: str) -> ApiError:
-    """410: the revision asked for is no longer known; list again."""
-    return ApiError(410, "Expired", message)
-
-
-def unsupported_media_type(accepted: Sequence[str]) -> ApiError:
-    """415: a body in a format this request does not take."""
-    return ApiError(
-        415,
-        "UnsupportedMediaType",
-        "the body of the request was in an unknown format - accepted media types include: " + ", ".join(accepted),
-    )
+    return on_object(403, "Forbidden", f"{{}} is forbidden: {why}", group, plural, name, causes)
 
 
 def invalid(group: str, kind: str, name: str, causes: Sequence[Cause]) -> ApiError:
     """422: the object breaks its schema or a rule of its kind."""
-    qualified = f"{kind}.{group}" if group else kind
     texts = [f"{c.field}: {c.message}" if c.field else c.message for c in causes]
     text = texts[0] if len(texts) == 1 else "[" + ", ".join(texts) + "]"
-    return ApiError(
-        422,
-        "Invalid",
-        f'{qualified} "{name}" is invalid: {text}',
-        {"name": name, "group": group, "kind": kind, "causes": [c.wire() for c in causes]},
-    )
+    text = f'{qualified(group, kind)} "{name}" is invalid: {text}'
+    return ApiError(422, "Invalid", text, details_of(group, kind, name, causes))
 
 
-def invalid_options(kind: str, cause: Cause) -> ApiError:
-    """422: a query parameter, or a field of the body of a delete, that cannot be; `kind` is such as PatchOptions."""
-    return invalid("meta.k8s.io", kind, "", [cause])
-
-
-def unsupported_value(field: str, value: str, supported: Sequence[str]) -> Cause:
-    """A field with none of the values that it may have; `value` is JSON."""
-    choices = ", ".join(f'"{choice}"' for choice in supported)
-    return Cause(field, "FieldValueNotSupported", f"Unsupported value: {value}: supported values: {choices}")
+def unsupported_value(field: str, value: object, supported: Sequence[object]) -> Cause:
+    """A field with none of the values that it may have."""
+    choices = ", ".join(shown(choice) for choice in supported)
+    return Cause(field, "FieldValueNotSupported", f"Unsupported value: {shown(value)}: supported values: {choices}")
 
 
 def required(field: str, hint: str = "") -> Cause:
@@ -165,8 +117,13 @@ def required(field: str, hint: str = "") -> Cause:
 
 
 def invalid_value(field: str, value: object, why: str) -> Cause:
-    """A field with a value that cannot be; `value` is shown as JSON, objects and lists by their type."""
+    """A field with a value that cannot be."""
     return Cause(field, "FieldValueInvalid", f"Invalid value: {shown(value)}: {why}")
+
+
+def duplicate(field: str, value: object) -> Cause:
+    """A list item that must be unique and is not."""
+    return Cause(field, "FieldValueDuplicate", f"Duplicate value: {shown(value)}")
 
 
 def not_allowed(field: str, why: str) -> Cause:
@@ -175,15 +132,11 @@ def not_allowed(field: str, why: str) -> Cause:
 
 
 def shown(value: object) -> str:
-    """A value inside a message."""
-    if isinstance(value, dict):
-        return '"object"'
-    if isinstance(value, list):
-        return '"array"'
+    """A value inside a message: JSON, but objects and lists by their type, and long text cut."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if value is None:
-        return '"null"'
+    if value is None or isinstance(value, dict | list):
+        return '"null"' if value is None else '"object"' if isinstance(value, dict) else '"array"'
     text = str(value)
     text = text if len(text) <= 80 else text[:77] + "..."
     return text if isinstance(value, int | float) else f'"{text}"'

@@ -9,29 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Mapping
-from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from meshwright.local.apiserver.errors import ApiError, bad_request
-from meshwright.local.apiserver.kinds.base import ClusterView
+from meshwright.local.apiserver.errors import ApiError, Object, bad_request
+from meshwright.local.apiserver.store import Store
 
 NODES = ("", "nodes")
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 _CONNECT_SECONDS = 5.0
 _LOG_PARAMETERS = ("follow", "tailLines", "sinceSeconds", "sinceTime", "timestamps", "limitBytes", "previous")
-_EXEC_PARAMETERS = ("stdin", "stdout", "stderr", "tty")
+_EXEC_PARAMETERS = ("command", "stdin", "stdout", "stderr", "tty")
 _REASONS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound"}
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, TimeoutError)
 
 
 class KubeletProxy:
     """Connections to node agents. `token` authenticates this server to them."""
 
-    def __init__(self, view: ClusterView, token: str, context: ssl.SSLContext) -> None:
-        self._view = view
+    def __init__(self, store: Store, token: str, context: ssl.SSLContext) -> None:
+        self._store = store
         self._token = token
         self._context = context
         self._session: aiohttp.ClientSession | None = None
@@ -42,12 +41,8 @@ class KubeletProxy:
             await self._session.close()
             self._session = None
 
-    async def logs(self, request: web.Request, pod: dict[str, Any]) -> web.StreamResponse:
-        """Stream a container's log. A pod that no node has yet has said nothing.
-
-        Raises:
-            ApiError: the container does not exist, or the node's answer is an error.
-        """
+    async def logs(self, request: web.Request, pod: Object) -> web.StreamResponse:
+        """Stream a container's log; one that no node has yet has said nothing. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
             return web.Response(status=204)
@@ -64,28 +59,22 @@ class KubeletProxy:
                         await response.write(chunk)
                     await response.write_eof()
                 return response
-        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, TimeoutError) as error:
+        except _UNREACHABLE as error:
             raise _unreachable(pod, error) from None
 
-    async def exec(self, request: web.Request, pod: dict[str, Any]) -> web.StreamResponse:
-        """Run a command in a container, its streams passed through as WebSocket messages both ways.
-
-        Raises:
-            ApiError: the pod or container cannot be reached, or the client speaks no WebSocket.
-        """
-        name = pod["metadata"]["name"]
+    async def exec(self, request: web.Request, pod: Object) -> web.StreamResponse:
+        """Run a command in a container, its streams passed on as WebSocket messages both ways. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
-            raise bad_request(f"pod {name} does not have a host assigned")
+            raise bad_request(f"pod {pod['metadata']['name']} does not have a host assigned")
         if request.headers.get("Upgrade", "").lower() != "websocket":
             # kubectl falls back to SPDY whenever the WebSocket was refused, so name the cause that is likely behind it.
-            if not _runs(pod, container):
-                raise ApiError(
-                    500, "InternalError", f'unable to upgrade connection: container not found ("{container}")'
-                )
-            raise bad_request("unable to upgrade: only WebSocket connections are served; SPDY is not")
-        query = [("command", part) for part in request.query.getall("command", [])]
-        query += [(key, request.query[key]) for key in _EXEC_PARAMETERS if key in request.query]
+            statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+            if any(s["name"] == container and (s.get("state") or {}).get("running") for s in statuses):
+                raise bad_request("unable to upgrade: only WebSocket connections are served; SPDY is not")
+            text = f'unable to upgrade connection: container not found ("{container}")'
+            raise ApiError(500, "InternalError", text)
+        query = [(key, value) for key in _EXEC_PARAMETERS for value in request.query.getall(key, [])]
         offered = [p.strip() for p in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
         protocols = [p for p in offered if p in EXEC_PROTOCOLS]
         url = self._url(pod, "exec", container)
@@ -95,7 +84,7 @@ class KubeletProxy:
             )
         except aiohttp.WSServerHandshakeError as error:
             raise _failure(error.status, error.message) from None
-        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, TimeoutError) as error:
+        except _UNREACHABLE as error:
             raise _unreachable(pod, error) from None
         async with upstream:
             chosen = [upstream.protocol] if upstream.protocol else []
@@ -111,15 +100,14 @@ class KubeletProxy:
             self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
         return self._session
 
-    def _url(self, pod: Mapping[str, Any], action: str, container: str) -> str:
-        node_name = pod["spec"]["nodeName"]
-        node = self._view.find(NODES, "", node_name)
-        status = (node or {}).get("status") or {}
+    def _url(self, pod: Object, action: str, container: str) -> str:
+        name = pod["spec"]["nodeName"]
+        status = (self._store.find(NODES, "", name) or {}).get("status") or {}
         addresses = {a["type"]: a["address"] for a in status.get("addresses") or ()}
         port = ((status.get("daemonEndpoints") or {}).get("kubeletEndpoint") or {}).get("Port")
         address = addresses.get("InternalIP") or addresses.get("Hostname")
         if not address or not port:
-            text = f'node "{node_name}" has no address and kubelet port to ask; is its agent running?'
+            text = f'node "{name}" has no address and kubelet port to ask; is its agent running?'
             raise ApiError(500, "InternalError", text)
         metadata = pod["metadata"]
         return f"https://{address}:{port}/{action}/{metadata['namespace']}/{metadata['name']}/{container}"
@@ -131,7 +119,6 @@ async def _relay(client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocke
     async def up() -> None:
         async for message in client:
             await _pass_on(message, upstream)
-        await upstream.close()
 
     async def down() -> None:
         async for message in upstream:
@@ -156,30 +143,22 @@ async def _pass_on(message: aiohttp.WSMessage, target: web.WebSocketResponse | a
         await target.send_str(message.data)
 
 
-def _container(pod: Mapping[str, Any], asked: str) -> str:
+def _container(pod: Object, asked: str) -> str:
     """The container meant: the one asked for, the one the pod marks as default, or the only one."""
     name, spec = pod["metadata"]["name"], pod["spec"]
     names = [c["name"] for c in spec["containers"]]
-    everything = [*names, *(c["name"] for c in spec.get("initContainers") or ())]
     asked = asked or (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER, "")
-    if asked:
-        if asked not in everything:
-            raise bad_request(f"container {asked} is not valid for pod {name}")
-        return asked
-    if len(names) > 1:
+    if not asked and len(names) > 1:
         raise bad_request(f"a container name must be specified for pod {name}, choose one of: {names}")
-    return str(names[0])
-
-
-def _runs(pod: Mapping[str, Any], container: str) -> bool:
-    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
-    return any(s["name"] == container and (s.get("state") or {}).get("running") for s in statuses)
+    if asked and asked not in (*names, *(c["name"] for c in spec.get("initContainers") or ())):
+        raise bad_request(f"container {asked} is not valid for pod {name}")
+    return asked or str(names[0])
 
 
 def _failure(status: int, text: str) -> ApiError:
     return ApiError(status, _REASONS.get(status, "InternalError"), text.strip() or f"the node agent answered {status}")
 
 
-def _unreachable(pod: Mapping[str, Any], error: Exception) -> ApiError:
-    node = pod["spec"].get("nodeName")
-    return ApiError(500, "InternalError", f'the agent of node "{node}" cannot be reached: {error}')
+def _unreachable(pod: Object, error: BaseException) -> ApiError:
+    text = f'the agent of node "{pod["spec"].get("nodeName")}" cannot be reached: {error}'
+    return ApiError(500, "InternalError", text)

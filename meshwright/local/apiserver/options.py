@@ -4,48 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import orjson
-
-from meshwright.local.apiserver.errors import (
-    ApiError,
-    bad_request,
-    invalid_options,
-    invalid_value,
-    not_allowed,
-    unsupported_value,
-)
+from meshwright.local.apiserver import errors
+from meshwright.local.apiserver.errors import ApiError, Cause, Object
 
 MAX_MANAGER = 128
-_VALIDATIONS = ("", "Ignore", "Strict", "Warn")
 _POLICIES = ("Foreground", "Background", "Orphan")
+_KINDS = {"POST": "CreateOptions", "PUT": "UpdateOptions", "DELETE": "DeleteOptions"}
 
 
 @dataclass(slots=True)
 class WriteOptions:
-    """How to write."""
+    """How to write: as which field manager, whether really, and what unknown fields lead to."""
 
     manager: str
-    """Who owns the fields that this write sets."""
-    explicit_manager: bool
-    dry_run: bool
-    field_validation: str
-    force: bool
+    explicit_manager: bool = True
+    dry_run: bool = False
+    field_validation: str = "Warn"
+    force: bool = False
     warnings: list[str] = field(default_factory=list)
     """What the answer's Warning headers will say."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListOptions:
-    """What to list or watch."""
+    """What to list or watch; `resume` is the `continue` token."""
 
     label_selector: str
     field_selector: str
     limit: int
     resume: str
-    """The `continue` token."""
     revision: str
-    """`resourceVersion` as given."""
     revision_match: str
     watch: bool
     timeout_seconds: float | None
@@ -53,42 +43,32 @@ class ListOptions:
     initial_events: bool | None
 
 
-def write_options(kind: str, query: Mapping[str, str], user_agent: str) -> WriteOptions:
-    """The options of a create, update or patch; `kind` is such as PatchOptions, for messages.
+def invalid_options(kind: str, cause: Cause) -> ApiError:
+    """422: a parameter that cannot be; `kind` is such as PatchOptions."""
+    return errors.invalid("meta.k8s.io", kind, "", [cause])
 
-    Raises:
-        ApiError: a parameter has a value that it cannot have.
-    """
+
+def write_options(method: str, query: Mapping[str, str], user_agent: str) -> WriteOptions:
+    """The options of a create, update or patch; raises ApiError for a value that cannot be."""
+    kind = _KINDS.get(method, "PatchOptions")
     dry_run = query.get("dryRun", "")
     _check_dry_run(kind, [dry_run] if dry_run else [])
     validation = query.get("fieldValidation", "")
-    if validation not in _VALIDATIONS:
-        raise invalid_options(kind, unsupported_value("fieldValidation", _json(validation), _VALIDATIONS))
+    if validation not in ("", "Ignore", "Strict", "Warn"):
+        raise invalid_options(
+            kind, errors.unsupported_value("fieldValidation", validation, ("Ignore", "Strict", "Warn"))
+        )
     manager = query.get("fieldManager", "")
     if len(manager) > MAX_MANAGER or not manager.isprintable():
         text = f"must be printable and at most {MAX_MANAGER} characters"
-        raise invalid_options(kind, invalid_value("fieldManager", manager, text))
+        raise invalid_options(kind, errors.invalid_value("fieldManager", manager, text))
     fallback = user_agent.split("/")[0][:MAX_MANAGER] or "unknown"
-    return WriteOptions(
-        manager or fallback, bool(manager), bool(dry_run), validation or "Warn", _flag(query, "force") or False
-    )
-
-
-def _check_dry_run(kind: str, stages: list[object]) -> None:
-    if any(stage != "All" for stage in stages):
-        raise invalid_options(kind, unsupported_value("dryRun", _json(stages), ["All"]))
-
-
-def _json(value: object) -> str:
-    return orjson.dumps(value).decode()
+    force = _flag(query, "force") or False
+    return WriteOptions(manager or fallback, bool(manager), bool(dry_run), validation or "Warn", force)
 
 
 def list_options(query: Mapping[str, str]) -> ListOptions:
-    """The options of a list or watch.
-
-    Raises:
-        ApiError: a parameter has a value that it cannot have.
-    """
+    """The options of a list or watch; raises ApiError for a value that cannot be."""
     options = ListOptions(
         query.get("labelSelector", ""),
         query.get("fieldSelector", ""),
@@ -101,13 +81,41 @@ def list_options(query: Mapping[str, str]) -> ListOptions:
         _flag(query, "allowWatchBookmarks") or False,
         _flag(query, "sendInitialEvents"),
     )
-    if options.revision and not options.revision.isdigit():
+    if options.revision and not (options.revision.isascii() and options.revision.isdigit()):
         text = f'Invalid value: "{options.revision}": must be a number'
-        raise ApiError(400, "BadRequest", f"ListOptions.meta.k8s.io is invalid: resourceVersion: {text}")
+        raise errors.bad_request(f"ListOptions.meta.k8s.io is invalid: resourceVersion: {text}")
     if options.initial_events is not None and options.revision_match != "NotOlderThan":
         text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
-        raise invalid_options("ListOptions", not_allowed("resourceVersionMatch", text))
+        raise invalid_options("ListOptions", errors.not_allowed("resourceVersionMatch", text))
     return options
+
+
+def delete_options(query: Mapping[str, str], body: Object) -> Object:
+    """The options of a delete: those of the body, and over them those of the query; raises ApiError likewise."""
+    options: dict[str, Any] = {key: value for key, value in body.items() if key not in ("kind", "apiVersion")}
+    grace = _number(query, "gracePeriodSeconds")
+    options |= {} if grace is None else {"gracePeriodSeconds": grace}
+    policy = query.get("propagationPolicy") or options.get("propagationPolicy")
+    if "orphanDependents" in options or "orphanDependents" in query:
+        if policy is not None:
+            text = "orphanDependents and deletionPropagation cannot be both set"
+            raise invalid_options("DeleteOptions", errors.invalid_value("propagationPolicy", policy, text))
+        policy = "Orphan" if options.get("orphanDependents") or _flag(query, "orphanDependents") else "Background"
+    stages = options.get("dryRun") or ([query["dryRun"]] if query.get("dryRun") else [])
+    if policy not in (None, *_POLICIES):
+        cause = errors.unsupported_value("propagationPolicy", policy, (*_POLICIES, "nil"))
+        raise invalid_options("DeleteOptions", cause)
+    kinds: dict[str, Any] = {"dryRun": list, "gracePeriodSeconds": int, "preconditions": dict}
+    for key, kind in kinds.items():
+        if not isinstance(options.get(key), kind | None) or isinstance(options.get(key), bool):
+            raise errors.bad_request(f"{key}: Invalid value: must be of type {kind.__name__}")
+    _check_dry_run("DeleteOptions", stages)
+    return {**options, "propagationPolicy": policy, "dryRun": bool(stages)}
+
+
+def _check_dry_run(kind: str, stages: list[Any]) -> None:
+    if any(stage != "All" for stage in stages):
+        raise invalid_options(kind, errors.unsupported_value("dryRun", stages[0], ["All"]))
 
 
 def _number(query: Mapping[str, str], name: str) -> int | None:
@@ -115,46 +123,10 @@ def _number(query: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise bad_request(f'{name}: Invalid value: "{text}": must be a non-negative number')
+        raise errors.bad_request(f'{name}: Invalid value: "{text}": must be a non-negative number')
     return int(text)
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool | None:
     text = query.get(name)
-    if text is None:
-        return None
-    return text.lower() not in ("false", "0")
-
-
-def delete_options(query: Mapping[str, str], body: dict[str, object]) -> dict[str, object]:
-    """The options of a delete: those of the body, and over them those of the query.
-
-    Raises:
-        ApiError: a parameter has a value that it cannot have.
-    """
-    options = {key: value for key, value in body.items() if key not in ("kind", "apiVersion")}
-    grace = _number(query, "gracePeriodSeconds")
-    if grace is not None:
-        options["gracePeriodSeconds"] = grace
-    if query.get("propagationPolicy"):
-        options["propagationPolicy"] = query["propagationPolicy"]
-    policy = options.get("propagationPolicy")
-    if "orphanDependents" in options or "orphanDependents" in query:
-        orphan = options.pop("orphanDependents", None) or _flag(query, "orphanDependents")
-        if policy is not None:
-            text = "orphanDependents and deletionPropagation cannot be both set"
-            raise invalid_options("DeleteOptions", invalid_value("propagationPolicy", policy, text))
-        options["propagationPolicy"] = policy = "Orphan" if orphan else "Background"
-    stages = options.get("dryRun") or ([query["dryRun"]] if query.get("dryRun") else [])
-    if not isinstance(stages, list):
-        raise bad_request("dryRun: Invalid value: must be a list")
-    _check_dry_run("DeleteOptions", stages)
-    options["dryRun"] = bool(stages)
-    if policy not in (None, *_POLICIES):
-        cause = unsupported_value("propagationPolicy", _json(policy), (*_POLICIES, "nil"))
-        raise invalid_options("DeleteOptions", cause)
-    if not isinstance(options.get("gracePeriodSeconds", 0), int | None):
-        raise bad_request("gracePeriodSeconds: Invalid value: must be a number")
-    if not isinstance(options.get("preconditions", {}), dict | None):
-        raise bad_request("preconditions: Invalid value: must be an object")
-    return options
+    return None if text is None else text.lower() not in ("false", "0")

@@ -1,40 +1,137 @@
-"""Printer columns: what `kubectl get` shows of each kind."""
+"""How objects are shown: as they are, by their metadata alone, or as rows of a Table (kubectl get); JSON or YAML.
+
+The columns of most built-in kinds are JSONPaths, as those of custom resources are; a few are functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import datetime
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from meshwright.local.apiserver import clock
-from meshwright.local.apiserver.jsonpath import first
+import orjson
+import yaml
+
+from meshwright.local import clock
+from meshwright.local.apiserver.errors import ApiError, Object
 from meshwright.local.apiserver.resources import Column, Resource
+from meshwright.local.apiserver.store import Stored
 
-JsonObject = dict[str, Any]
-Cells = Callable[[JsonObject], list[Any]]
-
-NONE = "<none>"
-UNSET = "<unset>"
-_NAME = Column("Name", "string", "", 0, "Name must be unique within a namespace.", "name")
-_AGE = Column("Age", "string", "", 0, "Time since creation.")
-
-
-def columns_and_cells(resource: Resource) -> tuple[list[Column], Cells]:
-    """The columns of a resource, and what fills them."""
-    if resource.custom:
-        return _custom(resource)
-    names, cells = _PRINTERS.get(resource.key, (("Age",), lambda obj: [age(obj)]))
-    columns = [_column(name) for name in names]
-    first_is_name = resource.key != ("", "events")
-    if not first_is_name:
-        return columns, cells
-    return [_NAME, *columns], lambda obj: [obj["metadata"]["name"], *cells(obj)]
+_META = "meta.k8s.io/v1"
+_FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}
+_MEDIA = ("*/*", "application/*", "application/json", "application/yaml", "")
+_NONE = "<none>"
+_STEP = re.compile(
+    r"""\[\?\(\s*@\.(?P<field>[\w.]+)\s*==\s*(?P<quote>['"])(?P<value>.*?)(?P=quote)\s*\)\]"""
+    r"""|\[['"](?P<quoted>[^'"]+)['"]\]|\[(?P<index>-?\d+)\]|\[(?P<all>\*)\]"""
+    r"""|\.?(?P<name>(?:[^.\[\]\\]|\\.)+)"""
+)
 
 
-def _column(name: str) -> Column:
-    """A column by its name; one that `-o wide` alone shows is marked with a star, a numeric one with a hash."""
-    if name == "Age":
-        return _AGE
-    return Column(name.rstrip("*#"), "integer" if "#" in name else "string", "", 1 if "*" in name else 0)
+@dataclass(frozen=True, slots=True)
+class View:
+    """How to show objects of one resource to one client; `form` is Table, Partial, or empty for all of an object."""
+
+    resource: Resource
+    form: str = ""
+    yaml: bool = False
+    include_object: str = "Metadata"
+
+    def one(self, stored: Stored, *, header: bool = True) -> bytes:
+        """One object. In a Table, `header` says whether the columns are described too."""
+        if self.form == "Table":
+            metadata = {"resourceVersion": stored.obj["metadata"]["resourceVersion"]}
+            return orjson.dumps(self._table([stored.obj], metadata, header))
+        if self.form:
+            return orjson.dumps(_partial(stored.obj))
+        same = stored.api_version == self.resource.group_version
+        return stored.body if same else orjson.dumps(self._converted(stored.obj))
+
+    def many(self, items: Sequence[Stored], metadata: Object) -> bytes:
+        """A list."""
+        if self.form == "Table":
+            return orjson.dumps(self._table([item.obj for item in items], metadata, True))
+        kind, version = self.resource.list_kind, self.resource.group_version
+        if self.form:
+            kind, version = "PartialObjectMetadataList", _META
+        head = orjson.dumps({"kind": kind, "apiVersion": version, "metadata": metadata})[:-1]
+        return head + b',"items":[' + b",".join(self.one(item) for item in items) + b"]}"
+
+    def bookmark(self, revision: int, *, initial_end: bool) -> bytes:
+        """The object of a BOOKMARK event: nothing but a revision."""
+        metadata: Object = {"resourceVersion": str(revision), "creationTimestamp": None}
+        metadata |= {"annotations": {"k8s.io/initial-events-end": "true"}} if initial_end else {}
+        obj = {"kind": self.resource.kind, "apiVersion": self.resource.group_version, "metadata": metadata}
+        if self.form == "Table":
+            return orjson.dumps(self._table([], {"resourceVersion": str(revision)}, False))
+        return orjson.dumps(_partial(obj) if self.form else obj)
+
+    def encode(self, body: bytes) -> tuple[bytes, str]:
+        """A finished JSON answer in the client's format, with its content type."""
+        if self.yaml:
+            return yaml.safe_dump(orjson.loads(body), sort_keys=True).encode(), "application/yaml"
+        return body, "application/json"
+
+    def _converted(self, obj: Object) -> Object:
+        return {**obj, "apiVersion": self.resource.group_version}
+
+    def _table(self, objects: Sequence[Object], metadata: Object, header: bool) -> Object:
+        columns = columns_of(self.resource)
+        shown = {"Object": self._converted, "Metadata": _partial}.get(self.include_object)
+        rows = [
+            {"cells": [_cell(column, obj) for column in columns], **({"object": shown(obj)} if shown else {})}
+            for obj in objects
+        ]
+        keys = ("name", "type", "priority", "format")
+        described = [{"description": "", **{k: getattr(c, k) for k in keys}} for c in columns] if header else None
+        table: Object = {"kind": "Table", "apiVersion": _META, "metadata": metadata}
+        return {**table, "columnDefinitions": described, "rows": rows}
+
+
+def _partial(obj: Object) -> Object:
+    return {"kind": "PartialObjectMetadata", "apiVersion": _META, "metadata": obj["metadata"]}
+
+
+def negotiate(resource: Resource, accept: str, include_object: str = "") -> View:
+    """The view that an Accept header asks for: the first of its choices that is served; raises ApiError 406."""
+    for choice in accept.split(","):
+        media, *parameters = (part.strip() for part in choice.split(";"))
+        wanted = dict(p.partition("=")[::2] for p in parameters)
+        form = _FORMS.get(wanted.get("as"))
+        known = form == "" or (form and (wanted.get("g"), wanted.get("v")) == ("meta.k8s.io", "v1"))
+        if media in _MEDIA and known:
+            return View(resource, form or "", media == "application/yaml", include_object or "Metadata")
+    text = "only the following media types are accepted: application/json, application/yaml"
+    raise ApiError(406, "NotAcceptable", text)
+
+
+@lru_cache(maxsize=1024)
+def _steps(path: str) -> tuple[re.Match[str], ...]:
+    return tuple(_STEP.finditer(path.strip("{}")))
+
+
+def first(obj: Any, path: str) -> Any:
+    """The first value under a JSONPath such as `.status.conditions[?(@.type=="Ready")].status`; None when none is."""
+    values = [obj]
+    for step in _steps(path):
+        values = [found for value in values for found in _follow(value, step)]
+    return values[0] if values else None
+
+
+def _follow(value: Any, step: re.Match[str]) -> list[Any]:
+    if step["field"]:
+        key = "." + step["field"]
+        return [item for item in value if str(first(item, key)) == step["value"]] if isinstance(value, list) else []
+    if step["all"]:
+        return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
+    if step["index"]:
+        index = int(step["index"])
+        return [value[index]] if isinstance(value, list) and -len(value) <= index < len(value) else []
+    name = step["quoted"] or re.sub(r"\\(.)", r"\1", step["name"])
+    return [value[name]] if isinstance(value, dict) and name in value else []
 
 
 def human_duration(seconds: float) -> str:
@@ -56,287 +153,147 @@ def human_duration(seconds: float) -> str:
     return f"{years}y" + (f"{days}d" if days and years < 8 else "")
 
 
-def since(text: Any) -> str:
-    """The time since a moment, `<unknown>` when there is none."""
+def _since(text: Any) -> str:
     try:
-        return human_duration(max(0.0, (clock.now() - clock.parse(text)).total_seconds()))
-    except (TypeError, ValueError):
+        age = datetime.datetime.now(datetime.UTC) - clock.parse(text)
+        return human_duration(max(0.0, age.total_seconds()))
+    except (TypeError, ValueError, AttributeError):
         return "<unknown>"
 
 
-def age(obj: JsonObject) -> str:
-    """The time since an object was created."""
-    return since(obj["metadata"].get("creationTimestamp"))
+def _cell(column: Column, obj: Object) -> Any:
+    if column.path in _COMPUTED:
+        return _COMPUTED[column.path](obj)
+    value = first(obj, column.path)
+    if value is None:
+        return column.missing
+    if column.type == "date":
+        return _since(value)
+    if column.type in ("integer", "number", "boolean"):
+        return value if isinstance(value, int | float) else None
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _custom(resource: Resource) -> tuple[list[Column], Cells]:
-    columns = resource.columns or (Column("Age", "date", ".metadata.creationTimestamp"),)
-
-    def cell(column: Column, obj: JsonObject) -> Any:
-        value = first(obj, column.json_path)
-        if value is None:
-            return None
-        if column.type == "date":
-            return since(value)
-        if column.type in ("integer", "number", "boolean"):
-            return value if isinstance(value, int | float) else None
-        if isinstance(value, bool):
-            return "true" if value else "false"
-        return value if isinstance(value, str) else str(value)
-
-    return [_NAME, *columns], lambda obj: [obj["metadata"]["name"], *(cell(c, obj) for c in columns)]
-
-
-def _pod(obj: JsonObject) -> list[Any]:
-    spec, status = obj["spec"], obj.get("status") or {}
-    statuses = status.get("containerStatuses") or []
-    ready = sum(bool(s.get("ready")) for s in statuses)
-    return [
-        f"{ready}/{len(spec['containers'])}",
-        pod_reason(obj),
-        str(sum(s.get("restartCount", 0) for s in statuses)),
-        age(obj),
-        status.get("podIP") or NONE,
-        spec.get("nodeName") or NONE,
-        status.get("nominatedNodeName") or NONE,
-        NONE,
-    ]
-
-
-def pod_reason(obj: JsonObject) -> str:
+def _pod_reason(obj: Object) -> str:
     """The STATUS column of a pod."""
     status = obj.get("status") or {}
-    reason = status.get("reason") or status.get("phase") or "Unknown"
+    reason = str(status.get("reason") or status.get("phase") or "Unknown")
     if obj["spec"].get("schedulingGates"):
         reason = "SchedulingGated"
-    starting = _init_reason(obj, status)
-    if starting:
-        reason = starting
-    else:
-        reason = _container_reason(status, reason)
-    if obj["metadata"].get("deletionTimestamp") and status.get("phase") not in ("Succeeded", "Failed"):
-        reason = "Unknown" if status.get("reason") == "NodeLost" else "Terminating"
-    return str(reason)
-
-
-def _init_reason(obj: JsonObject, status: JsonObject) -> str:
-    total = len(obj["spec"].get("initContainers") or ())
-    for index, container in enumerate(status.get("initContainerStatuses") or ()):
-        state = container.get("state") or {}
-        ended, waiting = state.get("terminated"), state.get("waiting")
-        if ended and not ended.get("exitCode"):
-            continue
-        if ended:
-            return f"Init:{ended.get('reason') or 'ExitCode:' + str(ended.get('exitCode'))}"
-        if waiting and waiting.get("reason") not in (None, "PodInitializing"):
-            return f"Init:{waiting['reason']}"
-        return f"Init:{index}/{total}"
-    return ""
-
-
-def _container_reason(status: JsonObject, reason: str) -> str:
-    running = False
     for container in reversed(status.get("containerStatuses") or []):
         state = container.get("state") or {}
-        ended, waiting = state.get("terminated"), state.get("waiting")
-        if waiting and waiting.get("reason"):
-            reason = waiting["reason"]
-        elif ended:
-            code = f"Signal:{ended['signal']}" if ended.get("signal") else f"ExitCode:{ended.get('exitCode')}"
-            reason = ended.get("reason") or code
-        elif container.get("ready") and state.get("running"):
-            running = True
-    if reason == "Completed" and running:
-        conditions = status.get("conditions") or ()
-        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-        return "Running" if ready else "NotReady"
+        ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
+        code = f"Signal:{ended['signal']}" if ended.get("signal") else f"ExitCode:{ended.get('exitCode')}"
+        reason = waiting.get("reason") or (ended and (ended.get("reason") or code)) or reason
+    for index, container in enumerate(status.get("initContainerStatuses") or ()):
+        state = container.get("state") or {}
+        ended, waiting = state.get("terminated"), state.get("waiting") or {}
+        if ended and not ended.get("exitCode"):
+            continue
+        text = ended.get("reason") or f"ExitCode:{ended.get('exitCode')}" if ended else waiting.get("reason")
+        progress = f"{index}/{len(obj['spec'].get('initContainers') or ())}"
+        reason = f"Init:{text if text not in (None, 'PodInitializing') else progress}"
+        break
+    if obj["metadata"].get("deletionTimestamp") and status.get("phase") not in ("Succeeded", "Failed"):
+        reason = "Unknown" if status.get("reason") == "NodeLost" else "Terminating"
     return reason
 
 
-def _node(obj: JsonObject) -> list[Any]:
-    status, labels = obj.get("status") or {}, obj["metadata"].get("labels") or {}
-    ready = next((c["status"] for c in status.get("conditions") or () if c["type"] == "Ready"), None)
-    words = [{"True": "Ready", None: "Unknown"}.get(ready, "NotReady")]
-    if obj.get("spec", {}).get("unschedulable"):
-        words.append("SchedulingDisabled")
-    roles = sorted(k.partition("/")[2] for k in labels if k.startswith("node-role.kubernetes.io/"))
-    address = next((a["address"] for a in status.get("addresses") or () if a["type"] == "InternalIP"), NONE)
-    info = status.get("nodeInfo") or {}
-    version = info.get("kubeletVersion") or ""
-    wide = [
-        address,
-        NONE,
-        *(info.get(k) or "<unknown>" for k in ("osImage", "kernelVersion", "containerRuntimeVersion")),
-    ]
-    return [",".join(words), ",".join(roles) or NONE, age(obj), version, *wide]
+def _pod_ready(obj: Object) -> str:
+    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
+    return f"{sum(bool(s.get('ready')) for s in statuses)}/{len(obj['spec']['containers'])}"
 
 
-def _event(obj: JsonObject) -> list[Any]:
-    about, source = obj.get("involvedObject") or {}, obj.get("source") or {}
-    first_seen = obj.get("firstTimestamp") or obj.get("eventTime") or obj["metadata"].get("creationTimestamp")
-    series = obj.get("series") or {}
-    last_seen = series.get("lastObservedTime") or obj.get("lastTimestamp") or first_seen
-    component = source.get("component") or obj.get("reportingComponent") or ""
-    where = f"{about.get('kind', '').lower()}/{about.get('name', '')}"
-    return [
-        since(last_seen),
-        obj.get("type", ""),
-        obj.get("reason", ""),
-        where,
-        about.get("fieldPath", ""),
-        f"{component}, {source['host']}" if source.get("host") else component,
-        (obj.get("message") or "").strip(),
-        since(first_seen),
-        series.get("count") or obj.get("count") or 1,
-        obj["metadata"]["name"],
-    ]
+def _restarts(obj: Object) -> str:
+    return str(sum(s.get("restartCount", 0) for s in (obj.get("status") or {}).get("containerStatuses") or ()))
 
 
-def _service(obj: JsonObject) -> list[Any]:
-    spec = obj["spec"]
-    ports = ",".join(f"{p['port']}/{p.get('protocol', 'TCP')}" for p in spec.get("ports") or ()) or NONE
-    selector = ",".join(f"{k}={v}" for k, v in sorted((spec.get("selector") or {}).items())) or NONE
-    return [
-        spec.get("type"),
-        spec.get("clusterIP") or NONE,
-        spec.get("externalName") or NONE,
-        ports,
-        age(obj),
-        selector,
-    ]
+def _node_status(obj: Object) -> str:
+    ready = first(obj, '.status.conditions[?(@.type=="Ready")].status')
+    cordoned = ",SchedulingDisabled" if (obj.get("spec") or {}).get("unschedulable") else ""
+    return {"True": "Ready", None: "Unknown"}.get(ready, "NotReady") + cordoned
 
 
-def _claim(obj: JsonObject) -> list[Any]:
-    spec, status = obj["spec"], obj.get("status") or {}
-    phase = "Terminating" if obj["metadata"].get("deletionTimestamp") else status.get("phase", "")
-    bound = bool(spec.get("volumeName"))
-    size = (status.get("capacity") or {}).get("storage", "") if bound else ""
-    modes = access_modes(status.get("accessModes") or ()) if bound else ""
-    return [phase, spec.get("volumeName", ""), size, modes, spec.get("storageClassName", ""), UNSET, age(obj)]
+def _node_roles(obj: Object) -> str:
+    prefix = "node-role.kubernetes.io/"
+    return (
+        ",".join(sorted(k[len(prefix) :] for k in obj["metadata"].get("labels") or {} if k.startswith(prefix))) or _NONE
+    )
 
 
-def _volume(obj: JsonObject) -> list[Any]:
-    spec, status = obj["spec"], obj.get("status") or {}
-    phase = "Terminating" if obj["metadata"].get("deletionTimestamp") else status.get("phase", "")
-    claim = spec.get("claimRef") or {}
-    name = f"{claim.get('namespace', '')}/{claim['name']}" if claim.get("name") else ""
-    size, policy = (spec.get("capacity") or {}).get("storage", ""), spec.get("persistentVolumeReclaimPolicy", "")
-    modes = access_modes(spec.get("accessModes") or ())
-    return [
-        size,
-        modes,
-        policy,
-        phase,
-        name,
-        spec.get("storageClassName", ""),
-        UNSET,
-        status.get("reason", ""),
-        age(obj),
-    ]
+def _last_seen(obj: Object) -> str:
+    moments = (first(obj, f".{p}") for p in ("series.lastObservedTime", "lastTimestamp", "firstTimestamp", "eventTime"))
+    return _since(next(filter(None, moments), None) or obj["metadata"].get("creationTimestamp"))
 
 
-def access_modes(modes: Any) -> str:
-    """Access modes in short, such as `RWX`."""
-    short = {"ReadWriteOnce": "RWO", "ReadOnlyMany": "ROX", "ReadWriteMany": "RWX", "ReadWriteOncePod": "RWOP"}
-    return ",".join(short.get(mode, mode) for mode in modes)
+def _about(obj: Object) -> str:
+    about = obj.get("involvedObject") or {}
+    return f"{about.get('kind', '').lower()}/{about.get('name', '')}"
 
 
-def _data(obj: JsonObject) -> list[Any]:
-    return [len(obj.get("data") or {}) + len(obj.get("binaryData") or {}), age(obj)]
+def _ports(obj: Object) -> str:
+    return ",".join(f"{p['port']}/{p.get('protocol', 'TCP')}" for p in obj["spec"].get("ports") or ()) or _NONE
 
 
-def _workload(obj: JsonObject) -> list[Any]:
-    status = obj.get("status") or {}
-    wanted = (obj.get("spec") or {}).get("replicas", 1)
-    ready = f"{status.get('readyReplicas', 0)}/{wanted}"
-    return [ready, status.get("updatedReplicas", 0), status.get("availableReplicas", 0), age(obj)]
+def _replicas(obj: Object) -> str:
+    return f"{(obj.get('status') or {}).get('readyReplicas', 0)}/{(obj.get('spec') or {}).get('replicas', 1)}"
 
 
-def _budget(obj: JsonObject) -> list[Any]:
-    spec, status = obj.get("spec") or {}, obj.get("status") or {}
-    least, most = spec.get("minAvailable", "N/A"), spec.get("maxUnavailable", "N/A")
-    return [str(least), str(most), status.get("disruptionsAllowed", 0), age(obj)]
+def _completions(obj: Object) -> str:
+    return f"{(obj.get('status') or {}).get('succeeded', 0)}/{(obj.get('spec') or {}).get('completions', 1)}"
 
 
-def _storage_class(obj: JsonObject) -> list[Any]:
-    expands = bool(obj.get("allowVolumeExpansion"))
-    return [obj["provisioner"], obj.get("reclaimPolicy"), obj.get("volumeBindingMode"), expands, age(obj)]
-
-
-def _role_ref(obj: JsonObject) -> list[Any]:
-    reference = obj.get("roleRef") or {}
-    return [f"{reference.get('kind')}/{reference.get('name')}", age(obj)]
-
-
-_POD = ("Ready", "Status", "Restarts", "Age", "IP*", "Node*", "Nominated Node*", "Readiness Gates*")
-_NODE = (
-    "Status",
-    "Roles",
-    "Age",
-    "Version",
-    "Internal-IP*",
-    "External-IP*",
-    "OS-Image*",
-    "Kernel-Version*",
-    "Container-Runtime*",
-)
-_EVENT = (
-    "Last Seen",
-    "Type",
-    "Reason",
-    "Object",
-    "Subobject*",
-    "Source*",
-    "Message",
-    "First Seen*",
-    "Count*#",
-    "Name*",
-)
-_VOLUME = (
-    "Capacity",
-    "Access Modes",
-    "Reclaim Policy",
-    "Status",
-    "Claim",
-    "StorageClass",
-    "VolumeAttributesClass",
-    "Reason",
-    "Age",
-)
-_CLAIM = ("Status", "Volume", "Capacity", "Access Modes", "StorageClass", "VolumeAttributesClass", "Age")
-_RBAC = "rbac.authorization.k8s.io"
-
-_PRINTERS: dict[tuple[str, str], tuple[tuple[str, ...], Cells]] = {
-    ("", "pods"): (_POD, _pod),
-    ("", "nodes"): (_NODE, _node),
-    ("", "events"): (_EVENT, _event),
-    ("", "namespaces"): (("Status", "Age"), lambda o: [(o.get("status") or {}).get("phase", ""), age(o)]),
-    ("", "services"): (("Type", "Cluster-IP", "External-IP", "Port(s)", "Age", "Selector*"), _service),
-    ("", "configmaps"): (("Data#", "Age"), _data),
-    ("", "secrets"): (("Type", "Data#", "Age"), lambda o: [o.get("type"), *_data(o)]),
-    ("", "serviceaccounts"): (("Secrets#", "Age"), lambda o: [len(o.get("secrets") or ()), age(o)]),
-    ("", "persistentvolumeclaims"): (_CLAIM, _claim),
-    ("", "persistentvolumes"): (_VOLUME, _volume),
-    ("apps", "deployments"): (("Ready", "Up-to-date#", "Available#", "Age"), _workload),
-    ("coordination.k8s.io", "leases"): (
-        ("Holder", "Age"),
-        lambda o: [(o.get("spec") or {}).get("holderIdentity", ""), age(o)],
-    ),
-    ("scheduling.k8s.io", "priorityclasses"): (
-        ("Value#", "Global-Default", "Age", "PreemptionPolicy"),
-        lambda o: [o.get("value"), bool(o.get("globalDefault")), age(o), o.get("preemptionPolicy")],
-    ),
-    ("storage.k8s.io", "storageclasses"): (
-        ("Provisioner", "ReclaimPolicy", "VolumeBindingMode", "AllowVolumeExpansion", "Age"),
-        _storage_class,
-    ),
-    ("policy", "poddisruptionbudgets"): (("Min Available", "Max Unavailable", "Allowed Disruptions#", "Age"), _budget),
-    ("apiextensions.k8s.io", "customresourcedefinitions"): (
-        ("Created At",),
-        lambda o: [o["metadata"]["creationTimestamp"]],
-    ),
-    (_RBAC, "roles"): (("Created At",), lambda o: [o["metadata"]["creationTimestamp"]]),
-    (_RBAC, "clusterroles"): (("Created At",), lambda o: [o["metadata"]["creationTimestamp"]]),
-    (_RBAC, "rolebindings"): (("Role", "Age"), _role_ref),
-    (_RBAC, "clusterrolebindings"): (("Role", "Age"), _role_ref),
+_COMPUTED: dict[str, Callable[[Object], Any]] = {
+    "ready": _pod_ready,
+    "reason": _pod_reason,
+    "restarts": _restarts,
+    "node": _node_status,
+    "roles": _node_roles,
+    "seen": _last_seen,
+    "about": _about,
+    "ports": _ports,
+    "replicas": _replicas,
+    "completions": _completions,
+    "message": lambda obj: (obj.get("message") or "").strip(),
+    "data": lambda obj: len(obj.get("data") or {}) + len(obj.get("binaryData") or {}),
 }
+# Columns: name, path or function, separated by "=". A star: shown by `-o wide` alone; a hash: a number.
+_AGE = "Age=.metadata.creationTimestamp"
+_COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("", "pods"): (
+        "Ready=ready",
+        "Status=reason",
+        "Restarts=restarts",
+        _AGE,
+        "IP=.status.podIP*",
+        "Node=.spec.nodeName*",
+    )
+    + ("Nominated Node=.status.nominatedNodeName*", "Readiness Gates=none*"),
+    ("", "nodes"): ("Status=node", "Roles=roles", _AGE, "Version=.status.nodeInfo.kubeletVersion")
+    + ('Internal-IP=.status.addresses[?(@.type=="InternalIP")].address*', "External-IP=none*")
+    + ("OS-Image=.status.nodeInfo.osImage*", "Kernel-Version=.status.nodeInfo.kernelVersion*")
+    + ("Container-Runtime=.status.nodeInfo.containerRuntimeVersion*",),
+    ("", "events"): ("Last Seen=seen", "Type=.type", "Reason=.reason", "Object=about", "Message=message"),
+    ("", "namespaces"): ("Status=.status.phase", _AGE),
+    ("", "services"): ("Type=.spec.type", "Cluster-IP=.spec.clusterIP", "External-IP=.spec.externalName")
+    + ("Port(s)=ports", _AGE),
+    ("", "configmaps"): ("Data=data#", _AGE),
+    ("", "secrets"): ("Type=.type", "Data=data#", _AGE),
+    ("apps", "deployments"): ("Ready=replicas", "Up-to-date=.status.updatedReplicas#")
+    + ("Available=.status.availableReplicas#", _AGE),
+    ("batch", "jobs"): ("Completions=completions", _AGE),
+    ("apiextensions.k8s.io", "customresourcedefinitions"): ("Created At=.metadata.creationTimestamp",),
+}
+
+
+def columns_of(resource: Resource) -> list[Column]:
+    """The columns of a resource."""
+    name = Column("Name", "string", ".metadata.name", 0, "name")
+    if resource.custom:
+        return [name, *(resource.columns or (Column("Age", "date", ".metadata.creationTimestamp"),))]
+    columns = [] if resource.key == ("", "events") else [name]
+    for row in _COLUMNS.get(resource.key, (_AGE,)):
+        title, _, path = row.rstrip("*#").partition("=")
+        kind = "date" if title == "Age" else "integer" if row[-1] == "#" else "string"
+        columns.append(Column(title, kind, path, int(row[-1] == "*"), missing=0 if kind == "integer" else _NONE))
+    return columns

@@ -5,46 +5,53 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
 
 import orjson
 
-from meshwright.local.apiserver.errors import ApiError, bad_request, expired
-from meshwright.local.apiserver.eventlog import Event, Overrun, Stored
+from meshwright.local.apiserver.errors import ApiError, Object, bad_request
+from meshwright.local.apiserver.metadata import field_selector, label_selector
 from meshwright.local.apiserver.options import ListOptions
+from meshwright.local.apiserver.printers import View
 from meshwright.local.apiserver.resources import Resource
-from meshwright.local.apiserver.selectors import Predicate, field_selector, label_selector
-from meshwright.local.apiserver.store import Store
-from meshwright.local.apiserver.views import View
+from meshwright.local.apiserver.store import Event, Overrun, Place, Store, Stored
 
 BOOKMARK_SECONDS = 60.0
 SHORTEST_WATCH_SECONDS = 1800.0
+_BATCH = 500
 Send = Callable[[bytes], Awaitable[None]]
 
 
-def selection(resource: Resource, namespace: str, options: ListOptions) -> Predicate:
-    """Which objects a request is about.
+@dataclass(slots=True)
+class Interference:
+    """What chaos does to one watch; it may change while the watch runs."""
 
-    Raises:
-        ApiError: 400 for a selector that cannot be read.
-    """
+    delay_seconds: float = 0.0
+    """How much later than they happened events are sent."""
+    silent: bool = False
+    """Half-open: connected, but nothing arrives any more."""
+
+
+def selection(resource: Resource, namespace: str, options: ListOptions) -> Callable[[Place, Stored], bool]:
+    """Which objects a request is about; raises ApiError 400 for a selector that cannot be read."""
     labels = label_selector(options.label_selector) if options.label_selector else None
     fields = field_selector(options.field_selector, resource.fields) if options.field_selector else None
 
-    def selects(obj: dict[str, Any]) -> bool:
-        metadata = obj["metadata"]
-        if namespace and metadata.get("namespace") != namespace:
+    def selects(place: Place, stored: Stored) -> bool:
+        if namespace and place[0] != namespace:
             return False
-        return (labels is None or labels(metadata.get("labels") or {})) and (fields is None or fields(obj))
+        fits = labels is None or labels(stored.obj["metadata"].get("labels") or {})
+        return fits and (fields is None or fields(stored.obj))
 
     return selects
 
 
 def list_objects(
-    store: Store, resource: Resource, namespace: str, options: ListOptions
-) -> tuple[list[Stored], dict[str, Any]]:
-    """The objects of one page and the list's metadata.
+    store: Store, resource: Resource, namespace: str, options: ListOptions, as_of: int | None = None
+) -> tuple[list[Stored], Object]:
+    """The objects of one page and the list's metadata; `as_of` shows an earlier revision.
 
     Pages after the first show the present state of what comes after the last object seen, under the revision of the
     first page: a watch from that revision then tells every difference.
@@ -53,16 +60,16 @@ def list_objects(
         ApiError: 400 for a bad selector or token, 410 or 504 for a revision that is not at hand.
     """
     selects = selection(resource, namespace, options)
-    revision, after = str(store.revision), ("", "")
+    revision, after = str(store.revision if as_of is None else as_of), ("", "")
     if options.resume:
         revision, after = _resume(options.resume)
     elif options.revision not in ("", "0"):
-        _check_revision(int(options.revision), store.revision, exact=options.revision_match == "Exact")
+        _check_revision(int(options.revision), int(revision), exact=options.revision_match == "Exact")
     found: list[Stored] = []
-    metadata: dict[str, Any] = {"resourceVersion": revision}
-    places = [(place, stored) for place, stored in store.items(resource.key, namespace) if place > after]
+    metadata: Object = {"resourceVersion": revision}
+    places = [entry for entry in store.items(resource.key, namespace, as_of) if entry[0] > after]
     for index, (place, stored) in enumerate(places):
-        if not selects(stored.obj):
+        if not selects(place, stored):
             continue
         found.append(stored)
         if options.limit and len(found) == options.limit and index + 1 < len(places):
@@ -89,7 +96,8 @@ def _check_revision(wanted: int, current: int, *, exact: bool) -> None:
         text = f"Too large resource version: {wanted}, current: {current}"
         raise ApiError(504, "Timeout", text, details, retry_after=1)
     if exact and wanted < current:
-        raise expired(f"The provided resource version is too old: {wanted} (current {current})")
+        text = f"The provided resource version is too old: {wanted} (current {current})"
+        raise ApiError(410, "Expired", text)
 
 
 class Watch:
@@ -103,49 +111,47 @@ class Watch:
         self._selects = selection(view.resource, namespace, options)
         self._namespace = namespace
         self._header = True
+        self.interference = Interference()
 
     async def run(self, send: Send) -> None:
         """Send events until the time is over, the client falls behind, or `send` raises."""
         revision = self._store.revision
         try:
             initial, position = self._begin()
+            for start in range(0, len(initial), _BATCH):
+                await send(b"".join(self._line(b"ADDED", stored) for stored in initial[start : start + _BATCH]))
+            if self._options.initial_events and self._options.bookmarks:
+                await send(_line(b"BOOKMARK", self._view.bookmark(revision, initial_end=True)))
+            await self._follow(position, send)
         except Overrun as error:
-            await send(_error(expired(str(error))))
-            return
-        for start in range(0, len(initial), 500):
-            await send(b"".join(self._line(b"ADDED", stored) for stored in initial[start : start + 500]))
-        if self._options.initial_events and self._options.bookmarks:
-            await send(_line(b"BOOKMARK", self._view.bookmark(revision, initial_end=True)))
-        await self._follow(position, send)
+            await send(_line(b"ERROR", orjson.dumps(ApiError(410, "Expired", str(error)).status())))
 
     def _begin(self) -> tuple[list[Stored], int]:
         since = self._options.revision
-        wants_all = self._options.initial_events
-        if wants_all is None:
-            wants_all = since in ("", "0")
+        wants_all = self._options.initial_events if self._options.initial_events is not None else since in ("", "0")
         if wants_all or since in ("", "0"):
             items = self._store.items(self._view.resource.key, self._namespace) if wants_all else ()
-            return [stored for _, stored in items if self._selects(stored.obj)], self._log.end
+            return [stored for place, stored in items if self._selects(place, stored)], self._log.end
         if int(since) > self._store.revision:
             # Only a server that lost its state meets this; the client must list anew.
             raise Overrun(f"too large resource version: {since} ({self._store.revision})")
         return [], self._log.position_after(int(since))
 
     async def _follow(self, position: int, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
+        clock, chaos = time.monotonic, self.interference
         lifetime = self._options.timeout_seconds or SHORTEST_WATCH_SECONDS * (1 + random.random())  # noqa: S311
-        end = clock() + lifetime
-        bookmark = clock() + BOOKMARK_SECONDS
-        while (left := end - clock()) > 0:
-            if await self._log.wait(position, min(left, max(0.0, bookmark - clock()))):
-                try:
-                    events = self._log.read(position)
-                except Overrun as error:
-                    await send(_error(expired(str(error))))
-                    return
+        end, bookmark = clock() + lifetime, clock() + BOOKMARK_SECONDS
+        while (left := end - clock()) > 0 or chaos.silent:
+            news = await self._log.wait(position, max(0.0, min(left, bookmark - clock())))
+            if chaos.silent:
+                await asyncio.Event().wait()  # for ever: only the client, or the end of the server, ends this
+            if news:
+                events = self._log.read(position, _BATCH)
+                if chaos.delay_seconds:
+                    await asyncio.sleep(max(0.0, events[0].at + chaos.delay_seconds - clock()))
+                    events = [event for event in events if event.at + chaos.delay_seconds <= clock()]
                 position += len(events)
-                lines = b"".join(self._event(event) for event in events)
-                if lines:
+                if lines := b"".join(self._event(event) for event in events):
                     await send(lines)
             if clock() >= bookmark and position == self._log.end:
                 # All that is known was looked at, so the newest revision is one to resume from.
@@ -154,8 +160,8 @@ class Watch:
                     await send(_line(b"BOOKMARK", self._view.bookmark(self._store.revision, initial_end=False)))
 
     def _event(self, event: Event) -> bytes:
-        was = event.old is not None and self._selects(event.old.obj)
-        fits = self._selects(event.new.obj)
+        was = event.old is not None and self._selects(event.place, event.old)
+        fits = self._selects(event.place, event.new)
         if event.change == "DELETED":
             return self._line(b"DELETED", event.new) if was or fits else b""
         if fits:
@@ -163,8 +169,7 @@ class Watch:
         if was and event.old is not None:
             # It left the selection: the client is told of the last state it may see, at the revision of the change.
             metadata = {**event.old.obj["metadata"], "resourceVersion": str(event.revision)}
-            last = {**event.old.obj, "metadata": metadata}
-            return self._line(b"DELETED", Stored(last, orjson.dumps(last)))
+            return self._line(b"DELETED", Stored.of({**event.old.obj, "metadata": metadata}))
         return b""
 
     def _line(self, change: bytes, stored: Stored) -> bytes:
@@ -175,7 +180,3 @@ class Watch:
 
 def _line(change: bytes, body: bytes) -> bytes:
     return b'{"type":"' + change + b'","object":' + body + b"}\n"
-
-
-def _error(error: ApiError) -> bytes:
-    return _line(b"ERROR", orjson.dumps(error.status()))

@@ -7,34 +7,35 @@ would let them run commands as this user.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import secrets
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
+from meshwright.local import clock
 from meshwright.local.apiserver import certificates
-from meshwright.local.apiserver.api import Api
 from meshwright.local.apiserver.bodies import MAX_BODY_BYTES
 from meshwright.local.apiserver.certificates import Authority, TlsFiles
-from meshwright.local.apiserver.definitions import Definitions
-from meshwright.local.apiserver.deleting import Deleting
-from meshwright.local.apiserver.expiry import sweep_events
-from meshwright.local.apiserver.identity import Authenticator, User, admin
-from meshwright.local.apiserver.kinds.core import PERMANENT_NAMESPACES
+from meshwright.local.apiserver.chaos import Chaos
+from meshwright.local.apiserver.discovery import Registry
+from meshwright.local.apiserver.errors import Object
+from meshwright.local.apiserver.handlers import Handlers
+from meshwright.local.apiserver.identity import RBAC, Authenticator, Authorizer, User, admin, initial_roles
+from meshwright.local.apiserver.kinds import PERMANENT_NAMESPACES
 from meshwright.local.apiserver.kubelet import KubeletProxy
+from meshwright.local.apiserver.objects import NAMESPACES, Objects
 from meshwright.local.apiserver.options import WriteOptions
-from meshwright.local.apiserver.rbac import GROUP, Authorizer, initial_roles
-from meshwright.local.apiserver.registry import Registry
-from meshwright.local.apiserver.requests import ResourceRequests
-from meshwright.local.apiserver.store import ResourceKey, Store
-from meshwright.local.apiserver.subresources import Subresources
-from meshwright.local.apiserver.writing import Writing
+from meshwright.local.apiserver.routes import Routes
+from meshwright.local.apiserver.store import Store
 
+EVENTS = ("", "events")
+EVENT_LIFETIME = datetime.timedelta(hours=1)
+_SWEEP_SECONDS = 60.0
+_DELETES_PER_TURN = 50
 _SHUTDOWN_SECONDS = 1.0
-_SYSTEM = "kube-apiserver"
 
 
 class ApiServer:
@@ -70,8 +71,10 @@ class ApiServer:
         """The certificate that clients must trust."""
         self.url = ""
         """Where the server listens, once started."""
+        self.chaos = Chaos()
+        """Faults on demand."""
         self._store: Store | None = None
-        self._api: Api | None = None
+        self._routes: Routes | None = None
         self._kubelet: KubeletProxy | None = None
         self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -85,15 +88,14 @@ class ApiServer:
         """
         self._store = Store(self._directory)
         try:
-            self._api = self._assemble(self._store)
+            self._routes = self._assemble(self._store)
             app = web.Application(client_max_size=MAX_BODY_BYTES)
-            app.router.add_route("*", "/{path:.*}", self._api.handle)
+            app.router.add_route("*", "/{path:.*}", self._routes.handle)
             self._runner = web.AppRunner(
                 app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS
             )
             await self._runner.setup()
-            site = web.TCPSite(self._runner, host, port, ssl_context=self._context(host))
-            await site.start()
+            await web.TCPSite(self._runner, host, port, ssl_context=self._context(host)).start()
             address, bound = self._runner.addresses[0][:2]
         except BaseException:
             await self.stop()
@@ -105,35 +107,31 @@ class ApiServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
-        if self._api is not None:
-            self._api.cancel_all()
+        if self._routes is not None:
+            self._routes.cancel_all()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._kubelet is not None:
             await self._kubelet.close()
         if self._store is not None:
             self._store.close()
-        self._api = self._runner = self._kubelet = self._store = self._sweeper = None
+        self._routes = self._runner = self._kubelet = self._store = self._sweeper = None
 
-    def _assemble(self, store: Store) -> Api:
+    def _assemble(self, store: Store) -> Routes:
         registry = Registry()
-        definitions = Definitions(store, registry)
-        writing = Writing(store, definitions.after_write)
-        deleting = Deleting(store, definitions.after_write)
-        definitions.attach(writing, deleting)
-        _populate(registry, writing)
-        events = registry.get("", "v1", "events")
-        if events is not None:
-            self._sweeper = asyncio.create_task(sweep_events(events, writing, deleting))
-        authenticator = Authenticator(
-            {**self._users, self.token: admin()},
-            self._secret("service-account.key").encode(),
-            lambda namespace, name, uid: _has_account(writing, namespace, name, uid),
-        )
-        self._kubelet = KubeletProxy(writing, self.kubelet_token, certificates.client_context(self.ca_pem))
-        subresources = Subresources(store, registry, writing, deleting)
-        requests = ResourceRequests(store, writing, deleting, definitions, subresources, authenticator, self._kubelet)
-        return Api(registry, requests, authenticator, Authorizer(writing))
+        objects = Objects(store, registry)
+        _populate(objects)
+        self._sweeper = asyncio.create_task(_sweep_events(objects))
+
+        def has_account(namespace: str, name: str, uid: str) -> bool:
+            account = store.find(("", "serviceaccounts"), namespace, name)
+            return account is not None and account["metadata"]["uid"] == uid
+
+        key = self._secret("service-account.key").encode()
+        authenticator = Authenticator({**self._users, self.token: admin()}, key, has_account)
+        self._kubelet = KubeletProxy(store, self.kubelet_token, certificates.client_context(self.ca_pem))
+        handlers = Handlers(store, objects, authenticator, self._kubelet, self.chaos)
+        return Routes(registry, handlers, authenticator, Authorizer(store), self.chaos)
 
     def _secret(self, name: str) -> str:
         """A random secret, the same after each start when there is a directory to keep it in."""
@@ -150,33 +148,43 @@ class ApiServer:
         return certificates.load_authority(self._directory / "pki")
 
     def _context(self, host: str) -> ssl.SSLContext:
+        if self.authority is not None:
+            names = dict.fromkeys([*certificates.LOCAL_NAMES, host])
+            return certificates.server_context(*self.authority.issue("kube-apiserver", names))
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         if self._tls is not None:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(self._tls.certificate, self._tls.key)
-            return context
-        if self.authority is None:
-            raise RuntimeError("a server without given certificates has an authority")
-        names = dict.fromkeys([*certificates.LOCAL_NAMES, host])
-        return certificates.server_context(*self.authority.issue("kube-apiserver", names))
+        return context
 
 
-def _has_account(writing: Writing, namespace: str, name: str, uid: str) -> bool:
-    account = writing.find(("", "serviceaccounts"), namespace, name)
-    return account is not None and account["metadata"]["uid"] == uid
-
-
-def _populate(registry: Registry, writing: Writing) -> None:
+def _populate(objects: Objects) -> None:
     """Create what every cluster has from the start and this one lacks."""
-    wanted: list[tuple[ResourceKey, dict[str, Any]]] = [
-        (("", "namespaces"), {"metadata": {"name": name}}) for name in PERMANENT_NAMESPACES
-    ]
-    wanted += [((GROUP, plural), obj) for plural, obj in initial_roles()]
+    wanted = [(NAMESPACES, {"metadata": {"name": name}}) for name in PERMANENT_NAMESPACES]
+    wanted += [((RBAC, plural), obj) for plural, obj in initial_roles()]
     for key, obj in wanted:
-        _create_if_missing(registry, writing, key, obj)
+        if objects.store.find(key, "", obj["metadata"]["name"]) is None:
+            objects.create(objects.registry.builtin(key), "", obj, WriteOptions("kube-apiserver"))
 
 
-def _create_if_missing(registry: Registry, writing: Writing, key: ResourceKey, obj: dict[str, Any]) -> None:
-    resource = registry.get(key[0], "v1", key[1])
-    if resource is None or writing.find(key, "", obj["metadata"]["name"]) is not None:
-        return
-    writing.create(resource, "", obj, WriteOptions(_SYSTEM, True, False, "Strict", False))
+def expired_events(events: Iterator[Object], now: datetime.datetime) -> list[Object]:
+    """The events that nobody has touched for an hour, which a real server forgets too."""
+    return [event for event in events if now - _last_touched(event, now) > EVENT_LIFETIME]
+
+
+def _last_touched(event: Object, now: datetime.datetime) -> datetime.datetime:
+    series, created = event.get("series") or {}, event["metadata"].get("creationTimestamp")
+    moments = [series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), created]
+    return max((clock.parse(moment) for moment in moments if moment), default=now)
+
+
+async def _sweep_events(objects: Objects) -> None:
+    resource = objects.registry.builtin(EVENTS)
+    while True:
+        now = datetime.datetime.now(datetime.UTC)
+        for index, event in enumerate(expired_events(objects.store.all(EVENTS), now)):
+            metadata = event["metadata"]
+            if objects.store.find(EVENTS, metadata["namespace"], metadata["name"]) is not None:
+                objects.delete(resource, event, {})
+            if index % _DELETES_PER_TURN == _DELETES_PER_TURN - 1:
+                await asyncio.sleep(0)
+        await asyncio.sleep(_SWEEP_SECONDS)

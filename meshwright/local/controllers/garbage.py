@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from functools import partial
 
-import aiohttp
-
-from meshwright.local.client import ApiClient, ApiError
+from meshwright.local.client import REQUEST_ERRORS
+from meshwright.local.controller import Controller, Key
 from meshwright.local.controllers.ownership import FOREGROUND, ORPHAN, Graph, Node, OwnerState, judge
-from meshwright.local.discovery import discover
 from meshwright.local.informers import Informers
 from meshwright.local.reflector import Change, ChangeType, Reflector
-from meshwright.local.resources import CRDS, Object, Resource, key_of
-from meshwright.local.workqueue import WorkQueue
+from meshwright.local.resources import CRDS, Object, Resource
 
 logger = logging.getLogger(__name__)
 
@@ -28,168 +24,134 @@ logger = logging.getLogger(__name__)
 _IGNORED = frozenset({"events"})
 _NEEDED_VERBS = frozenset({"list", "watch", "delete"})
 _DISCOVERY_SECONDS = 30.0
-_REMEMBERED_ABSENT = 10_000
+_UNSURE_SECONDS = 1.0
 
 
-class GarbageCollector:
-    """Deletes what nobody owns any more and lets owners go once their dependents are gone."""
+class GarbageCollector(Controller):
+    """Deletes what nobody owns any more and lets owners go once their dependents are gone. Keys are `("", uid)`."""
 
     def __init__(self, informers: Informers) -> None:
-        self._client: ApiClient = informers.client
+        super().__init__(informers, "garbage-collector", workers=4)
         self._graph = Graph()
         self._kinds: dict[tuple[str, str], Resource] = {}
+        """By group and kind. Kinds whose definition went away stay: their objects are then found to be gone."""
         self._watches: dict[Resource, tuple[Reflector, asyncio.Task[None]]] = {}
-        self._unsure: set[str] = set()
-        """Dependents of an owner that no watch has shown: looked at again when there are more watches."""
-        self._absent: OrderedDict[str, None] = OrderedDict()
-        self._queue: WorkQueue[str] = WorkQueue("garbage", self._look, workers=4)
         self._rediscover = asyncio.Event()
         informers.get(CRDS).listeners.append(lambda _: self._rediscover.set())
 
     async def run(self) -> None:
         """Collect until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._follow_resources(group))
-                group.create_task(self._queue.run())
-        finally:
-            self._watches.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_resources(group))
+            group.create_task(super().run())
 
     async def _follow_resources(self, group: asyncio.TaskGroup) -> None:
         while True:
             self._rediscover.clear()
+            pause = _DISCOVERY_SECONDS
             try:
-                await self._update_watches(group)
-            except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                self._update_watches(group, await self.client.resources())
+            except REQUEST_ERRORS as error:
                 logger.debug("discovery failed: %r", error)
-                await asyncio.sleep(0.5)
-                continue
+                pause = 0.5
             try:
-                async with asyncio.timeout(_DISCOVERY_SECONDS):
+                async with asyncio.timeout(pause):
                     await self._rediscover.wait()
                     # A definition is served a moment after it is written.
                     await asyncio.sleep(0.05)
             except TimeoutError:
                 pass
 
-    async def _update_watches(self, group: asyncio.TaskGroup) -> None:
-        served = await discover(self._client)
-        self._kinds = {(item.resource.group, item.resource.kind): item.resource for item in served}
-        wanted = {
-            item.resource for item in served if item.verbs >= _NEEDED_VERBS and item.resource.plural not in _IGNORED
-        }
+    def _update_watches(self, group: asyncio.TaskGroup, served: dict[Resource, frozenset[str]]) -> None:
+        self._kinds |= {(resource.group, resource.kind): resource for resource in served}
+        wanted = {item for item, verbs in served.items() if verbs >= _NEEDED_VERBS and item.plural not in _IGNORED}
         for resource in wanted - self._watches.keys():
-            reflector = Reflector(self._client, resource, trim=_metadata_only)
+            reflector = Reflector(self.client, resource, trim=_metadata_only)
             reflector.listeners.append(partial(self._changed, resource))
             self._watches[resource] = (reflector, group.create_task(reflector.run()))
-            group.create_task(self._recheck(reflector))
         for resource in self._watches.keys() - wanted:
             reflector, task = self._watches.pop(resource)
             task.cancel()
             for item in reflector.objects.values():
-                # No longer served is not deleted: what they own stays, as long as nothing better is known.
-                self._graph.remove(item["metadata"]["uid"])
-
-    async def _recheck(self, reflector: Reflector) -> None:
-        await reflector.synced.wait()
-        unsure, self._unsure = self._unsure, set()
-        for uid in unsure:
-            self._queue.add(uid)
+                # No longer served is not deleted: what they own is looked at again and asked for.
+                self._changed(resource, Change(ChangeType.DELETED, item))
 
     def _changed(self, resource: Resource, change: Change) -> None:
         node = Node.of(resource, change.object)
         if change.type is ChangeType.DELETED:
             self._graph.remove(node.uid)
-            self._remember_absent(node.uid)
-            for dependent in self._graph.dependents(node.uid):
-                self._queue.add(dependent.uid)
+            self._look_at(self._graph.dependents(node.uid))
+            owners = node.owners
         else:
             old = self._graph.put(node)
             if node.owners or node.deleting:
-                self._queue.add(node.uid)
+                self.add(("", node.uid))
             if node.in_foreground:
-                for dependent in self._graph.dependents(node.uid):
-                    self._queue.add(dependent.uid)
-            if old is None or old.owners == node.owners:
-                return
-            node = old
-        for owner in node.owners:
+                self._look_at(self._graph.dependents(node.uid))
+            owners = old.owners if old is not None and old.owners != node.owners else ()
+        for owner in owners:
             # One blocker fewer may be what the owner waits for.
             if owner["uid"] in self._graph.nodes and self._graph.nodes[owner["uid"]].deleting:
-                self._queue.add(owner["uid"])
+                self.add(("", owner["uid"]))
 
-    def _remember_absent(self, uid: str) -> None:
-        # With a definition its kind goes too, and then the server cannot be asked about the owner any more.
-        self._absent[uid] = None
-        while len(self._absent) > _REMEMBERED_ABSENT:
-            self._absent.popitem(last=False)
+    def _look_at(self, nodes: list[Node]) -> None:
+        self.add(*(("", node.uid) for node in nodes))
 
-    async def _look(self, uid: str) -> float | None:
-        node = self._graph.nodes.get(uid)
-        if node is None:
-            return None
-        live = await self._client.find(node.resource, node.name, node.namespace)
-        if live is None or live["metadata"]["uid"] != uid:
+    async def reconcile(self, key: Key) -> float | None:
+        """Look at one object: what its owners' ends mean for it, and its own end for its dependents."""
+        node = self._graph.nodes.get(key[1])
+        live = await self._live(node) if node is not None else None
+        if node is None or live is None:
             # The watch will tell; if the graph was ahead of it, nothing is lost either.
             return None
         node = Node.of(node.resource, live)
+        dependents = self._graph.dependents(node.uid)
         if node.orphaning:
-            return await self._orphan(node, live)
+            for dependent in dependents:
+                await self._drop_owners(dependent, frozenset({node.uid}))
+            await self._remove_finalizer(node, live, ORPHAN)
+            return None
         if node.in_foreground:
-            await self._release(node, live)
-        await self._collect(node, live)
-        return None
+            self._look_at(dependents)
+            if not self._graph.blockers(node.uid):
+                await self._remove_finalizer(node, live, FOREGROUND)
+        return await self._collect(node, bool(dependents))
 
-    async def _orphan(self, owner: Node, live: Object) -> float | None:
-        for dependent in self._graph.dependents(owner.uid):
-            await self._drop_owners(dependent, frozenset({owner.uid}))
-        await self._remove_finalizer(owner, live, ORPHAN)
-        return None
-
-    async def _release(self, owner: Node, live: Object) -> None:
-        blockers = self._graph.blockers(owner.uid)
-        for dependent in self._graph.dependents(owner.uid):
-            self._queue.add(dependent.uid)
-        if not blockers:
-            await self._remove_finalizer(owner, live, FOREGROUND)
-
-    async def _collect(self, node: Node, live: Object) -> None:
+    async def _collect(self, node: Node, has_dependents: bool) -> float | None:
         states = {owner["uid"]: await self._owner_state(node, owner) for owner in node.owners}
-        verdict = judge(node, states, bool(self._graph.dependents(node.uid)))
+        verdict = judge(node, states, has_dependents)
         if verdict.delete:
             logger.debug("collecting %s %s/%s", node.resource.plural, node.namespace, node.name)
-            await self._client.delete(
-                node.resource, node.name, node.namespace or None, propagation=verdict.delete, uid=node.uid
-            )
+            space = node.namespace or None
+            await self.client.delete(node.resource, node.name, space, propagation=verdict.delete, uid=node.uid)
         elif verdict.drop_owners:
             await self._drop_owners(node, verdict.drop_owners)
+        # An owner may go before its kind is watched, and then nobody would tell.
+        unwatched = any(uid not in self._graph.nodes for uid, state in states.items() if state is OwnerState.SOLID)
+        return _UNSURE_SECONDS if unwatched else None
 
     async def _owner_state(self, node: Node, owner: Object) -> OwnerState:
-        if owner["uid"] in self._absent:
-            return OwnerState.GONE
         known = self._graph.nodes.get(owner["uid"])
-        if known is None:
-            # It may go before its kind is watched, and then nobody would tell.
-            self._unsure.add(node.uid)
         if known is None or known.namespace not in ("", node.namespace):
-            group = owner["apiVersion"].rpartition("/")[0]
-            resource = self._kinds.get((group, owner["kind"]))
+            resource = self._kinds.get((owner["apiVersion"].rpartition("/")[0], owner["kind"]))
             if resource is None:
                 # Perhaps a definition that was just made; never delete for want of knowledge.
                 return OwnerState.SOLID
-            live = await self._client.find(resource, owner["name"], node.namespace if resource.namespaced else None)
+            live = await self.client.find(resource, owner["name"], node.namespace if resource.namespaced else None)
             if live is None or live["metadata"]["uid"] != owner["uid"]:
                 return OwnerState.GONE
             known = Node.of(resource, live)
         return OwnerState.LEAVING if known.in_foreground and owner.get("blockOwnerDeletion") else OwnerState.SOLID
 
+    async def _live(self, node: Node) -> Object | None:
+        found = await self.client.find(node.resource, node.name, node.namespace)
+        return found if found is not None and found["metadata"]["uid"] == node.uid else None
+
     async def _drop_owners(self, node: Node, uids: frozenset[str]) -> None:
-        live = await self._client.find(node.resource, node.name, node.namespace)
-        if live is None or live["metadata"]["uid"] != node.uid:
-            return
-        owners = live["metadata"].get("ownerReferences") or []
+        live = await self._live(node)
+        owners = (live["metadata"].get("ownerReferences") or []) if live else []
         kept = [owner for owner in owners if owner["uid"] not in uids]
-        if len(kept) != len(owners):
+        if live and len(kept) != len(owners):
             await self._patch_metadata(node, live, {"ownerReferences": kept or None})
 
     async def _remove_finalizer(self, node: Node, live: Object, name: str) -> None:
@@ -197,14 +159,10 @@ class GarbageCollector:
         await self._patch_metadata(node, live, {"finalizers": kept or None})
 
     async def _patch_metadata(self, node: Node, live: Object, fields: Object) -> None:
-        metadata = live["metadata"]
-        exact = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"], **fields}
-        await self._client.patch(node.resource, node.name, {"metadata": exact}, node.namespace or None)
+        exact = {"uid": node.uid, "resourceVersion": live["metadata"]["resourceVersion"], **fields}
+        await self.client.patch(node.resource, node.name, {"metadata": exact}, node.namespace or None)
 
 
 def _metadata_only(item: Object) -> Object:
-    metadata = item["metadata"]
-    namespace, name = key_of(item)
-    kept = ("uid", "resourceVersion", "ownerReferences", "finalizers", "deletionTimestamp")
-    slim = {field: metadata[field] for field in kept if field in metadata}
-    return {"metadata": {"namespace": namespace, "name": name, **slim}}
+    kept = ("namespace", "name", "uid", "resourceVersion", "ownerReferences", "finalizers", "deletionTimestamp")
+    return {"metadata": {field: item["metadata"][field] for field in kept if field in item["metadata"]}}

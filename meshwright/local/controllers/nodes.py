@@ -7,23 +7,19 @@ left to confirm their end. Time is measured from when a renewal was seen here, s
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Awaitable
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import aiohttp
-
 from meshwright.local import clock
-from meshwright.local.client import STRATEGIC_PATCH, ApiClient, ApiError
+from meshwright.local.client import STRATEGIC_PATCH
+from meshwright.local.controller import Controller, Key
 from meshwright.local.controllers.eviction import NOT_READY, UNREACHABLE, seconds_to_stay
-from meshwright.local.events import EventRecorder
 from meshwright.local.informers import Informers
-from meshwright.local.reflector import Change, ChangeType, Reflector
-from meshwright.local.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, Object
-
-logger = logging.getLogger(__name__)
+from meshwright.local.reflector import Change, ChangeType
+from meshwright.local.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, Object, key_of
+from meshwright.local.scheduler.snapshot import is_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,100 +36,64 @@ class NodeTimes:
     """Between two looks at the clock."""
 
 
-class NodeController:
-    """Watches heartbeats, taints and evicts."""
+class NodeController(Controller):
+    """Watches heartbeats, taints and evicts. Keys are `("", node)`."""
 
     def __init__(self, informers: Informers, times: NodeTimes) -> None:
-        self._client: ApiClient = informers.client
+        super().__init__(informers, "node-controller")
         self._times = times
-        self._nodes = informers.get(NODES)
-        self._pods = informers.get(PODS)
-        self._leases = Reflector(informers.client, LEASES, namespace=LEASE_NAMESPACE)
-        self._leases.listeners.append(self._lease_changed)
-        self._nodes.listeners.append(self._node_changed)
-        self._events = EventRecorder(informers.client, "node-controller")
         self._seen: dict[str, float] = {}
         self._tainted: dict[str, float] = {}
-        self._wake = asyncio.Event()
+        self._on: defaultdict[str, dict[Key, Object]] = defaultdict(dict)
+        self._nodes = self.follow(NODES)
+        self.follow(PODS, self._pod_changed)
+        self.follow(LEASES, self._lease_changed)
 
-    async def run(self) -> None:
-        """Work until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._leases.run())
-            group.create_task(self._events.run())
-            for reflector in (self._nodes, self._pods, self._leases):
-                await reflector.synced.wait()
-            while True:
-                for name, node in list(self._nodes.objects.items()):
-                    await self._guarded(self._look(name[1], node))
-                await self._guarded(self._evict())
-                self._wake.clear()
-                try:
-                    async with asyncio.timeout(self._times.check):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass
-
-    async def _guarded(self, work: Awaitable[None]) -> None:
-        try:
-            await work
-        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            logger.debug("node controller: %r", error)
-
-    def _lease_changed(self, change: Change) -> None:
-        if change.type is not ChangeType.DELETED:
-            self._seen[change.object["metadata"]["name"]] = time.monotonic()
-
-    def _node_changed(self, change: Change) -> None:
-        name = change.object["metadata"]["name"]
+    def _pod_changed(self, change: Change) -> Iterable[Key]:
+        pod, node = change.object, change.object["spec"].get("nodeName")
+        if not node:
+            return ()
         if change.type is ChangeType.DELETED:
+            self._on[node].pop(key_of(pod), None)
+        else:
+            self._on[node][key_of(pod)] = pod
+        return (("", node),)
+
+    def _lease_changed(self, change: Change) -> Iterable[Key]:
+        # A renewal is only noted: the node is looked at when its time would have been up.
+        if key_of(change.object)[0] == LEASE_NAMESPACE and change.type is not ChangeType.DELETED:
+            self._seen[change.object["metadata"]["name"]] = time.monotonic()
+        return ()
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Judge one node by its silence and its taints, and what that means for its pods."""
+        name, node = key[1], self._nodes.get(key)
+        if node is None:
             self._seen.pop(name, None)
             self._tainted.pop(name, None)
-            self._wake.set()
-        elif (
-            change.old is None
-            or _ready(change.old) != _ready(change.object)
-            or _taints(change.old) != _taints(change.object)
-        ):
-            self._seen.setdefault(name, time.monotonic())
-            self._wake.set()
-
-    async def _look(self, name: str, node: Object) -> None:
+            if self._on[name] and await self.client.find(NODES, name) is None:
+                for pod in list(self._on[name].values()):
+                    await self._remove(pod, grace_seconds=0)
+            return None
         silent = time.monotonic() - self._seen.setdefault(name, time.monotonic())
         ready = _ready(node)
         if silent > self._times.heartbeat and ready != "Unknown":
             await self._mark_unknown(name, node)
             ready = "Unknown"
         await self._set_taints(name, node, {"True": None, "False": NOT_READY}.get(ready, UNREACHABLE))
+        await self._evict(name, node)
+        return self._times.check if ready != "True" or name in self._tainted else self._times.heartbeat - silent + 0.01
 
     async def _mark_unknown(self, name: str, node: Object) -> None:
-        conditions = [
-            {
-                "type": kind,
-                "status": "Unknown",
-                "reason": "NodeStatusUnknown",
-                "message": "Node agent stopped posting node status.",
-                "lastTransitionTime": clock.now(),
-            }
-            for kind in [item["type"] for item in (node.get("status") or {}).get("conditions") or ()] or ["Ready"]
-        ]
-        body = {"status": {"conditions": conditions}}
-        await self._client.patch(NODES, name, body, subresource="status", content_type=STRATEGIC_PATCH)
-        self._events.emit(node, "Normal", "NodeNotReady", f"Node {name} status is now: NodeNotReady")
-        for pod in self._pods_of(name):
-            await self._mark_pod_not_ready(pod)
-
-    async def _mark_pod_not_ready(self, pod: Object) -> None:
+        known = [item["type"] for item in (node.get("status") or {}).get("conditions") or ()] or ["Ready"]
+        unknown = {"status": "Unknown", "reason": "NodeStatusUnknown", "lastTransitionTime": clock.now()}
+        unknown["message"] = "Node agent stopped posting node status."
+        body = {"status": {"conditions": [{"type": kind, **unknown} for kind in known]}}
+        await self.client.patch(NODES, name, body, subresource="status", content_type=STRATEGIC_PATCH)
+        self.events.emit(node, "Normal", "NodeNotReady", f"Node {name} status is now: NodeNotReady")
         condition = {"type": "Ready", "status": "False", "reason": "NodeNotReady", "lastTransitionTime": clock.now()}
-        metadata = pod["metadata"]
-        await self._client.patch(
-            PODS,
-            metadata["name"],
-            {"metadata": {"uid": metadata["uid"]}, "status": {"conditions": [condition]}},
-            metadata["namespace"],
-            subresource="status",
-            content_type=STRATEGIC_PATCH,
-        )
+        for pod in list(self._on[name].values()):
+            await self.client.set_condition(PODS, pod, condition)
 
     async def _set_taints(self, name: str, node: Object, wanted: str | None) -> None:
         """Have exactly the lifecycle taint that fits the node's state, for scheduling and for running pods."""
@@ -143,58 +103,32 @@ class NodeController:
         if wanted and {taint["effect"] for taint in mine} != {"NoSchedule", "NoExecute"}:
             moment = clock.now()
             mine = [{"key": wanted, "effect": effect, "timeAdded": moment} for effect in ("NoSchedule", "NoExecute")]
-        if others + mine == old:
-            return
-        exact = {"resourceVersion": node["metadata"]["resourceVersion"]}
-        await self._client.patch(NODES, name, {"metadata": exact, "spec": {"taints": others + mine or None}})
+        if others + mine != old:
+            exact = {"resourceVersion": node["metadata"]["resourceVersion"]}
+            await self.client.patch(NODES, name, {"metadata": exact, "spec": {"taints": others + mine or None}})
 
-    async def _evict(self) -> None:
-        for pod in list(self._pods.objects.values()):
-            name = pod["spec"].get("nodeName")
-            if not name:
-                continue
-            node = self._nodes.objects.get(("", name))
-            if node is None:
-                await self._remove_lost(pod, name)
-                continue
-            since = self._since_tainted(name, node)
-            if since is None or pod["metadata"].get("deletionTimestamp") or _is_over(pod):
-                continue
-            stay = seconds_to_stay(_taints(node), pod["spec"].get("tolerations") or (), self._times.tolerate)
-            if stay is not None and time.monotonic() - since >= stay:
-                metadata = pod["metadata"]
-                self._events.emit(pod, "Normal", "TaintManagerEviction", f"Marking for deletion Pod {metadata['name']}")
-                await self._client.delete(PODS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
-
-    def _since_tainted(self, name: str, node: Object) -> float | None:
+    async def _evict(self, name: str, node: Object) -> None:
         if not any(taint["effect"] == "NoExecute" for taint in _taints(node)):
             self._tainted.pop(name, None)
-            return None
-        return self._tainted.setdefault(name, time.monotonic())
+            return
+        since = self._tainted.setdefault(name, time.monotonic())
+        for pod in list(self._on[name].values()):
+            stay = seconds_to_stay(_taints(node), pod["spec"].get("tolerations") or (), self._times.tolerate)
+            leaving = is_over(pod) or pod["metadata"].get("deletionTimestamp")
+            if stay is not None and not leaving and time.monotonic() - since >= stay:
+                text = f"Marking for deletion Pod {pod['metadata']['name']}"
+                self.events.emit(pod, "Normal", "TaintManagerEviction", text)
+                await self._remove(pod)
 
-    async def _remove_lost(self, pod: Object, node: str) -> None:
-        """Remove a pod whose node object is gone, after making sure that it is."""
-        if await self._client.find(NODES, node) is None:
-            metadata = pod["metadata"]
-            logger.info("pod %s/%s removed: node %s is gone", metadata["namespace"], metadata["name"], node)
-            await self._client.delete(
-                PODS, metadata["name"], metadata["namespace"], grace_seconds=0, uid=metadata["uid"]
-            )
-
-    def _pods_of(self, node: str) -> list[Object]:
-        return [pod for pod in self._pods.objects.values() if pod["spec"].get("nodeName") == node]
+    async def _remove(self, pod: Object, grace_seconds: int | None = None) -> None:
+        space, name = key_of(pod)
+        await self.client.delete(PODS, name, space, grace_seconds=grace_seconds, uid=pod["metadata"]["uid"])
 
 
 def _ready(node: Object) -> str:
-    for condition in (node.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Ready":
-            return str(condition["status"])
-    return "False"
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return next((str(item["status"]) for item in conditions if item["type"] == "Ready"), "False")
 
 
 def _taints(node: Object) -> list[Object]:
     return (node.get("spec") or {}).get("taints") or []
-
-
-def _is_over(pod: Object) -> bool:
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")

@@ -40,15 +40,9 @@ class Node:
     def of(cls, resource: Resource, item: Object) -> Node:
         """Reduce an object."""
         metadata = item["metadata"]
-        return cls(
-            resource,
-            metadata.get("namespace") or "",
-            metadata["name"],
-            metadata["uid"],
-            tuple(metadata.get("ownerReferences") or ()),
-            frozenset(metadata.get("finalizers") or ()),
-            bool(metadata.get("deletionTimestamp")),
-        )
+        owners, finalizers = metadata.get("ownerReferences") or (), metadata.get("finalizers") or ()
+        space, deleting = metadata.get("namespace") or "", bool(metadata.get("deletionTimestamp"))
+        return cls(resource, space, metadata["name"], metadata["uid"], tuple(owners), frozenset(finalizers), deleting)
 
     @property
     def in_foreground(self) -> bool:
@@ -80,9 +74,8 @@ class Graph:
         """Forget an object; returns what was known."""
         old = self.nodes.pop(uid, None)
         for owner in old.owners if old else ():
-            dependents = self._dependents[owner["uid"]]
-            dependents.discard(uid)
-            if not dependents:
+            self._dependents[owner["uid"]].discard(uid)
+            if not self._dependents[owner["uid"]]:
                 del self._dependents[owner["uid"]]
         return old
 
@@ -92,11 +85,11 @@ class Graph:
 
     def blockers(self, uid: str) -> list[Node]:
         """The dependents that hold up their owner's foreground deletion."""
-        return [
-            node
-            for node in self.dependents(uid)
-            if any(owner["uid"] == uid and owner.get("blockOwnerDeletion") for owner in node.owners)
-        ]
+
+        def blocks(node: Node) -> bool:
+            return any(owner["uid"] == uid and owner.get("blockOwnerDeletion") for owner in node.owners)
+
+        return [node for node in self.dependents(uid) if blocks(node)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,272 +4,275 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import signal
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM, Signals
 from subprocess import DEVNULL
+from typing import Any
 
 from meshwright.local import clock
-from meshwright.local.nodeagent import memory, probes
-from meshwright.local.nodeagent.command import CommandLine, NoCommandError, termination_file, termination_message
-from meshwright.local.nodeagent.context import PodContext
-from meshwright.local.nodeagent.fields import FieldError
-from meshwright.local.nodeagent.process import Process, StartError, Stream
-from meshwright.local.nodeagent.references import MissingReferenceError
-from meshwright.local.nodeagent.state import ContainerState, Terminated
-from meshwright.local.nodeagent.volumes import VolumeError
+from meshwright.local.nodeagent import environment, probes, volumes
+from meshwright.local.nodeagent.isolation import Mount, View
+from meshwright.local.nodeagent.process import Process, ProcessSpec, StartError
+from meshwright.local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox
 from meshwright.local.quantities import whole
 from meshwright.local.resources import Object
 
-logger = logging.getLogger(__name__)
-
-_CONFIG_RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 _LONGEST_PAUSE = 300.0
 _START_ERROR_CODE = 128
+_LONGEST_MESSAGE = 4096
 
 
 class Container:
-    """Runs one container of a pod by its restart policy until it is over or told to stop."""
+    """Runs one container of a pod by its restart policy until it is over or told to stop.
 
-    def __init__(self, context: PodContext, spec: Object, state: ContainerState, policy: str) -> None:
-        self.spec = spec
-        self.state = state
-        self._context = context
-        self._policy = policy
+    `status` is its containerStatus as the API has it; `logs` holds one file for each run: `0.log`, `1.log`, ...
+    """
+
+    def __init__(self, sandbox: Sandbox, spec: Object, policy: str, waiting: str) -> None:
+        self.spec, self.name = spec, str(spec["name"])
+        self.logs = sandbox.directory / "logs" / self.name
+        self.status: Object = {
+            **{"name": self.name, "image": spec.get("image", ""), "imageID": ""},
+            # Unique per container and stable, like a runtime's; not a hash of content.
+            "containerID": f"process://{sandbox.uid}/{self.name}",
+            **{"restartCount": 0, "ready": False, "started": False},
+            **{"state": {"waiting": {"reason": waiting}}, "lastState": {}},
+        }
+        self._sandbox, self._policy = sandbox, policy
+        self._message = sandbox.directory / "messages" / self.name
+        self._stopping, self._killed = asyncio.Event(), False
         self._process: Process | None = None
-        self._command: CommandLine | None = None
+        self._template = ProcessSpec([], {}, sandbox.home)
+        self._mounts: list[Mount] = []
         self._beside: set[Process] = set()
-        self._stopping = asyncio.Event()
-        self._probes: list[asyncio.Task[None]] = []
-        self._hooks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._out_of_memory = ""
 
     @property
     def log(self) -> Path:
         """The log of the present run."""
-        return self._context.log_directory(self.state.name) / f"{self.state.restarts}.log"
+        return self.logs / f"{self.status['restartCount']}.log"
+
+    @property
+    def terminated(self) -> Object | None:
+        """How it ended, unless it runs or waits."""
+        ended: Object | None = self.status["state"].get("terminated")
+        return ended
 
     @property
     def over(self) -> bool:
         """Whether the present run has ended, or none will ever begin."""
         if self._process is None:
-            return self._stopping.is_set() or self.state.terminated is not None
+            return self._stopping.is_set() or self.terminated is not None
         return not self._process.running
 
     async def run(self) -> None:
-        """Live until no restart is due. Afterwards `state.terminated` says how it ended, if it ever began."""
+        """Live until no restart is due. Afterwards `terminated` says how it ended, if it ever began."""
         pause = 0.0
         while not self._stopping.is_set():
             ended = await self._run_once()
             if ended is None:
+                await self._sleep(_RETRY_SECONDS)
                 continue
-            self._set(terminated=ended)
-            again = self._policy == "Always" or (self._policy == "OnFailure" and ended.exit_code != 0)
-            if not again or self._stopping.is_set():
+            self._set("terminated", ended)
+            if self._policy == "Never" or (self._policy == "OnFailure" and ended["exitCode"] == 0):
                 return
-            if pause:
-                await self._back_off(pause, ended)
-            pause = min(pause * 2 or self._context.restart_pause, _LONGEST_PAUSE)
-            if not self._stopping.is_set():
-                self.state.last, self.state.restarts = ended, self.state.restarts + 1
+            if pause and not self._stopping.is_set():
+                self.status["lastState"] = {"terminated": ended}
+                message = f"back-off {pause:g}s restarting failed container={self.name}"
+                self._set("waiting", {"reason": "CrashLoopBackOff", "message": message})
+                self._sandbox.event("Warning", "BackOff", f"Back-off restarting failed container {self.name}")
+                await self._sleep(pause)
+            if self._stopping.is_set():
+                self._set("terminated", ended)
+                return
+            pause = min(pause * 2 or self._sandbox.host.restart_pause, _LONGEST_PAUSE)
+            self.status.update(lastState={"terminated": ended}, restartCount=self.status["restartCount"] + 1)
 
-    async def terminate(self, reason: str = "") -> None:
-        """Ask it to end: the preStop hook, then SIGTERM to the main process. It is not restarted."""
-        if self._stopping.is_set():
-            return
+    def signal(self, number: Signals) -> None:
+        """Send a signal to the main process; the restart policy holds."""
+        if self._process is not None:
+            self._process.signal(number)
+
+    def terminate(self) -> None:
+        """Ask it to end. It is not restarted."""
+        if not self._stopping.is_set() and self._process is not None and self._process.running:
+            self._sandbox.event("Normal", "Killing", f"Stopping container {self.name}")
+            self._process.signal(SIGTERM)
         self._stopping.set()
-        if self._process is not None and self._process.running:
-            self._context.event("Normal", "Killing", reason or f"Stopping container {self.state.name}")
-            await self._stop_gently(self._process)
 
     def kill(self) -> None:
-        """End it at once, with everything that was started beside it."""
+        """End it at once, with everything that was started beside it. It is not restarted."""
         self._stopping.set()
-        for process in [self._process, *self._beside]:
+        self._killed = True
+        for process in (self._process, *self._beside):
             if process is not None:
                 process.kill()
 
     async def gone(self) -> None:
         """Wait until no process of it is left."""
-        for process in [self._process, *self._beside]:
+        for process in (self._process, *self._beside):
             if process is not None:
                 await process.wait()
 
     async def start_beside(
-        self, words: Sequence[str], *, stdin: Stream, stdout: Stream, stderr: Stream, tty: bool = False
+        self, words: Sequence[str], streams: Sequence[int] = (DEVNULL,) * 3, *, tty: bool = False
     ) -> Process:
         """Run another command in the container, which dies with it.
 
         Raises:
             StartError: The container does not run, or there is no such command.
         """
-        if self._command is None or self._process is None or self.over:
-            raise StartError(f"container {self.state.name} is not running")
-        process = await Process.start(self._command.beside(words, tty=tty), stdin=stdin, stdout=stdout, stderr=stderr)
+        if self._process is None or self.over:
+            raise StartError(f"container {self.name} is not running")
+        join = self._process.pid if self._sandbox.host.isolated else None
+        process = await Process.start(self._spec(words, tty=tty, join=join), streams)
         self._beside.add(process)
-        waiter = asyncio.ensure_future(process.wait())
-        waiter.add_done_callback(lambda _: self._beside.discard(process))
+        process.ended.add_done_callback(lambda _: self._beside.discard(process))
         return process
 
-    async def _run_once(self) -> Terminated | None:
-        """One run from start to end; None when it could not be started yet and a while was waited."""
+    async def _run_once(self) -> Object | None:
+        """One run from start to end; None when it cannot be started yet."""
+        event = self._sandbox.event
         try:
-            self._command = await CommandLine.resolve(self._context, self.spec)
-            for directory in (self.log.parent, termination_file(self._context, self.spec).parent):
-                directory.mkdir(parents=True, exist_ok=True)
-            termination_file(self._context, self.spec).write_bytes(b"")
-            command = self._command.main(self.log)
-        except (MissingReferenceError, FieldError, VolumeError, NoCommandError) as error:
-            reason = "CreateContainerError" if isinstance(error, NoCommandError) else "CreateContainerConfigError"
-            self._wait_state(reason, str(error))
-            self._context.event("Warning", "Failed", f"Error: {error}")
-            await self._pause(_CONFIG_RETRY_SECONDS)
+            command = await self._command()
+        except (PodSpecError, *API_ERRORS) as error:
+            reason = error.reason if isinstance(error, PodSpecError) else "CreateContainerConfigError"
+            self._set("waiting", {"reason": reason, "message": str(error)})
+            event("Warning", "Failed", f"Error: {error}")
             return None
-        name, begun = self.state.name, clock.now()
-        self._context.event("Normal", "Created", f"Container created: {name}")
+        begun = clock.now()
+        event("Normal", "Created", f"Container created: {self.name}")
         try:
-            self._process = await Process.start(command)
+            process = self._process = await Process.start(command)
         except StartError as error:
-            self._context.event("Warning", "Failed", f"Error: {error}")
-            return Terminated(_START_ERROR_CODE, "StartError", begun, clock.now(), str(error))
-        if self._stopping.is_set():
-            self._process.kill()
-        self._context.event("Normal", "Started", f"Container started: {name}")
-        self._out_of_memory = ""
-        self._set(running_since=begun)
-        self._start_probes(self._process)
-        code = await self._process.wait()
-        await self._clean_up()
-        if self._out_of_memory:
-            return Terminated(code, "OOMKilled", begun, clock.now(), self._out_of_memory)
-        message = await asyncio.to_thread(termination_message, self._context, self.spec, code, self.log)
-        return Terminated(code, "Completed" if code == 0 else "Error", begun, clock.now(), message)
-
-    async def _clean_up(self) -> None:
-        for task in (*self._probes, *self._hooks):
-            task.cancel()
-        self._probes.clear()
-        for process in list(self._beside):
+            event("Warning", "Failed", f"Error: {error}")
+            return self._end(_START_ERROR_CODE, "StartError", begun, str(error))
+        if self._killed:
             process.kill()
-            await process.wait()
+        elif self._stopping.is_set():
+            process.signal(SIGTERM)
+        event("Normal", "Started", f"Container started: {self.name}")
+        self._out_of_memory = ""
+        self._set("running", {"startedAt": begun})
+        self._background(self._probe(process))
+        limit = ((self.spec.get("resources") or {}).get("limits") or {}).get("memory")
+        if limit is not None:
+            self._background(self._watch_memory(process, whole(limit)))
+        code = await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        for other in list(self._beside):
+            other.kill()
+            await other.wait()
+        if self._out_of_memory:
+            return self._end(code, "OOMKilled", begun, self._out_of_memory)
+        message = await asyncio.to_thread(self._last_words, code)
+        return self._end(code, "Completed" if code == 0 else "Error", begun, message)
 
-    def _set(self, *, running_since: str | None = None, terminated: Terminated | None = None) -> None:
-        self.state.running_since, self.state.terminated = running_since, terminated
-        running = running_since is not None
-        self.state.started = running and "startupProbe" not in self.spec
-        self.state.ready = self.state.started and "readinessProbe" not in self.spec
-        self._context.changed()
+    async def _command(self) -> ProcessSpec:
+        """What to run: everything that the spec refers to is read anew for each run."""
+        sandbox, spec, isolated = self._sandbox, self.spec, self._sandbox.host.isolated
+        values = await environment.stated(sandbox, spec)
+        words = environment.command(spec, values)
+        root = sandbox.directory / "root" / self.name
+        for directory in (self.logs, self._message.parent, root):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._message.write_bytes(b"")
+        message = Mount(str(self._message), spec.get("terminationMessagePath") or "/dev/termination-log")
+        self._mounts = [*volumes.mounts(sandbox, spec, values), message]
+        env = environment.base(sandbox) | {name: self._path(value) for name, value in values.items()}
+        cwd = Path(self._path(spec.get("workingDir") or str(sandbox.home)))
+        if not isolated and not cwd.is_dir():  # noqa: ASYNC240
+            # A container runtime makes a missing working directory in the container's own file system.
+            cwd = sandbox.home / str(cwd).lstrip("/")
+            cwd.mkdir(parents=True, exist_ok=True)
+        self._template = ProcessSpec([], env, cwd)
+        own = {sandbox.home: str(sandbox.home), sandbox.temporary: str(sandbox.temporary), sandbox.hosts: "/etc/hosts"}
+        mounts = [*self._mounts, *(Mount(str(path), target) for path, target in own.items())]
+        view = View(str(root), sandbox.hostname, mounts) if isolated else None
+        return self._spec(words, log=self.log, view=view)
 
-    def _wait_state(self, reason: str, message: str) -> None:
-        self.state.waiting = (reason, message)
-        self.state.terminated = None
-        self._set()
+    def _spec(self, words: Sequence[str], **more: Any) -> ProcessSpec:
+        return replace(self._template, argv=[self._path(word) for word in words], **more)
 
-    async def _back_off(self, pause: float, ended: Terminated) -> None:
-        name = self.state.name
-        self.state.last = ended
-        self._wait_state("CrashLoopBackOff", f"back-off {pause:g}s restarting failed container={name}")
-        self._context.event("Warning", "BackOff", f"Back-off restarting failed container {name}")
-        await self._pause(pause)
-        if self._stopping.is_set():
-            self._set(terminated=ended)
+    def _path(self, text: str) -> str:
+        """A text of the container, its paths as its processes see them."""
+        return text if self._sandbox.host.isolated else volumes.rewrite(text, self._mounts)
 
-    async def _pause(self, seconds: float) -> None:
+    def _set(self, kind: str, state: Object) -> None:
+        started = kind == "running" and "startupProbe" not in self.spec
+        self.status.update(state={kind: state}, started=started, ready=started and "readinessProbe" not in self.spec)
+        self._sandbox.changed()
+
+    def _end(self, code: int, reason: str, begun: str, message: str) -> Object:
+        state = {"exitCode": code, "reason": reason, "startedAt": begun, "finishedAt": clock.now()}
+        return {**state, "message": message, "containerID": self.status["containerID"]}
+
+    def _last_words(self, code: int) -> str:
+        """What it left at `terminationMessagePath`; with FallbackToLogsOnError the end of its log if it failed."""
+        content = b""
+        with contextlib.suppress(OSError):
+            content = self._message.read_bytes()[:_LONGEST_MESSAGE]
+        if not content and code and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            records = self.log.read_bytes()[-_LONGEST_MESSAGE:].splitlines()[-80:]
+            content = b"\n".join(record.split(b" ", 3)[-1] for record in records)[-2048:]
+        return content.decode(errors="replace")
+
+    async def _sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
-    def _start_probes(self, process: Process) -> None:
-        limit = ((self.spec.get("resources") or {}).get("limits") or {}).get("memory")
-        if limit is not None:
-            self._probes.append(asyncio.create_task(self._watch_memory(process, whole(limit))))
-        hook = (self.spec.get("lifecycle") or {}).get("postStart")
-        if hook:
-            self._background(self._post_start(hook))
-        if probe := self.spec.get("startupProbe"):
-            self._probes.append(asyncio.create_task(self._startup(probe)))
-        else:
-            self._start_later_probes()
+    async def _probe(self, process: Process) -> None:
+        target = probes.Target(self._sandbox.ip, self.spec, self._run_probe, self._sandbox.host.probing)
+        if "startupProbe" in self.spec:
+            async for why in probes.answers(self.spec["startupProbe"], target):
+                if not why:
+                    break
+                self._unhealthy("Startup", why, process)
+                return
+            self.status.update(started=True, ready="readinessProbe" not in self.spec)
+            self._sandbox.changed()
+        if "livenessProbe" in self.spec:
+            self._background(self._probe_liveness(target, process))
+        if "readinessProbe" in self.spec:
+            async for why in probes.answers(self.spec["readinessProbe"], target):
+                if why:
+                    self._sandbox.event("Warning", "Unhealthy", f"Readiness probe failed: {why}")
+                if self.status["ready"] != (not why):
+                    self.status["ready"] = not why
+                    self._sandbox.changed()
 
-    def _start_later_probes(self) -> None:
-        for kind, told in (("readinessProbe", self._readiness), ("livenessProbe", self._liveness)):
-            if probe := self.spec.get(kind):
-                self._probes.append(asyncio.create_task(probes.watch(probe, self._target(), told)))
+    async def _probe_liveness(self, target: probes.Target, process: Process) -> None:
+        async for why in probes.answers(self.spec["livenessProbe"], target):
+            if why:
+                self._unhealthy("Liveness", why, process)
+                return
+
+    def _unhealthy(self, kind: str, why: str, process: Process) -> None:
+        """End a run that failed a probe; the restart policy says what follows."""
+        self._sandbox.event("Warning", "Unhealthy", f"{kind} probe failed: {why}")
+        self._sandbox.event("Normal", "Killing", f"Container {self.name} failed {kind.lower()} probe")
+        process.signal(SIGTERM)
+        asyncio.get_running_loop().call_later(self._sandbox.grace, process.kill)
 
     async def _watch_memory(self, process: Process, limit: int) -> None:
-        used = await memory.until_exceeded(process.shim_pid, limit)
+        used = await probes.memory_exceeded(process.shim_pid, limit)
         self._out_of_memory = f"memory: {used} bytes in use, the limit is {limit}"
         process.kill()
 
-    async def _startup(self, probe: Object) -> None:
-        await probes.watch(probe, self._target(), self._started, once=True)
-        self._start_later_probes()
-
-    def _started(self, good: bool, why: str) -> None:
-        if not good:
-            self._unhealthy("Startup", why)
-            return
-        self.state.started = True
-        self.state.ready = "readinessProbe" not in self.spec
-        self._context.changed()
-
-    def _readiness(self, good: bool, why: str) -> None:
-        if not good:
-            self._context.event("Warning", "Unhealthy", f"Readiness probe failed: {why}")
-        if self.state.ready != good:
-            self.state.ready = good
-            self._context.changed()
-
-    def _liveness(self, good: bool, why: str) -> None:
-        if not good:
-            self._unhealthy("Liveness", why)
-
-    def _unhealthy(self, kind: str, why: str) -> None:
-        if self._process is None or self._hooks:
-            return
-        self._context.event("Warning", "Unhealthy", f"{kind} probe failed: {why}")
-        name = self.state.name
-        message = f"Container {name} failed {kind.lower()} probe, will be restarted"
-        self._context.event("Normal", "Killing", message)
-        self._background(self._stop_unhealthy(self._process))
-
-    async def _stop_unhealthy(self, process: Process) -> None:
-        grace = self._context.pod["spec"].get("terminationGracePeriodSeconds")
-        await self._stop_gently(process)
-        await asyncio.sleep(30 if grace is None else grace)
-        process.kill()
-
-    async def _stop_gently(self, process: Process) -> None:
-        hook = (self.spec.get("lifecycle") or {}).get("preStop")
-        if hook:
-            why = await probes.act(hook, self._target())
-            if why:
-                self._context.event("Warning", "FailedPreStopHook", f"PreStopHook failed: {why}")
-        process.signal(signal.Signals[(self.spec.get("lifecycle") or {}).get("stopSignal", "SIGTERM")])
-
-    async def _post_start(self, hook: Object) -> None:
-        why = await probes.act(hook, self._target())
-        if why and self._process is not None:
-            self._context.event("Warning", "FailedPostStartHook", f"PostStartHook failed: {why}")
-            self._process.kill()
-
-    def _background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._hooks.add(task)
-        task.add_done_callback(self._hooks.discard)
-
-    def _target(self) -> probes.ProbeTarget:
-        ports = {item["name"]: item["containerPort"] for item in self.spec.get("ports") or () if item.get("name")}
-        return probes.ProbeTarget(self._context.place.pod_ip, ports, self._run_probe, self._context.session)
-
     async def _run_probe(self, words: list[str]) -> int:
-        try:
-            process = await self.start_beside(words, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
-        except StartError:
-            return 127
+        process = await self.start_beside(words)
         try:
             return await process.wait()
-        except asyncio.CancelledError:
+        finally:
             process.kill()
-            raise
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -3,104 +3,147 @@
 What containers get here beside their spec, and why:
 
 - `PATH` begins with the directory of this interpreter, so that `python` and `meshwright-worker` mean this installation
-  as they mean the image's in a cluster. There are no images.
+  as they mean the image's in a cluster. There are no images; a container without a command runs the program on `PATH`
+  that is named as its image is, `meshwright-operator` for `registry/meshwright-operator:1.0`.
 - `HOME` and the working directory are a directory of the pod's own, and `TMPDIR` a short-named one, so that nothing is
-  left behind; sockets in temporary directories must have names of less than 108 bytes.
+  left behind.
 - `GLOO_SOCKET_IFNAME=lo`: pods have addresses of the loopback network. Gloo would otherwise ask which interface the
   host name resolves to, which on a laptop is none, or one that a firewall guards.
 - `CUDA_VISIBLE_DEVICES` is empty: GPUs of these nodes are simulated, also on a machine that has real ones.
+- With a service account, what finds the API server: the two variables that clients in a pod look for, or, where
+  credentials cannot be mounted, `KUBECONFIG`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from meshwright.local.nodeagent.fields import PodPlace, field, resource_field
-from meshwright.local.nodeagent.references import MissingReferenceError, References
-from meshwright.local.resources import Object
+from meshwright.local.nodeagent.sandbox import PodSpecError, Sandbox
+from meshwright.local.quantities import thousandths
+from meshwright.local.resources import CONFIG_MAPS, SECRETS, Object
 
 _EXPANSION = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
-_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_ENTRY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/local/bin:/usr/bin:/bin')}"
 
 
-def base(pod: Object, home: Path, temporary: Path) -> dict[str, str]:
+def base(sandbox: Sandbox) -> dict[str, str]:
     """What every container of a pod has before its spec is looked at."""
-    return {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', _DEFAULT_PATH)}",
-        "HOME": str(home),
-        "HOSTNAME": pod["spec"].get("hostname") or pod["metadata"]["name"],
+    result = {
+        "PATH": _PATH,
+        "HOME": str(sandbox.home),
+        "HOSTNAME": sandbox.hostname,
         "LANG": "C.UTF-8",
-        "TMPDIR": str(temporary),
+        "TMPDIR": str(sandbox.temporary),
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
     }
+    server = urlsplit(sandbox.host.client.connection.url)
+    if sandbox.account is not None and sandbox.host.isolated:
+        result |= {"KUBERNETES_SERVICE_HOST": str(server.hostname), "KUBERNETES_SERVICE_PORT": str(server.port)}
+    elif sandbox.account is not None:
+        result["KUBECONFIG"] = str(sandbox.account / "kubeconfig")
+    return result
 
 
-async def stated(pod: Object, container: Object, place: PodPlace, references: References) -> dict[str, str]:
+async def stated(sandbox: Sandbox, container: Object) -> dict[str, str]:
     """The environment that the spec states: `envFrom`, then `env`, later entries over earlier ones.
 
     Raises:
-        MissingReferenceError: A config map, secret or key that is needed does not exist.
-        FieldError: A field that the downward API does not offer.
+        PodSpecError: A config map, secret or key that is needed does not exist, or no such field is offered.
     """
     result: dict[str, str] = {}
     for source in container.get("envFrom") or ():
-        result.update(await _all_of(source, references))
+        resource = CONFIG_MAPS if "configMapRef" in source else SECRETS
+        entries = await sandbox.entries(resource, source.get("configMapRef") or source["secretRef"])
+        prefix = source.get("prefix") or ""
+        result |= {prefix + key: value.decode(errors="replace") for key, value in entries.items()}
     for entry in container.get("env") or ():
         if "valueFrom" not in entry:
             result[entry["name"]] = expand(entry.get("value") or "", result)
-            continue
-        value = await _value_from(entry["valueFrom"], pod, container["name"], place, references)
-        if value is not None:
-            result[entry["name"]] = value
+        elif (found := await _value(sandbox, container, entry["valueFrom"])) is not None:
+            result[entry["name"]] = found
     return result
+
+
+async def _value(sandbox: Sandbox, container: Object, source: Object) -> str | None:
+    """The value of a `valueFrom`; None when it is missing and optional."""
+    if "fieldRef" in source or "resourceFieldRef" in source:
+        return downward(sandbox, source, container["name"])
+    resource = CONFIG_MAPS if "configMapKeyRef" in source else SECRETS
+    reference = source.get("configMapKeyRef") or source["secretKeyRef"]
+    entries = await sandbox.entries(resource, reference)
+    if reference["key"] in entries:
+        return entries[reference["key"]].decode(errors="replace")
+    if reference.get("optional"):
+        return None
+    where = f"{resource.kind.lower()} {sandbox.namespace}/{reference['name']}"
+    raise PodSpecError(f"couldn't find key {reference['key']} in {where}")
+
+
+def command(container: Object, values: Mapping[str, str]) -> list[str]:
+    """The words of a container's command, variables replaced.
+
+    Raises:
+        PodSpecError: There is none, and no program on PATH stands for the image's.
+    """
+    words = [*(container.get("command") or ()), *(container.get("args") or ())]
+    if not container.get("command"):
+        program = re.split("[:@]", container.get("image", "").rpartition("/")[2])[0]
+        if not program or shutil.which(program, path=_PATH) is None:
+            why = f"pods here run no images and no program {program!r} is on PATH: state spec.containers[].command"
+            raise PodSpecError(f"no command specified: {why}", "CreateContainerError")
+        words.insert(0, program)
+    return [expand(word, values) for word in words]
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
     """Replace `$(NAME)` by known values; unknown names stay, and `$$` is a dollar sign."""
-
-    def replace(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return "$"
-        return values.get(match[1], match[0])
-
-    return _EXPANSION.sub(replace, text)
+    return _EXPANSION.sub(lambda match: "$" if match[1] is None else values.get(match[1], match[0]), text)
 
 
-async def _all_of(source: Object, references: References) -> dict[str, str]:
-    prefix = source.get("prefix") or ""
-    if reference := source.get("configMapRef"):
-        entries = await references.config_map(reference["name"], optional=bool(reference.get("optional")))
-    elif reference := source.get("secretRef"):
-        entries = await references.secret(reference["name"], optional=bool(reference.get("optional")))
-    else:
-        entries = None
-    return {prefix + key: value.decode(errors="replace") for key, value in (entries or {}).items()}
+def downward(sandbox: Sandbox, source: Object, container: str = "") -> str:
+    """The value of a `fieldRef` or `resourceFieldRef` of the downward API.
+
+    Raises:
+        PodSpecError: Not a field that the downward API offers, or not a resource of the container.
+    """
+    if "resourceFieldRef" in source:
+        return _resource(sandbox, source["resourceFieldRef"], container)
+    path, metadata = source["fieldRef"]["fieldPath"], sandbox.pod["metadata"]
+    if entry := _ENTRY.fullmatch(path):
+        return str((metadata.get(entry[1]) or {}).get(entry[2], ""))
+    if path in ("metadata.labels", "metadata.annotations"):
+        escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+        entries = sorted((metadata.get(path.removeprefix("metadata.")) or {}).items())
+        return "\n".join(f'{key}="{value.translate(escapes)}"' for key, value in entries)
+    host = sandbox.host.spec
+    values = {
+        **{f"metadata.{key}": metadata[key] for key in ("name", "namespace", "uid")},
+        "spec.nodeName": host.name,
+        "spec.serviceAccountName": sandbox.pod["spec"].get("serviceAccountName", ""),
+        **dict.fromkeys(("status.hostIP", "status.hostIPs"), host.address),
+        **dict.fromkeys(("status.podIP", "status.podIPs"), sandbox.ip),
+    }
+    if path not in values:
+        raise PodSpecError(f"fieldPath {path!r} is not supported: use one of {', '.join(sorted(values))}")
+    return str(values[path])
 
 
-async def _value_from(
-    source: Object, pod: Object, container: str, place: PodPlace, references: References
-) -> str | None:
-    if reference := source.get("fieldRef"):
-        return field(pod, reference["fieldPath"], place)
-    if reference := source.get("resourceFieldRef"):
-        return resource_field(pod, reference, container, place)
-    if reference := source.get("configMapKeyRef"):
-        kind = "configmap"
-        entries = await references.config_map(reference["name"], optional=bool(reference.get("optional")))
-    elif reference := source.get("secretKeyRef"):
-        kind = "secret"
-        entries = await references.secret(reference["name"], optional=bool(reference.get("optional")))
-    else:
-        return None
-    if entries is not None and reference["key"] in entries:
-        return entries[reference["key"]].decode(errors="replace")
-    if reference.get("optional"):
-        return None
-    raise MissingReferenceError(
-        f"couldn't find key {reference['key']} in {kind} {references.namespace}/{reference['name']}"
-    )
+def _resource(sandbox: Sandbox, reference: Object, container: str) -> str:
+    """A request or a limit of a container; a limit that is not set is what the node could give."""
+    name = reference.get("containerName") or container
+    found = next((item for item in sandbox.pod["spec"]["containers"] if item["name"] == name), None)
+    section, _, resource = reference["resource"].partition(".")
+    if found is None or section not in ("limits", "requests") or not resource:
+        raise PodSpecError(f"resource {reference['resource']!r} of container {name!r} is not limits.X or requests.X")
+    amount = ((found.get("resources") or {}).get(section) or {}).get(resource)
+    if amount is None and section == "limits":
+        amount = sandbox.host.spec.capacity.get(resource)
+    return str(-(-thousandths(amount or 0) // (thousandths(reference.get("divisor") or 0) or 1000)))

@@ -12,8 +12,7 @@ import fcntl
 import os
 import struct
 import termios
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from subprocess import DEVNULL
 
 import orjson
@@ -28,65 +27,31 @@ _STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE, _CLOSE = b"\x00", b"\x01", b"\x02", b
 _CHUNK = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class ExecOptions:
-    """What is run and which streams are wanted."""
-
-    command: list[str]
-    stdin: bool
-    stdout: bool
-    stderr: bool
-    tty: bool
-
-    @classmethod
-    def parse(cls, command: list[str], query: Mapping[str, str]) -> ExecOptions:
-        """Read the query, in the kubelet's words (`input`, `output`, `error`) or the API's."""
-
-        def wanted(*names: str) -> bool:
-            return any(query.get(name) in ("1", "true") for name in names)
-
-        return cls(
-            command, wanted("input", "stdin"), wanted("output", "stdout"), wanted("error", "stderr"), wanted("tty")
-        )
-
-
-async def serve(request: web.Request, container: Container, options: ExecOptions) -> web.WebSocketResponse:
-    """Run the command and carry its streams until it ends or the client goes away, which kills it.
+async def serve(request: web.Request, container: Container, words: Sequence[str]) -> web.WebSocketResponse:
+    """Run a command and carry its streams until it ends or the client goes away, which kills it.
 
     Raises:
         StartError: The container does not run, or has no such command.
     """
-    # Started before the handshake, so that a failure to start is an HTTP error that kubectl shows.
-    streams = _Terminal() if options.tty else _Pipes(options)
-    try:
-        process = await container.start_beside(
-            options.command, stdin=streams.child[0], stdout=streams.child[1], stderr=streams.child[2], tty=options.tty
-        )
-    except BaseException:
-        streams.close()
-        raise
-    finally:
-        streams.close_child()
     socket = web.WebSocketResponse(protocols=PROTOCOLS)
-    try:
-        await socket.prepare(request)
-        await _carry(socket, process, streams)
-    finally:
-        process.kill()
-        streams.close()
+    with _Streams(request.query) as streams:
+        # Started before the handshake, so that a failure to start is an HTTP error that kubectl shows.
+        process = await container.start_beside(words, streams.child, tty=streams.tty)
+        streams.close_child()
+        feeding: asyncio.Task[None] | None = None
+        try:
+            await socket.prepare(request)
+            feeding = asyncio.create_task(_feed(socket, process, streams))
+            await asyncio.gather(*(_pump(socket, reader, channel) for channel, reader in streams.readers.items()))
+            code = await process.wait()
+            with contextlib.suppress(ConnectionError):
+                await socket.send_bytes(_ERROR + orjson.dumps(_status(code)))
+                await socket.close()
+        finally:
+            process.kill()
+            if feeding is not None:
+                feeding.cancel()
     return socket
-
-
-async def _carry(socket: web.WebSocketResponse, process: Process, streams: _Streams) -> None:
-    feeding = asyncio.create_task(_feed(socket, process, streams))
-    try:
-        await asyncio.gather(*(_pump(socket, reader, channel) for channel, reader in streams.readers.items()))
-        code = await process.wait()
-        with contextlib.suppress(ConnectionError):
-            await socket.send_bytes(_ERROR + orjson.dumps(_status(code)))
-            await socket.close()
-    finally:
-        feeding.cancel()
 
 
 async def _feed(socket: web.WebSocketResponse, process: Process, streams: _Streams) -> None:
@@ -98,16 +63,16 @@ async def _feed(socket: web.WebSocketResponse, process: Process, streams: _Strea
             await asyncio.to_thread(streams.write, data)
         elif channel == _CLOSE and data == _STDIN:
             streams.close_input()
-        elif channel == _RESIZE:
+        elif channel == _RESIZE and streams.tty:
             size = orjson.loads(data)
-            streams.resize(int(size.get("Height", 0)), int(size.get("Width", 0)))
+            shape = struct.pack("HHHH", size.get("Height", 0), size.get("Width", 0), 0, 0)
+            fcntl.ioctl(streams.readers[_STDOUT], termios.TIOCSWINSZ, shape)
     process.kill()
 
 
 async def _pump(socket: web.WebSocketResponse, descriptor: int, channel: bytes) -> None:
-    loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(descriptor), "rb", buffering=0)
     )
     try:
@@ -131,68 +96,48 @@ def _status(code: int) -> dict[str, object]:
     }
 
 
-class _Streams:
-    """The descriptors of one command: the child's three, and ours."""
+class _Streams(contextlib.ExitStack):
+    """The descriptors of one command: the child's three, and ours. A terminal is all of them at once.
 
-    def __init__(self) -> None:
-        self.child: tuple[int, int, int] = (DEVNULL, DEVNULL, DEVNULL)
+    Which are wanted, the query says in the kubelet's words (`input`, `output`, `error`) or the API's.
+    """
+
+    def __init__(self, query: Mapping[str, str]) -> None:
+        super().__init__()
+        wanted = {name for name, value in query.items() if value in ("1", "true")}
+        self.tty = "tty" in wanted
+        self.child = [DEVNULL, DEVNULL, DEVNULL]
         self.readers: dict[bytes, int] = {}
         self._input: int | None = None
+        if self.tty:
+            self.readers[_STDOUT], terminal = os.openpty()
+            self._input, self.child = os.dup(self.readers[_STDOUT]), [terminal] * 3
+        else:
+            if wanted & {"stdin", "input"}:
+                self.child[0], self._input = os.pipe()
+            if wanted & {"stdout", "output"}:
+                self.readers[_STDOUT], self.child[1] = os.pipe()
+            if wanted & {"stderr", "error"}:
+                self.readers[_STDERR], self.child[2] = os.pipe()
+        for release in (self.close_child, self.close_input):
+            self.callback(release)
+        for descriptor in self.readers.values():
+            self.callback(os.close, descriptor)
 
     def write(self, data: bytes) -> None:
         """Write to the command's input; blocks while it does not read. What it no longer wants is dropped."""
-        while data and self._input is not None:
-            try:
+        with contextlib.suppress(OSError):
+            while data and self._input is not None:
                 data = data[os.write(self._input, data) :]
-            except OSError:
-                return
 
     def close_input(self) -> None:
         """The command's input ends."""
-        if self._input is not None and self._input not in self.readers.values():
+        if self._input is not None:
             os.close(self._input)
         self._input = None
-
-    def resize(self, rows: int, columns: int) -> None:
-        """The client's terminal has another size."""
 
     def close_child(self) -> None:
         """Close what the child has by now."""
         for descriptor in {*self.child} - {DEVNULL}:
             os.close(descriptor)
-        self.child = (DEVNULL, DEVNULL, DEVNULL)
-
-    def close(self) -> None:
-        """Close what is ours."""
-        self.close_input()
-        for descriptor in self.readers.values():
-            os.close(descriptor)
-        self.readers.clear()
-
-
-class _Pipes(_Streams):
-    def __init__(self, options: ExecOptions) -> None:
-        super().__init__()
-        stdin, stdout, stderr = self.child
-        if options.stdin:
-            stdin, self._input = os.pipe()
-        if options.stdout:
-            self.readers[_STDOUT], stdout = os.pipe()
-        if options.stderr:
-            self.readers[_STDERR], stderr = os.pipe()
-        self.child = (stdin, stdout, stderr)
-
-
-class _Terminal(_Streams):
-    def __init__(self) -> None:
-        super().__init__()
-        master, slave = os.openpty()
-        self._master = master
-        self._input = master
-        self.readers[_STDOUT] = master
-        self.child = (slave, slave, slave)
-
-    def resize(self, rows: int, columns: int) -> None:
-        """Tell the terminal, which tells the programs in it."""
-        if self.readers:
-            fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.child = [DEVNULL, DEVNULL, DEVNULL]

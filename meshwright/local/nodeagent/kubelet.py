@@ -21,7 +21,6 @@ from meshwright.local.nodeagent.process import StartError
 
 if TYPE_CHECKING:
     from meshwright.local.nodeagent.agent import NodeAgent
-    from meshwright.local.nodeagent.container import Container
     from meshwright.local.resources import Object
 
 
@@ -49,27 +48,28 @@ class KubeletTls:
 
 
 class KubeletServer:
-    """Serves one node on a port of its own."""
+    """Serves one node on a port of its own; may be started again after it was stopped."""
 
     def __init__(self, agent: NodeAgent, tls: KubeletTls) -> None:
         self._agent = agent
         self._tls = tls
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str) -> int:
+        """Serve; returns the port."""
         application = web.Application(middlewares=[self._authenticate])
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         application.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
-
-    async def start(self, host: str) -> int:
-        """Serve; returns the port."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, 0, ssl_context=self._tls.context())
-        await site.start()
+        await web.TCPSite(self._runner, host, 0, ssl_context=self._tls.context()).start()
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         """Stop serving."""
-        await self._runner.cleanup()
+        if self._runner is not None:
+            await self._runner.cleanup()
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,48 +84,40 @@ class KubeletServer:
         return web.Response(text="ok")
 
     async def _logs(self, request: web.Request) -> web.StreamResponse:
-        pod = self._pod(request)
+        pod, name = self._pod(request), request.match_info["container"]
         try:
             options = logs.LogOptions.parse(request.query)
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        name = request.match_info["container"]
+        container = self._agent.container(pod, name)
         directory = self._agent.pod_directory(pod["metadata"]["uid"]) / "logs" / name
-        container = self._container(pod, name)
-        path = _log_file(directory, options.previous)
-        if path is None and container is None:
-            raise web.HTTPNotFound(text=f'container "{name}" has no log on this node')
-        if path is None and options.previous:
+        runs = sorted(directory.glob("*.log"), key=lambda path: int(path.stem))
+        if options.previous:
+            runs = runs[:-1]
+        if not runs and options.previous:
             raise web.HTTPBadRequest(text=f'previous terminated container "{name}" not found')
-        if path is None and not options.follow:
-            waiting = container.state.waiting[0] if container else ""
-            raise web.HTTPBadRequest(text=f'container "{name}" is waiting to start: {waiting}')
-        return await self._send_log(request, path or directory / "0.log", options, container)
-
-    async def _send_log(
-        self, request: web.Request, path: Path, options: logs.LogOptions, container: Container | None
-    ) -> web.StreamResponse:
-        def ended() -> bool:
-            return container is None or container.log != path or container.over
-
+        if not runs and container is None:
+            raise web.HTTPNotFound(text=f'container "{name}" has no log on this node')
+        if not runs and not options.follow:
+            raise web.HTTPBadRequest(text=f'container "{name}" is waiting to start')
+        path = runs[-1] if runs else directory / "0.log"
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
-        async for text in logs.stream(path, options, ended):
+        async for text in logs.stream(path, options, lambda: not container or container.log != path or container.over):
             await response.write(text)
         await response.write_eof()
         return response
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
-        pod = self._pod(request)
-        name = request.match_info["container"]
-        container = self._container(pod, name)
+        pod, name = self._pod(request), request.match_info["container"]
+        container = self._agent.container(pod, name)
         if container is None:
             raise web.HTTPNotFound(text=f'container "{name}" is not running on this node')
-        options = execute.ExecOptions.parse(request.query.getall("command", []), request.query)
-        if not options.command:
+        words = request.query.getall("command", [])
+        if not words:
             raise web.HTTPBadRequest(text="command: at least one word is needed")
         try:
-            return await execute.serve(request, container, options)
+            return await execute.serve(request, container, words)
         except StartError as error:
             raise web.HTTPInternalServerError(text=f"error executing command in container: {error}") from error
 
@@ -135,17 +127,3 @@ class KubeletServer:
         if pod is None:
             raise web.HTTPNotFound(text=f'pod "{namespace}/{name}" is not on this node')
         return pod
-
-    def _container(self, pod: Object, name: str) -> Container | None:
-        runner = self._agent.runner(pod["metadata"]["uid"])
-        for container in runner.all_containers() if runner else ():
-            if container.state.name == name:
-                return container
-        return None
-
-
-def _log_file(directory: Path, previous: bool) -> Path | None:
-    """The newest log of a container, or the one before."""
-    files = sorted(directory.glob("*.log"), key=lambda path: int(path.stem))
-    wanted = 2 if previous else 1
-    return files[-wanted] if len(files) >= wanted else None

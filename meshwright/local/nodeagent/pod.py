@@ -3,249 +3,255 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import shutil
-from collections.abc import Iterator
-
-import aiohttp
 
 from meshwright.local import clock
-from meshwright.local.client import ApiClient, ApiError
+from meshwright.local.client import STRATEGIC_PATCH, ApiError
 from meshwright.local.nodeagent import volumes
 from meshwright.local.nodeagent.container import Container
-from meshwright.local.nodeagent.context import PodContext
-from meshwright.local.nodeagent.fields import FieldError
-from meshwright.local.nodeagent.references import MissingReferenceError
-from meshwright.local.nodeagent.reporter import StatusReporter
-from meshwright.local.nodeagent.state import ContainerState, PodState, Terminated
-from meshwright.local.nodeagent.volumes import VolumeContext, VolumeError
+from meshwright.local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox, discard_links
 from meshwright.local.resources import PODS, Object
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
-_DEFAULT_GRACE = 30.0
 _LOST = "The container could not be located when the pod was terminated"
 
 
 class PodRunner:
     """Runs a pod bound to this node. `run` returns when no process of it is left and the API knows."""
 
-    def __init__(self, client: ApiClient, context: PodContext) -> None:
-        self.context = context
-        self._client = client
-        spec = context.pod["spec"]
-        self.state = PodState(
-            pod_ip=context.place.pod_ip,
-            host_ip=context.place.host_ip,
-            start_time=(context.pod.get("status") or {}).get("startTime") or clock.now(),
-            init=[_initial(item, context.pod, "PodInitializing") for item in spec.get("initContainers") or ()],
-            containers=[_initial(item, context.pod, "ContainerCreating") for item in spec["containers"]],
-        )
-        self._reporter = StatusReporter(client, context, self.state)
-        context.changed = self._reporter.changed
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.over = False
+        spec = sandbox.pod["spec"]
         policy = spec.get("restartPolicy") or "Always"
-        init_policy = "Never" if policy == "Never" else "OnFailure"
-        self.init = self._containers("initContainers", self.state.init, init_policy)
-        self.containers = self._containers("containers", self.state.containers, policy)
-        self._stopping = asyncio.Event()
-        self._kill_at: float | None = None
-        self._kill_timer: asyncio.TimerHandle | None = None
-        self._terminating: set[asyncio.Task[None]] = set()
+        once = "Never" if policy == "Never" else "OnFailure"
+        self.init = [Container(sandbox, item, once, "PodInitializing") for item in spec.get("initContainers") or ()]
+        self.containers = [Container(sandbox, item, policy, "ContainerCreating") for item in spec["containers"]]
+        self._start_time = (sandbox.pod.get("status") or {}).get("startTime") or clock.now()
+        self._initialized = False
+        self._failure: tuple[str, str] | None = None
+        self._transitions: dict[str, tuple[bool, str]] = {}
+        self._stopping, self._kill_at = asyncio.Event(), float("inf")
+        self._timers: list[asyncio.TimerHandle] = []
+        self._dirty, self._reporting = asyncio.Event(), asyncio.Lock()
+        self._sent: Object | None = None
+        sandbox.changed = self._dirty.set
 
-    def all_containers(self) -> Iterator[Container]:
+    @property
+    def all_containers(self) -> list[Container]:
         """Init containers, then the others."""
-        yield from self.init
-        yield from self.containers
+        return [*self.init, *self.containers]
+
+    @property
+    def deleting(self) -> bool:
+        """Whether somebody deleted the pod."""
+        return bool(self.sandbox.pod["metadata"].get("deletionTimestamp"))
 
     def update(self, pod: Object) -> None:
         """The object changed: notice its deletion, also when a later one gives it less time."""
-        self.context.pod = pod
-        metadata = pod["metadata"]
-        if metadata.get("deletionTimestamp"):
-            self.state.deleting = True
-            grace = metadata.get("deletionGracePeriodSeconds")
-            self._stop(_DEFAULT_GRACE if grace is None else float(grace))
+        self.sandbox.pod = pod
+        if self.deleting:
+            self._stop(float(pod["metadata"].get("deletionGracePeriodSeconds", self.sandbox.grace)))
 
-    def refuse(self, reason: str, message: str) -> None:
-        """The node does not take the pod: it fails without having begun. To be called before `run`."""
-        self.state.reason, self.state.message = reason, message
-        self._stopping.set()
-        self.context.event("Warning", reason, message)
+    def fail(self, reason: str, message: str, grace: float = 0.0) -> None:
+        """End the pod as failed, before or after it has begun."""
+        self._failure = (reason, message)
+        self.sandbox.event("Warning", reason, message)
+        self._stop(grace)
 
     def kill(self) -> None:
         """End every process at once: the object is gone, or the node ends."""
         self._stopping.set()
-        for container in self.all_containers():
+        for container in self.all_containers:
             container.kill()
+
+    async def gone(self) -> None:
+        """Wait until no process of the pod is left, and remove what only they needed."""
+        for container in self.all_containers:
+            await container.gone()
+        await asyncio.to_thread(discard_links, self.sandbox.directory)
 
     async def run(self) -> None:
         """Live."""
-        reporting = asyncio.create_task(self._reporter.run())
-        deadline = self._start_deadline()
-        try:
-            await self._live_guarded()
-            self.state.over = True
-            await self._reporter.flush()
-            await self.confirm_deletion()
-        finally:
-            self.kill()
-            for handle in (deadline, self._kill_timer):
-                if handle is not None:
-                    handle.cancel()
-            reporting.cancel()
-            await asyncio.to_thread(shutil.rmtree, self.context.temporary, ignore_errors=True)
-
-    async def gone(self) -> None:
-        """Wait until no process of the pod is left."""
-        for container in self.all_containers():
-            await container.gone()
-
-    async def confirm_deletion(self) -> None:
-        """Tell the API that nothing of a deleted pod runs any more; only then does its object go away."""
-        metadata = self.context.pod["metadata"]
-        while self.state.deleting:
-            try:
-                await self._client.delete(
-                    PODS, metadata["name"], metadata["namespace"], grace_seconds=0, uid=metadata["uid"]
-                )
-                return
-            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-                logger.debug("deletion of %s: %r", metadata["name"], error)
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _live_guarded(self) -> None:
+        reporting = asyncio.create_task(self._report())
         try:
             await self._live()
         except Exception:
-            logger.exception("pod %s failed in its agent", self.context.pod["metadata"]["name"])
-            self.state.reason, self.state.message = "NodeAgentError", "the node agent's log says more"
+            logger.exception("pod %s/%s failed in its agent", self.sandbox.namespace, self.sandbox.name)
+            self.fail("NodeAgentError", "the node agent's log says more")
+        finally:
             self.kill()
-            await self.gone()
+            reporting.cancel()
+            for timer in self._timers:
+                timer.cancel()
+        await self.gone()
+        self.over = True
+        await self._flush()
+        await self.confirm_deletion()
+
+    async def confirm_deletion(self) -> None:
+        """Tell the API that nothing of a deleted pod runs any more; only then does its object go away."""
+        sandbox, client = self.sandbox, self.sandbox.host.client
+        while self.deleting:
+            await sandbox.host.online.wait()
+            try:
+                await client.delete(PODS, sandbox.name, sandbox.namespace, grace_seconds=0, uid=sandbox.uid)
+                return
+            except API_ERRORS as error:
+                logger.debug("deletion of %s: %r", sandbox.name, error)
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def _live(self) -> None:
-        if self._stopping.is_set() or self._was_running_before():
+        if self._stopping.is_set() or self._take_over():
             return
-        for directory in (self.context.home, self.context.temporary):
-            directory.mkdir(parents=True, exist_ok=True)
+        seconds = self.sandbox.pod["spec"].get("activeDeadlineSeconds")
+        if seconds is not None:
+            left = seconds - (clock.parse(clock.now()) - clock.parse(self._start_time)).total_seconds()
+            self._timers.append(asyncio.get_running_loop().call_later(left, self._deadline_passed))
         # Whoever reads `status.podIP` may do so from the container's first moment on.
-        await self._reporter.flush()
-        if not await self._prepare_volumes() or not await self._initialize():
-            return
-        self.state.initialized = True
-        self._reporter.changed()
+        await self._flush()
+        await self._prepare_volumes()
+        for container in self.init:
+            await container.run()
+            ended = container.terminated
+            if ended is None or ended["exitCode"]:
+                return
+            container.status["ready"] = True
+        self._initialized = not self._stopping.is_set()
+        self._dirty.set()
         async with asyncio.TaskGroup() as group:
             for container in self.containers:
                 group.create_task(container.run())
 
-    def _was_running_before(self) -> bool:
+    def _take_over(self) -> bool:
         """Take over a pod that an earlier agent ran. Its processes died with that agent.
 
         Returns:
             Whether the pod is over because nothing may be restarted.
         """
-        old = self.context.pod.get("status") or {}
-        before = {item["name"]: item for item in old.get("containerStatuses") or ()}
-        final: bool = self.context.pod["spec"].get("restartPolicy") == "Never"
-        begun = False
-        for state in self.state.containers:
-            item = before.get(state.name) or {}
+        reported = (self.sandbox.pod.get("status") or {}).get("containerStatuses") or ()
+        before = {item["name"]: item for item in reported}
+        for container in self.containers:
+            item = before.get(container.name) or {}
+            state = item.get("state") or {"waiting": {}}
             # A log shows a run that its agent did not live to report. Running twice would be worse than failing.
-            runs = len(list(self.context.log_directory(state.name).glob("*.log")))
-            if not runs and "waiting" in (item.get("state") or {"waiting": {}}):
+            runs = len(list(container.logs.glob("*.log")))
+            if not runs and "waiting" in state:
                 continue
-            begun = True
-            ended = _ended_before(item)
-            if final:
-                state.terminated = ended
+            self._initialized = True
+            begun = (state.get("running") or {}).get("startedAt") or clock.now()
+            lost = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": _LOST, "startedAt": begun}
+            ended = {"terminated": state.get("terminated") or {**lost, "finishedAt": clock.now()}}
+            if self.sandbox.pod["spec"].get("restartPolicy") == "Never":
+                container.status["state"] = ended
             else:
-                state.last, state.restarts = ended, max(runs, int(item.get("restartCount") or 0) + 1)
-        self.state.initialized = begun
-        return final and begun
+                restarts = max(runs, int(item.get("restartCount") or 0) + 1)
+                container.status.update(lastState=ended, restartCount=restarts)
+        return any(container.terminated for container in self.containers)
 
-    async def _prepare_volumes(self) -> bool:
-        """Make the volumes, waiting for what is missing; False when the pod was told to stop."""
-        context = self.context
+    async def _prepare_volumes(self) -> None:
+        """Make the volumes, waiting for what is missing until the pod is told to stop."""
         told = ""
         while not self._stopping.is_set():
-            source = VolumeContext(context.pod, context.place, context.references, context.directory / "volumes")
             try:
-                context.volumes = await volumes.prepare(source)
-                return True
-            except (MissingReferenceError, VolumeError, FieldError) as error:
+                await volumes.prepare(self.sandbox)
+                return
+            except (PodSpecError, *API_ERRORS) as error:
                 if str(error) != told:
                     told = str(error)
-                    context.event("Warning", "FailedMount", f"MountVolume.SetUp failed: {error}")
-            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-                logger.debug("volumes of %s: %r", context.pod["metadata"]["name"], error)
-            try:
+                    self.sandbox.event("Warning", "FailedMount", f"MountVolume.SetUp failed: {error}")
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_SECONDS):
                     await self._stopping.wait()
-            except TimeoutError:
-                pass
-        return False
-
-    async def _initialize(self) -> bool:
-        """Run the init containers one after the other; False when one failed or the pod was told to stop."""
-        for container in self.init:
-            await container.run()
-            ended = container.state.terminated
-            if ended is None or ended.exit_code:
-                return False
-            container.state.ready = True
-        return not self._stopping.is_set()
-
-    def _start_deadline(self) -> asyncio.TimerHandle | None:
-        seconds = self.context.pod["spec"].get("activeDeadlineSeconds")
-        if seconds is None:
-            return None
-        begun = clock.parse(self.state.start_time).timestamp()
-        left = begun + seconds - clock.parse(clock.now()).timestamp()
-        return asyncio.get_running_loop().call_later(max(0.0, left), self._deadline_passed)
 
     def _deadline_passed(self) -> None:
-        self.state.reason = "DeadlineExceeded"
-        self.state.message = "Pod was active on the node longer than the specified deadline"
-        self.context.event("Normal", "DeadlineExceeded", self.state.message)
-        grace = self.context.pod["spec"].get("terminationGracePeriodSeconds")
-        self._stop(_DEFAULT_GRACE if grace is None else float(grace))
+        message = "Pod was active on the node longer than the specified deadline"
+        self.fail("DeadlineExceeded", message, self.sandbox.grace)
 
     def _stop(self, grace: float) -> None:
         """Ask every container to end, and kill what is left when the grace period is over."""
         loop = asyncio.get_running_loop()
         at = loop.time() + grace
-        if self._kill_at is not None and at >= self._kill_at:
+        if at >= self._kill_at:
             return
         self._kill_at = at
-        if self._kill_timer is not None:
-            self._kill_timer.cancel()
+        self._stopping.set()
         if grace <= 0:
             self.kill()
             return
-        self._kill_timer = loop.call_at(at, self.kill)
-        if not self._stopping.is_set():
-            self._stopping.set()
-            for container in self.all_containers():
-                task = asyncio.create_task(container.terminate())
-                self._terminating.add(task)
-                task.add_done_callback(self._terminating.discard)
+        self._timers.append(loop.call_at(at, self.kill))
+        for container in self.all_containers:
+            container.terminate()
 
-    def _containers(self, section: str, states: list[ContainerState], policy: str) -> list[Container]:
-        specs = self.context.pod["spec"].get(section) or ()
-        return [Container(self.context, spec, state, policy) for spec, state in zip(specs, states, strict=True)]
+    async def _report(self) -> None:
+        while True:
+            await self._dirty.wait()
+            await self._flush()
 
+    async def _flush(self) -> None:
+        """Return once the API has the present status, or the pod's object is gone."""
+        sandbox, client = self.sandbox, self.sandbox.host.client
+        async with self._reporting:
+            while True:
+                await sandbox.host.online.wait()
+                self._dirty.clear()
+                body = self.status()
+                if body == self._sent:
+                    return
+                # The uid makes the server refuse a report about an earlier pod of the same name.
+                patch = {"metadata": {"uid": sandbox.uid}, "status": body}
+                how = {"subresource": "status", "content_type": STRATEGIC_PATCH}
+                try:
+                    await client.patch(PODS, sandbox.name, patch, sandbox.namespace, **how)
+                    self._sent = body
+                    return
+                except API_ERRORS as error:
+                    if isinstance(error, ApiError) and error.status in (404, 409):
+                        return
+                    logger.debug("status of %s: %r", sandbox.name, error)
+                await asyncio.sleep(_RETRY_SECONDS)
 
-def _initial(spec: Object, pod: Object, waiting: str) -> ContainerState:
-    # Unique per container and stable, like a runtime's; not a hash of content.
-    identity = f"process://{pod['metadata']['uid']}/{spec['name']}"
-    return ContainerState(spec["name"], spec.get("image", ""), identity, (waiting, ""))
+    def phase(self) -> str:
+        """Pending, Running, Succeeded or Failed."""
+        if self.over:
+            ends = [container.terminated or {"exitCode": 137} for container in self.containers]
+            ends += [container.terminated for container in self.init if container.terminated]
+            return "Failed" if self._failure or any(end["exitCode"] for end in ends) else "Succeeded"
+        statuses = [container.status for container in self.containers]
+        begun = any("waiting" not in status["state"] or status["lastState"] for status in statuses)
+        return "Running" if begun else "Pending"
 
+    def status(self) -> Object:
+        """The pod status to report, as a strategic merge patch."""
+        host, phase = self.sandbox.host.spec, self.phase()
+        ready = not self.over and all(container.status["ready"] for container in self.containers)
+        unready = {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady")
+        conditions = (
+            ("PodReadyToStartContainers", not self.over, None),
+            ("Initialized", self._initialized, "ContainersNotInitialized"),
+            ("ContainersReady", ready, unready),
+            ("Ready", ready, unready),
+        )
+        reason, message = self._failure or (None, None)
+        return {
+            "phase": phase,
+            "reason": reason,
+            "message": message,
+            "startTime": self._start_time,
+            # The merge is by address: one of an earlier life of the pod would stay beside the present one.
+            **{"podIP": self.sandbox.ip, "podIPs": [{"$patch": "replace"}, {"ip": self.sandbox.ip}]},
+            **{"hostIP": host.address, "hostIPs": [{"$patch": "replace"}, {"ip": host.address}]},
+            "conditions": [self._condition(*condition) for condition in conditions],
+            "containerStatuses": [dict(container.status) for container in self.containers],
+            "initContainerStatuses": [dict(container.status) for container in self.init] or None,
+        }
 
-def _ended_before(item: Object) -> Terminated:
-    """How a container that an earlier agent reported ended: as reported, or unseen."""
-    state = item.get("state") or {}
-    if ended := state.get("terminated"):
-        begun, finished = ended.get("startedAt") or clock.now(), ended.get("finishedAt") or clock.now()
-        return Terminated(ended["exitCode"], ended.get("reason", ""), begun, finished, ended.get("message", ""))
-    begun = (state.get("running") or {}).get("startedAt") or clock.now()
-    return Terminated(137, "ContainerStatusUnknown", begun, clock.now(), _LOST)
+    def _condition(self, kind: str, holds: bool, reason: str | None) -> Object:
+        if self._transitions.get(kind, (None,))[0] != holds:
+            self._transitions[kind] = (holds, clock.now())
+        # An empty reason is written too: a patch leaves out nothing that it does not name.
+        value, since = "True" if holds else "False", self._transitions[kind][1]
+        return {"type": kind, "status": value, "lastTransitionTime": since, "reason": None if holds else reason}

@@ -1,92 +1,99 @@
-"""Probes and lifecycle hooks: what is asked of a container from outside, and when its answer counts."""
+"""What is asked of a container from outside: probes, and how much memory it uses."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 
+from meshwright.local.nodeagent.process import StartError
+from meshwright.local.nodeagent.shim import descendants
 from meshwright.local.resources import Object
 
-RunCommand = Callable[[list[str]], Awaitable[int]]
-"""Runs a command in the container and returns its exit code."""
+_MEMORY_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeTarget:
-    """Whom to ask."""
+class Target:
+    """Whom to ask: a pod's address, a container's spec, and what runs a command in it and returns its exit code."""
 
     address: str
-    ports: dict[str, int]
-    """Named container ports."""
-    run: RunCommand
+    container: Object
+    run: Callable[[list[str]], Awaitable[int]]
     session: aiohttp.ClientSession
 
-
-async def act(action: Object, target: ProbeTarget) -> str:
-    """One probe or hook action: `exec`, `httpGet`, `tcpSocket` or `sleep`. Empty when good, else what was wrong."""
-    if command := action.get("exec"):
-        code = await target.run(command["command"])
-        return "" if code == 0 else f"command exited with {code}"
-    if http := action.get("httpGet"):
-        return await _http(http, target)
-    if tcp := action.get("tcpSocket"):
-        try:
-            _, writer = await asyncio.open_connection(tcp.get("host") or target.address, _port(tcp["port"], target))
-        except OSError as error:
-            return f"dial tcp: {error.strerror or error}"
-        writer.close()
-        return ""
-    if sleep := action.get("sleep"):
-        await asyncio.sleep(float(sleep["seconds"]))
-        return ""
-    return "the action is none of exec, httpGet, tcpSocket"
+    def port(self, port: int | str) -> int:
+        """A port by number or by its name in the container's spec."""
+        named = {item.get("name"): item["containerPort"] for item in self.container.get("ports") or ()}
+        return int(named.get(port, port if str(port).isdigit() else 0))
 
 
-async def watch(probe: Object, target: ProbeTarget, told: Callable[[bool, str], None], *, once: bool = False) -> None:
-    """Ask again and again; `told(good, why)` whenever a threshold is reached.
+async def answers(probe: Object, target: Target) -> AsyncIterator[str]:
+    """Ask again and again, and say each answer that counts: empty when good, else what was wrong.
 
-    Args:
-        probe: The probe with its action and thresholds.
-        target: Whom to ask.
-        told: Called with True after `successThreshold` good answers in a row, False after `failureThreshold` bad ones;
-            then again after each further answer of the same kind.
-        once: End after the first True, as startup probes do.
+    A good one counts after `successThreshold` of them in a row, a bad one after `failureThreshold`.
     """
     await asyncio.sleep(probe.get("initialDelaySeconds") or 0)
     good = bad = 0
     while True:
         try:
             async with asyncio.timeout(probe.get("timeoutSeconds") or 1):
-                why = await act(probe, target)
+                why = await _ask(probe, target)
         except TimeoutError:
             why = "timed out"
+        except (OSError, aiohttp.ClientError, StartError) as error:
+            why = str(error)
         good, bad = (0, bad + 1) if why else (good + 1, 0)
-        if good >= (probe.get("successThreshold") or 1):
-            told(True, "")
-            if once:
-                return
-        elif bad >= (probe.get("failureThreshold") or 3):
-            told(False, why)
+        if good >= (probe.get("successThreshold") or 1) or bad >= (probe.get("failureThreshold") or 3):
+            yield why
         await asyncio.sleep(probe.get("periodSeconds") or 10)
 
 
-async def _http(http: Object, target: ProbeTarget) -> str:
-    scheme = (http.get("scheme") or "HTTP").lower()
-    path = http.get("path") or "/"
-    host = http.get("host") or target.address
-    url = f"{scheme}://{host}:{_port(http['port'], target)}{path if path.startswith('/') else '/' + path}"
-    headers = {item["name"]: item["value"] for item in http.get("httpHeaders") or ()}
-    try:
+async def _ask(probe: Object, target: Target) -> str:
+    if command := probe.get("exec"):
+        code = await target.run(command["command"])
+        return f"command exited with {code}" if code else ""
+    if tcp := probe.get("tcpSocket"):
+        _, writer = await asyncio.open_connection(tcp.get("host") or target.address, target.port(tcp["port"]))
+        writer.close()
+        return ""
+    if http := probe.get("httpGet"):
+        place = f"{http.get('host') or target.address}:{target.port(http['port'])}"
+        url = f"{(http.get('scheme') or 'HTTP').lower()}://{place}/{(http.get('path') or '').lstrip('/')}"
+        headers = {item["name"]: item["value"] for item in http.get("httpHeaders") or ()}
         # Kubelets do not check certificates of probed servers either.
         async with target.session.get(url, headers=headers, ssl=False, allow_redirects=False) as response:
-            return "" if 200 <= response.status < 400 else f"HTTP probe failed with statuscode: {response.status}"
-    except aiohttp.ClientError as error:
-        return f"Get {url!r}: {error}"
+            return "" if response.status < 400 else f"HTTP probe failed with statuscode: {response.status}"
+    return "the probe is none of exec, httpGet, tcpSocket"
 
 
-def _port(port: object, target: ProbeTarget) -> int:
-    text = str(port)
-    return int(text) if text.isdigit() else target.ports.get(text, 0)
+async def memory_exceeded(root: int, limit: int) -> int:
+    """Return what the descendants of a process use, in bytes, once it is more than `limit`.
+
+    There need be no cgroups: it is measured now and then, and a burst between two looks passes unseen. Counted is what
+    a cgroup would count: anonymous and shared memory, each page once however many processes share it (the proportional
+    set size of `smaps_rollup`). That file is slow to read, so it is read only when the plain sums of
+    `/proc/PID/status`, which count shared pages several times, exceed the limit.
+    """
+    while True:
+        await asyncio.sleep(_MEMORY_SECONDS)
+        used = await asyncio.to_thread(_sum, root, "status", ("RssAnon:", "RssShmem:"))
+        if used > limit:
+            used = await asyncio.to_thread(_sum, root, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+        if used > limit:
+            return used
+
+
+def _sum(root: int, file: str, fields: tuple[str, ...]) -> int:
+    total = 0
+    for pid in descendants(root):
+        try:
+            lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+        except OSError:
+            # It ended meanwhile.
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(fields))
+    return total * 1024

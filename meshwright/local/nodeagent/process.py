@@ -11,11 +11,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
 
-_SHIM = Path(__file__).with_name("shim.py")
+from meshwright.local.nodeagent.isolation import View
+
+_SHIM = """
+import socket, sys
+sys.path.insert(0, sys.argv[1])
+from meshwright.local.nodeagent.shim import Shim
+Shim(socket.socket(fileno=int(sys.argv[2]))).run()
+"""
 
 
 class StartError(Exception):
@@ -31,9 +37,10 @@ class ProcessSpec:
     cwd: Path
     log: Path | None = None
     tty: bool = False
-
-
-Stream = int | IO[bytes] | None
+    view: View | None = None
+    """The file system it is to see; None: the machine's."""
+    join: int | None = None
+    """Pid of a process whose view it is to share."""
 
 
 class Process:
@@ -42,63 +49,52 @@ class Process:
     Nothing of it outlives this object's process, whatever way that ends: see the shim.
     """
 
-    def __init__(self, pid: int, shim: subprocess.Popen[bytes], reader: asyncio.StreamReader, control: Any) -> None:
-        self.pid = pid
-        self._shim = shim
-        self._control: asyncio.StreamWriter = control
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiter = asyncio.create_task(self._follow(reader))
+    def __init__(self, shim: subprocess.Popen[bytes], reader: asyncio.StreamReader, control: asyncio.StreamWriter):
+        self.pid = 0
+        self.shim_pid = shim.pid
+        """Pid of the process that all of it descends from."""
+        self.ended = asyncio.create_task(self._follow(shim, reader))
+        """Ends with the exit code; not to be cancelled."""
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._control = control
 
     @classmethod
-    async def start(
-        cls,
-        spec: ProcessSpec,
-        *,
-        stdin: Stream = subprocess.DEVNULL,
-        stdout: Stream = subprocess.DEVNULL,
-        stderr: Stream = None,
-    ) -> Process:
-        """Run a command under a shim of its own.
-
-        `stderr` None lets complaints of the shim itself reach this process's own; it serves no container with a log.
+    async def start(cls, spec: ProcessSpec, streams: Sequence[int] = (subprocess.DEVNULL,) * 3) -> Process:
+        """Run a command under a shim of its own, with three streams as `subprocess` has them unless it has a log.
 
         Raises:
-            StartError: There is no such command, or it may not be executed.
+            StartError: There is no such command, it may not be executed, or its view cannot be made.
         """
-        ours, shim = _spawn_shim(stdin, stdout, stderr)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        order = {
-            "argv": list(spec.argv),
-            "env": dict(spec.env),
-            "cwd": str(spec.cwd),
-            "log": str(spec.log) if spec.log else None,
-            "tty": spec.tty,
-        }
-        writer.write(json.dumps(order).encode() + b"\n")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A spawn takes about a millisecond, so it needs no thread.
+            shim = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-I", "-S", "-c", _SHIM, str(Path(__file__).parents[3]), str(theirs.fileno())],
+                stdin=streams[0],
+                stdout=streams[1],
+                # Complaints of the shim itself go where this process's own go; a container with a log has none there.
+                stderr=None if spec.log else streams[2],
+                env={},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        process = cls(shim, *await asyncio.open_unix_connection(sock=ours))
+        process._order(asdict(spec))
         try:
-            answer = json.loads(await reader.readline() or b'{"error": "the shim died"}')
-        except (ConnectionError, asyncio.CancelledError):
-            writer.close()
+            await asyncio.shield(process._started)
+        except asyncio.CancelledError:
+            process._control.close()
             raise
-        if "error" in answer:
-            writer.close()
-            await asyncio.to_thread(shim.wait)
-            raise StartError(answer["error"])
-        return cls(answer["pid"], shim, reader, writer)
-
-    @property
-    def shim_pid(self) -> int:
-        """Pid of the process that all of it descends from."""
-        return self._shim.pid
+        return process
 
     @property
     def running(self) -> bool:
         """Whether anything of it is left."""
-        return not self._ended.done()
+        return not self.ended.done()
 
     async def wait(self) -> int:
         """The exit code once every process of it is gone; 128 plus the number when a signal ended it."""
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self.ended)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the main process alone, as a container runtime does."""
@@ -109,37 +105,24 @@ class Process:
         self._order({"kill": True})
 
     def _order(self, order: dict[str, object]) -> None:
-        if self.running and not self._control.is_closing():
-            self._control.write(json.dumps(order).encode() + b"\n")
+        if not self._control.is_closing():
+            self._control.write(json.dumps(order, default=str).encode() + b"\n")
 
-    async def _follow(self, reader: asyncio.StreamReader) -> None:
-        line = b""
+    async def _follow(self, shim: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> int:
+        # Without a last word somebody killed the shim; its container died with it, up to what left the group.
+        code, why = -int(signal.SIGKILL), "the shim died"
         with contextlib.suppress(ConnectionError):
-            line = await reader.readline()
-        if line:
-            code = int(json.loads(line)["code"])
-        else:
-            # Somebody killed the shim; its container died with it, up to processes that left the group.
-            code = 128 + signal.SIGKILL
+            async for line in reader:
+                message = json.loads(line)
+                why, code = message.get("error", why), message.get("code", code)
+                if "pid" in message:
+                    self.pid = message["pid"]
+                    self._started.set_result(None)
+        if self.pid and code == -signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-        await asyncio.to_thread(self._shim.wait)
+        await asyncio.to_thread(shim.wait)
         self._control.close()
-        if not self._ended.done():
-            self._ended.set_result(code)
-
-
-def _spawn_shim(stdin: Stream, stdout: Stream, stderr: Stream) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a shim; returns our end of its socket. A spawn takes about a millisecond, so it needs no thread."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        shim = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SHIM), str(theirs.fileno())],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env={},
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
-    return ours, shim
+        if not self.pid:
+            self._started.set_exception(StartError(why))
+        return code if code >= 0 else 128 - code

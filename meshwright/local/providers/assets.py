@@ -8,11 +8,14 @@ are used when they are there; otherwise ours fill in. Nodes are always ours.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import math
 import os
 import secrets
 import signal
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,13 +24,13 @@ from meshwright.local.client import ApiClient
 from meshwright.local.connection import Connection, write_kubeconfig
 from meshwright.local.controllers.nodes import NodeTimes
 from meshwright.local.nodeagent.kubelet import KubeletTls
-from meshwright.local.nodeagent.process import Process, ProcessSpec
-from meshwright.local.providers.base import ControlPlane, ProviderError
-from meshwright.local.providers.tls import serving_files
+from meshwright.local.providers.base import ControlPlane, ProviderError, serving_files
 
 _DEFAULT_DIRECTORY = "/usr/local/kubebuilder/bin"
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def find_binary(name: str, environment: Mapping[str, str]) -> Path | None:
@@ -44,7 +47,7 @@ class AssetsProvider:
         self._directory = directory
         self._times = times or NodeTimes()
         self._logs = directory / "control-plane"
-        self._processes: list[tuple[str, Process]] = []
+        self._processes: list[tuple[str, asyncio.subprocess.Process]] = []
 
     async def start(self) -> ControlPlane:
         """Start what is there and wait for the API server."""
@@ -78,20 +81,23 @@ class AssetsProvider:
     async def stop(self) -> None:
         """Stop all, etcd last: without it kube-apiserver does not end on SIGTERM."""
         for _, process in reversed(self._processes):
-            process.signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
             try:
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await process.wait()
+                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
             except TimeoutError:
                 process.kill()
                 await process.wait()
         self._processes.clear()
 
     async def _start(self, name: str, flags: list[str]) -> None:
-        binary = find_binary(name, os.environ)
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(self._logs)}
-        spec = ProcessSpec([str(binary), *flags], environment, self._logs, self._logs / f"{name}.log")
-        self._processes.append((name, await Process.start(spec)))
+        with (self._logs / f"{name}.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                str(find_binary(name, os.environ)), *flags, env=environment, cwd=self._logs,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        self._processes.append((name, process))
 
     async def _start_optional(self, name: str, kubeconfig: Path, *flags: str) -> bool:
         if find_binary(name, os.environ) is None:
@@ -161,6 +167,11 @@ class AssetsProvider:
             finally:
                 for task in (waiting, *endings):
                     task.cancel()
+
+
+def _die_with_parent() -> None:
+    # However this process ends, also by SIGKILL, nothing of the control plane outlives it.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from meshwright.local.apiserver import certificates
 from meshwright.local.connection import Connection
 from meshwright.local.nodeagent.kubelet import KubeletTls
 
 
 class ProviderError(Exception):
-    """A control plane could not be started; the message says what to do."""
+    """A control plane could not be started or used; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,22 @@ class Provider(Protocol):
         """Start it; returns when its API server answers.
 
         Raises:
-            ProviderError: It cannot be started.
+            ProviderError: It cannot be started or used.
         """
 
     async def stop(self) -> None:
         """Stop what was started; may be called at any time, also after a failed start."""
+
+
+def serving_files(directory: Path, *, client: bool = False) -> certificates.TlsFiles:
+    """A new certificate of the directory's authority, which is made when it is not there.
+
+    The authority stays the same over restarts, so kubeconfig files that were copied elsewhere stay good. With `client`
+    the certificate also serves to connect to nodes.
+    """
+    authority = certificates.load_authority(directory)
+    certificate, key = authority.issue("meshwright-local", client=client)
+    files = certificates.TlsFiles(directory / "serving.crt", directory / "serving.key", directory / "ca.crt")
+    certificates.write_private(files.certificate, certificate)
+    certificates.write_private(files.key, key)
+    return files

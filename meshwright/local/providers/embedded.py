@@ -9,8 +9,7 @@ from meshwright.local.apiserver.server import ApiServer
 from meshwright.local.apiserver.store import StoreInUseError
 from meshwright.local.connection import Connection
 from meshwright.local.nodeagent.kubelet import KubeletTls
-from meshwright.local.providers.base import ControlPlane, ProviderError
-from meshwright.local.providers.tls import serving_files
+from meshwright.local.providers.base import ControlPlane, ProviderError, serving_files
 
 
 class EmbeddedProvider:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from meshwright.local.quantities import thousandths
 from meshwright.local.resources import Object
@@ -18,13 +17,13 @@ def pod_requests(pod: Object) -> Amounts:
     Containers that only state a limit request that much, as the API server's defaults would have it.
     """
     spec = pod["spec"]
-    total = _sum(spec.get("containers") or ())
+    total: Amounts = Counter()
+    for container in spec.get("containers") or ():
+        total.update(_container(container))
     for container in spec.get("initContainers") or ():
         # Init containers run one after the other, before the others.
-        for name, amount in _container(container).items():
-            total[name] = max(total[name], amount)
-    for name, amount in (spec.get("overhead") or {}).items():
-        total[name] += thousandths(amount)
+        total |= _container(container)
+    total.update({name: thousandths(amount) for name, amount in (spec.get("overhead") or {}).items()})
     total["pods"] += 1000
     return total
 
@@ -34,13 +33,6 @@ def allocatable(node: Object) -> Amounts:
     status = node.get("status") or {}
     amounts = status.get("allocatable") or status.get("capacity") or {}
     return Counter({name: thousandths(amount) for name, amount in amounts.items()})
-
-
-def _sum(containers: Iterable[Object]) -> Amounts:
-    total: Amounts = Counter()
-    for container in containers:
-        total.update(_container(container))
-    return total
 
 
 def _container(container: Object) -> Amounts:

@@ -1,133 +1,109 @@
 """The scheduling loop: waiting pods in order, one binding each, over the API.
 
-Passes run when a pod or node changes, so nothing is polled. A pod that was bound stays *assumed* on its node until the
+A pass runs when a pod or node changes, so nothing is polled. A pod that was bound stays *assumed* on its node until the
 watch shows it there; otherwise the next pod would be given the same room.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-
-import aiohttp
+from collections.abc import Iterable
 
 from meshwright.local import clock
-from meshwright.local.client import STRATEGIC_PATCH, ApiError
-from meshwright.local.events import EventRecorder
+from meshwright.local.client import REQUEST_ERRORS, ApiError
+from meshwright.local.controller import Controller, Key
 from meshwright.local.informers import Informers
 from meshwright.local.reflector import Change, ChangeType
-from meshwright.local.resources import NAMESPACES, NODES, PODS, Object
+from meshwright.local.resources import NAMESPACES, NODES, PODS, Object, key_of
 from meshwright.local.scheduler import choose, fits, snapshot
 
 logger = logging.getLogger(__name__)
 
 _GATED = "Scheduling is blocked due to non-empty scheduling gates"
+_PASS: Key = ("", "")
+_RETRY_SECONDS = 0.5
 
 
-class Scheduler:
-    """Places pods whose schedulerName is the default one."""
+class Scheduler(Controller):
+    """Places pods whose schedulerName is the default one. Its one key stands for a pass over all that wait."""
 
     def __init__(self, informers: Informers) -> None:
-        self._client = informers.client
-        self._pods = informers.get(PODS)
-        self._nodes = informers.get(NODES)
-        self._namespaces = informers.get(NAMESPACES)
-        self._events = EventRecorder(informers.client, choose.DEFAULT_SCHEDULER)
+        super().__init__(informers, choose.DEFAULT_SCHEDULER)
         self._assumed: dict[str, str] = {}
-        self._wake = asyncio.Event()
-        self._pods.listeners.append(self._pod_changed)
-        self._nodes.listeners.append(self._node_changed)
+        self._pods = self.follow(PODS, self._pod_changed)
+        self._nodes = self.follow(NODES, _node_changed)
+        self._namespaces = self.follow(NAMESPACES, lambda _: ())
 
-    async def run(self) -> None:
-        """Schedule until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._events.run())
-            for reflector in (self._pods, self._nodes, self._namespaces):
-                await reflector.synced.wait()
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if not await self._pass():
-                    await asyncio.sleep(0.5)
-                    self._wake.set()
-
-    def _pod_changed(self, change: Change) -> None:
+    def _pod_changed(self, change: Change) -> Iterable[Key]:
         if change.type is ChangeType.DELETED or change.object["spec"].get("nodeName"):
             self._assumed.pop(change.object["metadata"]["uid"], None)
-        self._wake.set()
+        return (_PASS,)
 
-    def _node_changed(self, change: Change) -> None:
-        # Heartbeats change a node's status every few seconds and free nothing.
-        if change.old is None or change.type is ChangeType.DELETED or _room(change.old) != _room(change.object):
-            self._wake.set()
-
-    async def _pass(self) -> bool:
-        """Try every waiting pod once; False when a request failed and the pass must be repeated."""
-        waiting = [pod for pod in self._pods.objects.values() if choose.is_waiting(pod)]
+    async def reconcile(self, _: Key) -> float | None:
+        """Try every waiting pod once, in order; when a request failed, again soon."""
+        waiting = [pod for pod in self._pods.values() if choose.is_waiting(pod)]
         waiting = [pod for pod in waiting if pod["metadata"]["uid"] not in self._assumed]
         if not waiting:
-            return True
-        spaces = {name: item["metadata"].get("labels") or {} for (_, name), item in self._namespaces.objects.items()}
-        view = snapshot.take(self._nodes.objects.values(), self._pods.objects.values(), self._assumed, spaces)
-        good = True
+            return None
+        spaces = {name: item["metadata"].get("labels") or {} for (_, name), item in self._namespaces.items()}
+        view = snapshot.take(self._nodes.values(), self._pods.values(), self._assumed, spaces)
+        again: float | None = None
         for pod in sorted(waiting, key=choose.queue_order):
             try:
                 if pod["spec"].get("schedulingGates"):
-                    await self._condition(pod, "SchedulingGated", _GATED)
+                    await self._say(pod, "SchedulingGated", _GATED)
                 else:
                     await self._place(pod, view)
-            except ApiError as error:
+            except REQUEST_ERRORS as error:
                 # Gone or bound by somebody else: the watch will tell. The rest is worth another pass.
-                good = good and error.status in (404, 409)
-                logger.debug("%s: %s", pod["metadata"]["name"], error)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                good = False
+                if not (isinstance(error, ApiError) and error.status in (404, 409)):
+                    again = _RETRY_SECONDS
                 logger.debug("%s: %r", pod["metadata"]["name"], error)
-        return good
+        return again
 
     async def _place(self, pod: Object, view: snapshot.Snapshot) -> None:
         against = {name: fits.reasons_against(pod, node, view) for name, node in view.nodes.items()}
         possible = [view.nodes[name] for name, reasons in against.items() if not reasons]
-        metadata = pod["metadata"]
         if not possible:
             message = fits.unschedulable_message(against)
-            if await self._condition(pod, "Unschedulable", message):
-                self._events.emit(pod, "Warning", "FailedScheduling", message)
+            if await self._say(pod, "Unschedulable", message):
+                self.events.emit(pod, "Warning", "FailedScheduling", message)
             return
         node = choose.best(pod, possible)
-        self._assumed[metadata["uid"]] = node.name
+        uid = pod["metadata"]["uid"]
+        self._assumed[uid] = node.name
         try:
-            await self._client.bind(metadata["namespace"], metadata["name"], node.name, uid=metadata["uid"])
+            await self._bind(pod, node.name)
         except BaseException:
-            self._assumed.pop(metadata["uid"], None)
+            self._assumed.pop(uid, None)
             raise
         node.add(pod)
-        name = f"{metadata['namespace']}/{metadata['name']}"
-        self._events.emit(pod, "Normal", "Scheduled", f"Successfully assigned {name} to {node.name}")
+        text = f"Successfully assigned {'/'.join(key_of(pod))} to {node.name}"
+        self.events.emit(pod, "Normal", "Scheduled", text)
 
-    async def _condition(self, pod: Object, reason: str, message: str) -> bool:
+    async def _bind(self, pod: Object, node: str) -> None:
+        space, name = key_of(pod)
+        metadata = {"namespace": space, "name": name, "uid": pod["metadata"]["uid"]}
+        target = {"apiVersion": "v1", "kind": "Node", "name": node}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": target}
+        await self.client.request("POST", PODS.path(space, name, "binding"), body=body)
+
+    async def _say(self, pod: Object, reason: str, message: str) -> bool:
         """Say in the pod's status why it waits; False when it says so already."""
-        metadata, status = pod["metadata"], pod.get("status") or {}
-        old = next((item for item in status.get("conditions") or () if item["type"] == "PodScheduled"), None)
-        if old is not None and (old.get("reason"), old.get("message")) == (reason, message):
+        conditions = (pod.get("status") or {}).get("conditions") or ()
+        old: Object = next((item for item in conditions if item["type"] == "PodScheduled"), {})
+        if (old.get("reason"), old.get("message")) == (reason, message):
             return False
-        same = old is not None and old["status"] == "False"
-        condition = {
-            "type": "PodScheduled",
-            "status": "False",
-            "reason": reason,
-            "message": message,
-            "lastTransitionTime": old["lastTransitionTime"] if old is not None and same else clock.now(),
-        }
-        await self._client.patch(
-            PODS,
-            metadata["name"],
-            {"metadata": {"uid": metadata["uid"]}, "status": {"conditions": [condition]}},
-            metadata["namespace"],
-            subresource="status",
-            content_type=STRATEGIC_PATCH,
-        )
+        since = old["lastTransitionTime"] if old.get("status") == "False" else clock.now()
+        condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+        await self.client.set_condition(PODS, pod, {**condition, "lastTransitionTime": since})
         return True
+
+
+def _node_changed(change: Change) -> Iterable[Key]:
+    # Heartbeats change a node's status every few seconds and free nothing.
+    known = change.old is not None and change.type is not ChangeType.DELETED
+    return () if known and _room(change.old or {}) == _room(change.object) else (_PASS,)
 
 
 def _room(node: Object) -> tuple[object, ...]:

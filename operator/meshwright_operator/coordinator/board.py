@@ -7,12 +7,14 @@ document is rebuilt from the job's status.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from meshwright.protocol import MeshDocument, MeshRequest, WorkerReport, WorkerState
+from meshwright.protocol import MeshDocument, MeshRequest, ReportReply, WorkerReport, WorkerState
+from meshwright_operator.coordinator.limits import Limits
 
 # An agent whose poll ended is expected back at once; after this long it counts as away.
 AWAY_SECONDS = 10.0
@@ -49,6 +51,8 @@ class Agents:
     """By worker index, of every generation."""
     newest_generation: int = 0
     """The highest generation any agent ever named."""
+    listening_for: float = 0.0
+    """Seconds for which agents of this job could have been heard: an agent not heard since is silent for so long."""
 
 
 @dataclass(slots=True)
@@ -70,18 +74,25 @@ class _Report:
 class Board:
     """One job's agents and the mesh document they wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.document: MeshDocument | None = None
         """The generation in effect; None while none is, or while the next one is being formed."""
         self.generation = 0
         """The newest generation that was announced."""
         self._incarnations: Mapping[int, int] = {}
+        self._pods: Mapping[int, str] = {}
+        self._members: frozenset[tuple[int, int]] = frozenset()
+        self._encoded = b""
+        self.limits = Limits(clock)
+        """What each worker's agent has used up."""
         self._closed = False
         self._published = False
         self._presences: dict[int, _Presence] = {}
         self._reports: dict[int, _Report] = {}
         self._newest = 0
         self._changed = asyncio.Condition()
+        self._clock = clock
+        self._began = clock()
 
     async def publish(
         self,
@@ -90,6 +101,7 @@ class Board:
         *,
         generation: int = 0,
         closed: bool = False,
+        pods: Mapping[int, str] | None = None,
     ) -> None:
         """Sets what agents are told, and wakes those that wait.
 
@@ -98,21 +110,32 @@ class Board:
             incarnations: current incarnation of every worker the job has.
             generation: the newest generation that was announced, in effect or not.
             closed: the job wants no pods (any more).
+            pods: uid of every worker's pod that is known, in its current incarnation.
         """
         self.generation = generation
-        same = (document, incarnations, closed) == (self.document, self._incarnations, self._closed)
+        pods = pods or {}
+        now = self.document, self._incarnations, self._closed, self._pods
+        same = (document, incarnations, closed, pods) == now
         if same and self._published:
             return
         self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
+        self._pods = pods
+        # Once for all agents: a thousand of them ask for it at the same moment.
+        self._encoded = encode(document) if document is not None else b""
+        self._members = frozenset((m.worker, m.incarnation) for m in document.members) if document else frozenset()
         async with self._changed:
             self._changed.notify_all()
 
-    def superseded(self, worker: int, incarnation: int) -> bool:
-        """Whether this agent's pod is none of the job's (any more)."""
+    def superseded(self, sender: MeshRequest | WorkerReport) -> bool:
+        """Whether the agent's pod is none of the job's (any more)."""
         if not self._published:
             return False
-        current = self._incarnations.get(worker)
-        return self._closed or current is None or incarnation < current
+        current = self._incarnations.get(sender.worker)
+        if self._closed or current is None or sender.incarnation < current:
+            return True
+        # A process that outlived its pod object, as on a node that is cut off, may share the name of a pod made anew.
+        known = self._pods.get(sender.worker) if sender.incarnation == current else None
+        return bool(known and sender.pod_uid and sender.pod_uid != known)
 
     @contextmanager
     def polling(self, request: MeshRequest) -> Iterator[None]:
@@ -121,7 +144,7 @@ class Board:
         if presence is None or presence.request != request:
             presence = self._presences[request.worker] = _Presence(request, presence.polls if presence else 0)
         presence.polls += 1
-        presence.seen = time.monotonic()
+        presence.seen = self._clock()
         self._name_generation(request.generation)
         try:
             yield
@@ -129,31 +152,41 @@ class Board:
             # The agent may have said something new meanwhile: then the newer presence holds the count.
             current = self._presences.get(request.worker, presence)
             current.polls = max(0, current.polls - 1)
-            current.seen = time.monotonic()
+            current.seen = self._clock()
 
-    async def newer(self, request: MeshRequest) -> MeshDocument | None:
-        """The document if it is newer than the agent's generation, once it is; None when superseded or time is up."""
+    async def newer(self, request: MeshRequest) -> bytes | None:
+        """What `offer` gives, once it gives something; None when superseded or time is up."""
 
         def done() -> bool:
-            document = self.document
-            newer = document is not None and document.generation > request.generation
-            return newer or self.superseded(request.worker, request.incarnation)
+            return self.offer(request) is not None or self.superseded(request)
 
         try:
             async with asyncio.timeout(request.wait_seconds), self._changed:
                 await self._changed.wait_for(done)
         except TimeoutError:
             return None
-        if self.superseded(request.worker, request.incarnation):
+        if self.superseded(request):
             return None
         # From now on its store port is in use: it must say hello again before it counts for the next generation.
         self._presences.pop(request.worker, None)
-        return self.document
+        return self._encoded if self.offer(request) is not None else None
+
+    def polls(self, worker: int) -> int:
+        """Polls of this worker that are open now."""
+        presence = self._presences.get(worker)
+        return presence.polls if presence is not None else 0
+
+    def offer(self, request: MeshRequest) -> MeshDocument | None:
+        """The document, if it is newer than the agent's generation and this very incarnation takes part in it."""
+        document = self.document
+        if document is None or document.generation <= request.generation:
+            return None
+        return document if (request.worker, request.incarnation) in self._members else None
 
     def hear(self, report: WorkerReport) -> bool:
         """Takes a report; whether it tells something that wants a decision, rather than plain progress."""
         old = self._reports.get(report.worker)
-        now = time.monotonic()
+        now = self._clock()
         self._newest = max(self._newest, report.generation)
         if old is not None and (old.report.incarnation, old.report.generation) > (
             report.incarnation,
@@ -174,7 +207,7 @@ class Board:
 
     def agents(self) -> Agents:
         """What is known now."""
-        now = time.monotonic()
+        now = self._clock()
         hellos = {
             worker: Hello(p.request.incarnation, p.request.address, p.request.store_port)
             for worker, p in self._presences.items()
@@ -184,11 +217,12 @@ class Board:
             worker: Heard(r.report, now - r.arrived, now - r.halted_since if r.halted_since is not None else 0.0)
             for worker, r in self._reports.items()
         }
-        return Agents(hellos, reports, self._newest)
+        return Agents(hellos, reports, self._newest, now - self._began)
 
 
-def _age(report: WorkerReport) -> tuple[int, int]:
-    return report.incarnation, report.generation
+def encode(message: MeshDocument | ReportReply) -> bytes:
+    """The message as it travels."""
+    return json.dumps(message.wire(), separators=(",", ":")).encode()
 
 
 def _halt(report: WorkerReport) -> tuple[WorkerState, int]:

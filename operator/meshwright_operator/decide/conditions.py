@@ -61,7 +61,12 @@ def set_situation(status: ParallelTrainingJobStatus, situation: Situation, gener
     for kind in (names.COMPLETE, names.FAILED, names.SUSPENDED):
         if find(status.conditions, kind) is None:
             set_condition(status, kind, "False", f"Not{kind}", "", generation, now)
-    # What did not change now still holds for this generation of the object.
-    held = {c.type: c.model_copy(update={"observed_generation": generation}) for c in status.conditions}
+    still_holds(status, generation)
+    held = {c.type: c for c in status.conditions}
     known = [held.pop(kind) for kind in names.ALL]
     status.conditions = [*known, *held.values()]
+
+
+def still_holds(status: ParallelTrainingJobStatus, generation: int) -> None:
+    """What the conditions say is true of this generation of the object too."""
+    status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]

@@ -6,21 +6,23 @@ from datetime import datetime, timedelta
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
+from meshwright.api.failures import FailureAction
 from meshwright.api.labels import LABEL_JOB
-from meshwright.api.status import ParallelTrainingJobStatus, PlacementStatus
-from meshwright.planner.placement import Placement
+from meshwright.api.spec import CordonedNodes
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.clock import format_time, seconds_since
-from meshwright_operator.decide import gang, lifecycle, progress, recovery
-from meshwright_operator.decide.conditions import Situation, set_condition, set_situation
+from meshwright_operator.decide import budget, gang, hangs, lifecycle, placement, policy, progress, recovery
+from meshwright_operator.decide.applied import encode
+from meshwright_operator.decide.conditions import Situation, set_condition, set_situation, still_holds
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import form
-from meshwright_operator.decide.observed import Observed, WorkerState, has_started
+from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.events import WARNING
+from meshwright_operator.words import counted
 
 LOOK_AGAIN_SECONDS = 15.0
-RETRY_PLACEMENT_SECONDS = 15.0
-HOLD_SECONDS = 30.0
-HOLD_RETRY_SECONDS = 3.0
+MOVE_AFTER_SECONDS = 30.0
+MOVE_RETRY_SECONDS = 60.0
 
 
 def decide(observed: Observed) -> Draft:
@@ -36,10 +38,12 @@ def decide(observed: Observed) -> Draft:
         return draft
     draft.again_in(left)
     _take_plan(draft)
+    _tell_held(draft)
+    budget.refresh(draft.status, observed.spec.recovery, observed.now)
     progress.note_progress(observed, draft.status)
     if observed.spec.suspend:
         _suspend(draft)
-    elif observed.workers and all(w.state is WorkerState.SUCCEEDED for w in observed.workers) and _held(observed):
+    elif policy.succeeded(observed):
         draft.complete(_completion(draft))
     else:
         _resume(draft)
@@ -48,23 +52,18 @@ def decide(observed: Observed) -> Draft:
 
 
 def _after_the_end(draft: Draft) -> None:
-    """A finished job only waits to be deleted; what still runs of a failed one goes."""
-    if is_true(draft.status.conditions, names.FAILED):
-        draft.delete_live_pods()
+    """A finished job only waits to be deleted; what still runs of it goes."""
+    still_holds(draft.status, draft.observed.generation)
+    draft.delete_live_pods()
     left = lifecycle.keep_left(draft.observed.spec, draft.status, draft.observed.now)
     draft.delete_job = left is not None and left <= 0
     draft.again_in(left)
 
 
-def _held(observed: Observed) -> bool:
-    """Whether the pods that ended well ran a generation of this very spec."""
-    same = all(w.pod is not None and w.pod.revision == observed.revision for w in observed.workers)
-    return observed.mesh.generation > 0 and same
-
-
 def _completion(draft: Draft) -> str:
     steps = draft.status.total_steps
-    return f"all ranks finished{f' {steps} steps' if steps else ''} in generation {draft.mesh.generation}"
+    done = f" {counted(steps, 'step')}" if steps else ""
+    return f"all ranks finished{done} in generation {draft.mesh.generation}"
 
 
 def _take_plan(draft: Draft) -> None:
@@ -77,6 +76,9 @@ def _take_plan(draft: Draft) -> None:
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision
+    if changed:
+        placement.start_afresh(draft)
+    status.applied_spec = encode(observed.spec)
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
@@ -115,6 +117,7 @@ def _suspended_message(draft: Draft) -> str:
 
 def _resume(draft: Draft) -> None:
     if is_true(draft.observed.status.conditions, names.SUSPENDED):
+        placement.start_afresh(draft)
         draft.condition(names.SUSPENDED, False, "Resumed")
         draft.note("Resumed", "spec.suspend is false again")
 
@@ -124,7 +127,7 @@ def _drive(draft: Draft) -> None:
     observed = draft.observed
     holding = observed.mesh.generation > 0 and not draft.mesh.pending_cause
     if holding:
-        verdict = recovery.diagnose(observed)
+        verdict = recovery.diagnose(observed) or hangs.diagnose(observed)
         if verdict is None:
             _train(draft)
             return
@@ -133,7 +136,7 @@ def _drive(draft: Draft) -> None:
             return
         _break(draft, verdict)
         if verdict.lost:
-            _starting(draft, verdict.message)
+            draft.starting(verdict.message)
             return
     if lifecycle.finished(draft.status):
         return
@@ -142,8 +145,7 @@ def _drive(draft: Draft) -> None:
     draft.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     draft.status.tokens_per_second = draft.status.eta_seconds = None
     crashed = recovery.fresh_crashes(observed) if not holding else []
-    if crashed and draft.over_limit():
-        _exhausted(draft, recovery.crash_message(crashed))
+    if crashed and not _may_restart(draft, policy.codes_of_workers(crashed), recovery.crash_message(crashed)):
         return
     _toward_generation(draft)
 
@@ -154,43 +156,77 @@ def _break(draft: Draft, verdict: recovery.Break) -> None:
         verdict.cause, verdict.cause
     )
     draft.note(event, verdict.message, WARNING if verdict.cause != recovery.SPEC_CHANGED else "Normal")
-    if verdict.cause in recovery.COUNTED and draft.over_limit():
-        _exhausted(draft, verdict.message)
+    codes = policy.codes_of(draft.observed, verdict.cause)
+    if verdict.cause in recovery.COUNTED and not _may_restart(draft, codes, verdict.message):
         return
-    draft.count_restart(verdict.cause)
+    draft.count_restart(verdict.cause, counted=policy.counts(draft.observed.spec, codes))
     draft.mesh.pending_cause = verdict.cause
     # Whole seconds, rounded up: the pods that this verdict has seen ended before it.
     draft.mesh.pending_since = format_time(draft.observed.now + timedelta(seconds=1))
     draft.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
 
 
+def _may_restart(draft: Draft, codes: set[int], message: str) -> bool:
+    """Whether the job is started again after a failure with these exit codes; if not, it has failed."""
+    action, why = policy.action_for(draft.observed.spec, codes)
+    if action is FailureAction.FAIL_JOB:
+        draft.fail("FailurePolicy", f"{message}; {why}")
+    elif action is FailureAction.COUNT and draft.over_limit():
+        _exhausted(draft, message)
+    else:
+        return True
+    return False
+
+
 def _exhausted(draft: Draft, message: str) -> None:
     limit = draft.observed.spec.recovery.max_restarts
-    draft.note("RestartLimitReached", f"all {limit} restarts are used up (recovery.maxRestarts)", WARNING)
-    draft.fail("RestartLimitReached", f"after {limit} restarts: {message}")
+    window = draft.observed.spec.recovery.restart_window_seconds
+    spent = counted(limit, "restart") + (f" within {window} s" if window is not None else "")
+    draft.note("RestartLimitReached", f"{spent} allowed (recovery.maxRestarts), and used up", WARNING)
+    draft.fail("RestartLimitReached", f"after {spent}: {message}")
+
+
+def _tell_held(draft: Draft) -> None:
+    """Says once that an edit is held back and why, and looks again where that can help."""
+    held = draft.observed.held
+    if held is None:
+        return
+    ready = find(draft.observed.status.conditions, names.READY)
+    if ready is None or ready.reason != held.reason or held.message not in ready.message:
+        draft.note(held.reason, held.message, WARNING)
+    if held.waits:
+        draft.again_in(placement.RETRY_PLACEMENT_SECONDS)
 
 
 def _toward_generation(draft: Draft) -> None:
     draft.again_in(LOOK_AGAIN_SECONDS)
-    cause = draft.mesh.pending_cause
-    step = gang.next_step(draft.observed, cause)
+    observed, cause = draft.observed, draft.mesh.pending_cause
+    if observed.refusal is not None:
+        placement.give_up(draft, gang.GiveUp(observed.refusal.reason, observed.refusal.message))
+        return
+    step = gang.next_step(observed, cause)
+    if isinstance(step, gang.Place | gang.Wait) and (pause := placement.retry_left(draft)) > 0:
+        placement.held(draft, pause)
+        return
     match step:
         case gang.Delete(pods, message):
             draft.delete += [pod for pod in pods if pod not in draft.delete]
-            _starting(draft, f"stopping {len(pods)} {'pod' if len(pods) == 1 else 'pods'}: {message}")
+            draft.starting(f"stopping {len(pods)} {'pod' if len(pods) == 1 else 'pods'}: {message}")
         case gang.Wait(message, reason, seconds):
-            _starting(draft, message, reason)
+            draft.starting(message, reason)
             draft.again_in(seconds)
         case gang.Place():
             draft.place = step
+        case gang.GiveUp():
+            placement.give_up(draft, step)
         case gang.Ungate(pods):
             draft.ungate += pods
-            draft.note("GangStarted", f"all {len(draft.observed.workers)} pods hold their places")
-            _starting(draft, "the gang starts")
+            draft.note("GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}")
+            draft.starting("the gang starts")
         case gang.Form():
             draft.status.mesh = form(draft.observed, cause)
             _announce(draft)
-            _starting(draft, f"generation {draft.mesh.generation} starts")
+            draft.starting(f"generation {draft.mesh.generation} starts")
 
 
 def _announce(draft: Draft) -> None:
@@ -201,13 +237,6 @@ def _announce(draft: Draft) -> None:
         draft.note(
             "RestartingFromCheckpoint", f"generation {number} goes on from the checkpoint of step {checkpoint.step}"
         )
-
-
-def _starting(draft: Draft, message: str, problem: str = "") -> None:
-    cause = draft.mesh.pending_cause or draft.mesh.cause
-    first = cause in ("", recovery.START, recovery.RESUME)
-    text = message if first else f"{cause}: {message}"
-    draft.situation(problem or ("Starting" if first else "Restarting"), text)
 
 
 def _train(draft: Draft) -> None:
@@ -221,66 +250,26 @@ def _train(draft: Draft) -> None:
         return
     status.ready_ranks = f"{training}/{world}"
     if training < world:
-        _starting(draft, f"generation {draft.mesh.generation}: {training} of {world} ranks train")
+        draft.starting(f"generation {draft.mesh.generation}: {training} of {world} ranks train")
     else:
-        draft.situation("Running", f"{world} ranks train in generation {draft.mesh.generation}", ready=True)
+        trains = f"{counted(world, 'rank')} train{'s' if world == 1 else ''}"
+        draft.situation("Running", f"{trains} in generation {draft.mesh.generation}", ready=True)
+        _leave_nodes(draft)
 
 
-def placed(draft: Draft, placement: Placement) -> None:
-    """Takes a placement: new incarnations for the workers that need pods."""
-    observed, status = draft.observed, draft.status
-    assert draft.place is not None
-    crashed = recovery.fresh_crashes(observed) if observed.mesh.pending_cause or not observed.mesh.generation else []
-    if crashed:
-        draft.count_restart(recovery.POD_FAILED)
-        draft.note("PodFailed", recovery.crash_message(crashed), WARNING)
-    if crashed or draft.mesh.pending_since is None:
-        draft.mesh.pending_since = format_time(observed.now)
-    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    floor = _floor(draft) if draft.mesh.pending_cause in (recovery.SPEC_CHANGED, recovery.RESUME) else -1
-    for worker in draft.place.workers:
-        incarnations[worker.index] = max(worker.incarnation, floor) + 1
-    status.placement = placement.to_status(observed.name, incarnations)
-    draft.create += [worker.index for worker in draft.place.workers]
-    lifecycle.begin(status, observed.now)
-    text = placement_text(status.placement)
-    draft.condition(names.PLACED, True, "Placed", text)
-    draft.note("Placed", text)
-    count = len(draft.create)
-    _starting(draft, f"making {count} {'pod' if count == 1 else 'pods'}")
-
-
-def not_placed(draft: Draft, message: str, because_of_kept: bool) -> None:
-    """There is no room: says so once, and lets go of pods that others could use meanwhile."""
+def _leave_nodes(draft: Draft) -> None:
+    """Workers on nodes that are about to be emptied move while there is time to save: nobody has to evict them."""
     observed = draft.observed
-    old = find(observed.status.conditions, names.PLACED)
-    if old is None or old.status != "False":
-        draft.note("PlacementFailed", message, WARNING)
-    draft.condition(names.PLACED, False, "DoesNotFit", message)
-    draft.situation("Placing", message)
-    waited = seconds_since(draft.mesh.pending_since, observed.now)
-    if not observed.live_pods:
-        draft.again_in(RETRY_PLACEMENT_SECONDS)
-    elif because_of_kept or waited >= HOLD_SECONDS:
-        draft.delete_live_pods()
-    else:
-        draft.again_in(HOLD_RETRY_SECONDS)
-
-
-def _floor(draft: Draft) -> int:
-    """The highest incarnation of any worker, those of an earlier plan too: none may come again."""
-    entries = draft.observed.status.placement.workers if draft.observed.status.placement else []
-    known = [entry.incarnation for entry in entries] + [worker.incarnation for worker in draft.observed.workers]
-    return max(known, default=-1)
-
-
-def placement_text(placement: PlacementStatus) -> str:
-    """The placement in one sentence."""
-    nodes = {entry.node for entry in placement.workers}
-    racks = {entry.rack for entry in placement.workers if entry.rack}
-    where = f" in {len(racks)} {'rack' if len(racks) == 1 else 'racks'}" if racks else ""
-    text = f"{len(placement.workers)} workers on {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}{where}"
-    return f"{text}; cost {placement.cost or '0'}"
+    leaving = tuple(w for w in observed.workers if w.node_leaving and not w.node_down)
+    spec = observed.spec
+    if not leaving or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
+        return
+    trained = seconds_since(observed.mesh.started_time, observed.now)
+    if trained < MOVE_AFTER_SECONDS:
+        draft.again_in(MOVE_AFTER_SECONDS - trained)
+        return
+    draft.move = gang.Place(leaving, {w.index: w.node for w in observed.workers if w not in leaving})
+    draft.again_in(MOVE_RETRY_SECONDS)
 
 
 def rejected(
@@ -294,11 +283,22 @@ def rejected(
 
 
 def unplannable(
-    old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str
+    old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str, *, suspended: bool = False
 ) -> ParallelTrainingJobStatus:
     """The status of a job for which this cluster, as it is, has no layout; another node may change that."""
     status = old.model_copy(deep=True)
     status.observed_generation = generation
     set_condition(status, names.PLACED, "False", "NoLayout", message, generation, now)
-    set_situation(status, Situation("Placing", message), generation, now)
+    reason = "SuspendedByUser" if suspended else "NotSuspended"
+    set_condition(status, names.SUSPENDED, str(suspended), reason, "", generation, now)
+    situation = Situation("Suspended", message, ready=True) if suspended else Situation("Placing", message)
+    set_situation(status, situation, generation, now)
+    return status
+
+
+def unchanged(old: ParallelTrainingJobStatus, generation: int) -> ParallelTrainingJobStatus:
+    """The status of a finished job, whatever became of its spec: nothing starts it again."""
+    status = old.model_copy(deep=True)
+    status.observed_generation = generation
+    still_holds(status, generation)
     return status

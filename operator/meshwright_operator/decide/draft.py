@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
 from meshwright_operator.clock import format_time
-from meshwright_operator.decide import conditions, lifecycle, recovery
+from meshwright_operator.decide import budget, conditions, lifecycle, recovery
 from meshwright_operator.decide.gang import Place
+from meshwright_operator.decide.held import situation_of
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.events import WARNING, Note
 from meshwright_operator.pods import Pod
@@ -29,6 +30,10 @@ class Draft:
     """Workers whose pods are to be made as `status.placement` says."""
     place: Place | None = None
     """Workers to find nodes for before `status` is written."""
+    move: Place | None = None
+    """Workers that are to leave their nodes if there is room for them elsewhere."""
+    avoid: dict[str, str] = field(default_factory=dict)
+    """Node -> why this job is not to be placed there for a while."""
     delete_job: bool = False
     requeue: float | None = None
     """Look again after so many seconds, whatever happens meanwhile."""
@@ -47,10 +52,21 @@ class Draft:
             self.status.mesh = MeshStatus()
         return self.status.mesh
 
-    def situation(self, reason: str, message: str, *, ready: bool = False, stalled: bool = False) -> None:
-        """Sets Ready, Reconciling and Stalled."""
+    def situation(
+        self, reason: str, message: str, *, ready: bool = False, stalled: bool = False, final: bool = False
+    ) -> None:
+        """Sets Ready, Reconciling and Stalled. Unless it is final, an edit that is held back is told with it."""
         found = conditions.Situation(reason, message, ready=ready, stalled=stalled)
+        if self.observed.held is not None and not final:
+            found = situation_of(self.observed.held, self.observed.revision, found)
         conditions.set_situation(self.status, found, self.observed.generation, self.observed.now)
+
+    def starting(self, message: str, problem: str = "") -> None:
+        """On its way to a generation; `problem` is the reason when something keeps it from getting there."""
+        cause = self.mesh.pending_cause or self.mesh.cause
+        first = cause in ("", recovery.START, recovery.RESUME)
+        text = message if first else f"{cause}: {message}"
+        self.situation(problem or ("Starting" if first else "Restarting"), text)
 
     def condition(self, kind: str, value: bool, reason: str, message: str = "") -> None:
         """Sets one other condition."""
@@ -71,23 +87,23 @@ class Draft:
         """Every pod that still runs and is not going yet is to go."""
         self.delete += [pod for pod in self.observed.live_pods if not pod.deleting]
 
-    def count_restart(self, cause: str) -> None:
-        """Counts one restart, toward the limit too if its cause is the job's own."""
+    def count_restart(self, cause: str, *, counted: bool = True) -> None:
+        """Counts one restart, toward the limit too if its cause is the job's own and `counted` does not exempt it."""
         counts = {entry.cause: entry.count for entry in self.status.restarts}
         counts[cause] = counts.get(cause, 0) + 1
         self.status.restarts = [RestartStatus(cause=name, count=count) for name, count in counts.items()]
         self.status.restart_count += 1
-        if cause in recovery.COUNTED:
-            self.status.restarts_toward_limit += 1
+        if cause in recovery.COUNTED and counted:
+            budget.count(self.status, self.observed.spec.recovery, self.observed.now)
 
     def over_limit(self) -> bool:
         """Whether one more restart that counts is more than `recovery.maxRestarts` allows."""
-        return self.status.restarts_toward_limit + 1 > self.observed.spec.recovery.max_restarts
+        return budget.used_up(self.status, self.observed.spec.recovery)
 
     def fail(self, reason: str, message: str) -> None:
         """The job has failed for good: its pods go and it stays as it is."""
         self.condition("Failed", True, reason, message)
-        self.situation(reason, message, stalled=True)
+        self.situation(reason, message, stalled=True, final=True)
         self._finish()
         self.note("Failed", f"{reason}: {message}", WARNING)
         self.delete_live_pods()
@@ -95,15 +111,16 @@ class Draft:
     def complete(self, message: str) -> None:
         """The run is over and well."""
         self.condition("Complete", True, "Completed", message)
-        self.situation("Completed", message, ready=True)
-        self.status.eta_seconds = None
+        self.situation("Completed", message, ready=True, final=True)
         self._finish()
         self.note("Completed", message)
+        self.delete_live_pods()
 
     def _finish(self) -> None:
         lifecycle.pause(self.status, self.observed.now)
         self.status.completion_time = format_time(self.observed.now)
         self.status.ready_ranks = f"0/{self.observed.plan.layout.world_size}"
+        self.status.tokens_per_second = self.status.eta_seconds = None
         if self.status.mesh is not None:
             self.mesh.pending_cause = ""
             self.mesh.pending_since = None

@@ -1,7 +1,8 @@
 """What the gang needs next, on the way to a new mesh generation: all of it holds, or nothing runs.
 
 The order is the policy: what must not run any more goes first and is waited for, then every missing worker is placed
-together, then all gates come off, and a generation is formed when every agent is there.
+together, then all gates come off, and a generation is formed when every agent is there. Every wait for something that
+may never come has a bound, after which the attempt is given up and nothing is held.
 """
 
 from __future__ import annotations
@@ -9,12 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_operator.clock import parse_time
+from meshwright_operator.clock import parse_time, seconds_since
 from meshwright_operator.decide import recovery
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
 from meshwright_operator.pods import Pod
 
 PROBLEM_AFTER_SECONDS = 60.0
+"""When a pod's problem is told: most go away by themselves."""
+GIVE_UP_SECONDS = 300.0
+"""When a pod with a problem is given up: time for a registry or a volume to come back."""
+GIVE_UP_AGAIN_SECONDS = 60.0
+"""The same for every attempt after the first: it is known by then that it does not go away quickly."""
+GIVE_UP_SOONER = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
+"""Problems that do not go away, or that a placement elsewhere solves."""
+START_SECONDS = 1800.0
+"""When a pod is given up that neither runs nor says why: large images take their time."""
+ABSENT_SECONDS = 120.0
+"""When a pod is replaced whose agent does not come while others' do."""
+SILENT_GANG_SECONDS = 600.0
+"""When the gang is given up because none of its agents reaches the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,20 @@ class Form:
     """Every agent waits: form the next generation."""
 
 
-Step = Delete | Wait | Place | Ungate | Form
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This attempt to start the gang has failed: nothing may be held for it."""
+
+    reason: str
+    """CamelCase, for the condition."""
+    message: str
+    pods: tuple[Pod, ...] = ()
+    """Those that failed to start."""
+    avoid: Mapping[str, str] = field(default_factory=dict)
+    """Node -> why not to try it again for a while."""
+
+
+Step = Delete | Wait | Place | Ungate | GiveUp | Form
 
 
 def next_step(observed: Observed, pending_cause: str) -> Step:
@@ -88,10 +115,14 @@ def _gather(observed: Observed, pending_cause: str) -> Step:
     if down:
         return Delete(down, f"node {down[0].node} is down")
     if waiting:
-        return _problem(observed, waiting) or Wait(f"{total - len(waiting)} of {total} pods run")
+        return (
+            _stuck(observed, waiting)
+            or _problem(observed, waiting)
+            or Wait(f"{total - len(waiting)} of {total} pods run")
+        )
     if absent:
-        return Wait(f"{total - len(absent)} of {total} agents are ready")
-    if pending_cause == recovery.RANK_FAILURE:
+        return _absent(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
+    if pending_cause in (recovery.RANK_FAILURE, recovery.HANG):
         since = parse_time(observed.mesh.pending_since) or observed.now
         delay = recovery.backoff_seconds(observed.status.restarts_toward_limit)
         left = delay - (observed.now - since).total_seconds()
@@ -114,15 +145,79 @@ def _unwanted(observed: Observed) -> list[tuple[Pod, str]]:
     return [(pod, reason) for pod, reason in found if not pod.deleting]
 
 
+def _stuck(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
+    """Pods that have not started for so long that they are not worth what the gang holds."""
+    overdue: list[tuple[Pod, str]] = []
+    for pod in (w.pod for w in waiting if w.pod is not None and w.state is WorkerState.PENDING):
+        reason = pod.problem.partition(":")[0]
+        patience = GIVE_UP_AGAIN_SECONDS if observed.mesh.attempts else GIVE_UP_SECONDS
+        bound = GIVE_UP_SOONER.get(reason, patience) if reason else START_SECONDS
+        if _age(observed, pod, bound) >= bound:
+            overdue.append((pod, reason))
+    if not overdue:
+        return None
+    first, reason = overdue[0]
+    more = f" (and {len(overdue) - 1} more)" if len(overdue) > 1 else ""
+    problem = first.problem or "its container does not start and nothing says why"
+    refused = {
+        pod.node: "the scheduler did not accept a pod of this job" for pod, why in overdue if why == "Unschedulable"
+    }
+    return GiveUp(
+        _condition_reason(reason) if reason else "PodsDoNotStart",
+        f"pod {first.name}: {problem}{more}",
+        tuple(pod for pod, _ in overdue),
+        refused,
+    )
+
+
+def _absent(observed: Observed, absent: list[Worker]) -> Step | None:
+    """Agents that do not come though their pods run: some are replaced, all of them end the attempt.
+
+    Only time during which they could have been heard counts, so that an operator that was away blames nobody.
+    """
+    listening = observed.agents.listening_for
+    late = tuple(
+        w.pod
+        for w in absent
+        if w.pod is not None
+        and not w.pod.deleting
+        and min(listening, _ran_for(observed, w.pod), _pending_for(observed)) >= ABSENT_SECONDS
+    )
+    if not late:
+        return None
+    if len(absent) < len(observed.workers):
+        return Delete(late, f"the agent of {late[0].name} is not heard of")
+    if min(listening, _pending_for(observed)) < SILENT_GANG_SECONDS:
+        return None
+    return GiveUp("AgentsUnreachable", "pods run, but none of their agents reaches the operator's coordinator", late)
+
+
+def _pending_for(observed: Observed) -> float:
+    return seconds_since(observed.mesh.pending_since, observed.now)
+
+
+def _ran_for(observed: Observed, pod: Pod) -> float:
+    """Seconds since its container started: an image may have taken long before that."""
+    since = pod.started or pod.created
+    return (observed.now - since).total_seconds() if since is not None else 0.0
+
+
+def _age(observed: Observed, pod: Pod, unknown: float) -> float:
+    return (observed.now - pod.created).total_seconds() if pod.created is not None else unknown
+
+
+def _condition_reason(text: str) -> str:
+    return text if text.isalnum() else "PodProblem"
+
+
 def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
     """The first thing that has kept a pod from running for a minute; until then it may be about to end by itself."""
     soonest = PROBLEM_AFTER_SECONDS
     troubled = [w.pod for w in waiting if w.pod is not None and w.pod.problem]
     for pod in troubled:
-        age = (observed.now - pod.created).total_seconds() if pod.created is not None else PROBLEM_AFTER_SECONDS
+        age = _age(observed, pod, PROBLEM_AFTER_SECONDS)
         if age >= PROBLEM_AFTER_SECONDS:
-            reason = pod.problem.partition(":")[0]
-            return Wait(f"pod {pod.name}: {pod.problem}", reason=reason if reason.isalnum() else "PodProblem")
+            return Wait(f"pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
         soonest = min(soonest, PROBLEM_AFTER_SECONDS - age)
     if not troubled:
         return None

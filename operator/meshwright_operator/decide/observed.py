@@ -11,6 +11,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
 from meshwright_operator.coordinator.board import Agents
+from meshwright_operator.decide.held import Held
 from meshwright_operator.pods import Pod
 
 
@@ -54,8 +55,19 @@ class Worker:
     """Its node is gone or not ready."""
     node_refused: str = ""
     """Why its pod, not bound yet, cannot go to its node any more."""
+    node_leaving: str = ""
+    """Why the node its pod runs on is about to be emptied, such as `cordoned`."""
     older: tuple[Pod, ...] = ()
     """Pods of earlier incarnations that may still run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The API server refused to make the gang's pods."""
+
+    reason: str
+    """CamelCase, such as `QuotaExceeded`."""
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,13 @@ class Observed:
     strays: Sequence[Pod] = ()
     """Live pods of workers that the plan does not have."""
     agents: Agents = field(default_factory=Agents)
+    refusal: Refusal | None = None
+    """What the last attempt to make pods met, if it was refused and that has not been decided upon yet."""
+
+    held: Held | None = None
+    """Why `spec` is not the object's but the one that runs."""
+    fallback: Observed | None = None
+    """The job as it runs, where `spec` is an edit of it that would restart the gang."""
 
     @property
     def mesh(self) -> MeshStatus:
@@ -100,6 +119,7 @@ def observe_workers(
     pods: Sequence[Pod],
     down: Mapping[str, bool],
     refused: Mapping[str, str],
+    leaving: Mapping[str, str] | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
     """The plan's `count` workers as they stand, and live pods beyond them.
 
@@ -112,6 +132,7 @@ def observe_workers(
         pods: the job's own pods.
         down: node -> whether it is not ready; a node that is not in it is gone.
         refused: node -> why no pod of this job may go there; a node that is not in it takes pods.
+        leaving: node -> why it is about to be emptied.
     """
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
     by_worker: dict[int, list[Pod]] = {}
@@ -136,6 +157,7 @@ def observe_workers(
                 node=node,
                 node_down=is_down,
                 node_refused=("the node is gone" if node not in down else refused.get(node, "")) if unbound else "",
+                node_leaving=(leaving or {}).get(node, "") if current is not None and current.bound else "",
                 older=older,
             )
         )

@@ -13,6 +13,7 @@ from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.clock import parse_time
 from meshwright_operator.coordinator.board import Heard
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.pods import EVICTIONS, PREEMPTIONS
 
 START = "Start"
 RESUME = "Resume"
@@ -20,8 +21,13 @@ POD_LOST = "PodLost"
 POD_FAILED = "PodFailed"
 RANK_FAILURE = "RankFailure"
 SPEC_CHANGED = "SpecChanged"
+NODE_LOST = "NodeLost"
+NODE_DRAINED = "NodeDrained"
+PREEMPTED = "Preempted"
+EVICTED = "Evicted"
+HANG = "Hang"
 
-COUNTED = frozenset({POD_FAILED, RANK_FAILURE})
+COUNTED = frozenset({POD_FAILED, RANK_FAILURE, HANG})
 """Causes that count toward `recovery.maxRestarts`."""
 
 SETTLE_SECONDS = 2.0
@@ -42,7 +48,7 @@ class Break:
     detected_in: float = 0.0
     """Seconds from the first sign to this verdict."""
     lost: tuple[Worker, ...] = ()
-    """Workers on nodes that are down, whose pods must be given up."""
+    """Workers that nobody reaches any more, whose pods must be given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,8 @@ def diagnose(observed: Observed) -> Break | Settling | None:
     """What ended the current generation; None while it holds."""
     gone = [worker for worker in observed.workers if worker.state in GONE]
     if gone:
-        return Break(POD_LOST, "; ".join(_loss(worker) for worker in gone[:3]) + _more(gone, 3))
+        cause = next(c for c in (NODE_LOST, PREEMPTED, EVICTED, POD_LOST) if any(_cause(w) == c for w in gone))
+        return Break(cause, "; ".join(_loss(worker) for worker in gone[:3]) + _more(gone, 3))
     crashed = [worker for worker in observed.workers if worker.state is WorkerState.CRASHED]
     if crashed:
         return Break(POD_FAILED, "; ".join(_crash(worker) for worker in crashed[:3]) + _more(crashed, 3))
@@ -70,7 +77,7 @@ def _failed_ranks(observed: Observed) -> Break | Settling | None:
     down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is WorkerState.RUNNING)
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
-        return Break(POD_LOST, f"the node is down: {named}", lost=down)
+        return Break(NODE_LOST, f"the node is down: {named}", lost=down)
     root = [heard for heard in failing.values() if heard.report.failure is not FailureKind.PEER_LOST]
     oldest = max(heard.halted_for for heard in failing.values())
     wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
@@ -82,8 +89,8 @@ def _failed_ranks(observed: Observed) -> Break | Settling | None:
 
 def _paused_ranks(observed: Observed) -> Break | Settling | None:
     """Ranks pause because a pod goes away; when none does after all, nobody else would start them again."""
-    paused = _reports_in(observed, AgentState.IDLE)
-    if not paused or _reports_in(observed, AgentState.DRAINING):
+    paused = reports_in(observed, AgentState.IDLE)
+    if not paused or reports_in(observed, AgentState.DRAINING):
         return None
     longest = max(heard.halted_for for heard in paused.values())
     if longest < PAUSE_SECONDS:
@@ -94,10 +101,10 @@ def _paused_ranks(observed: Observed) -> Break | Settling | None:
 
 def failures(observed: Observed) -> dict[int, Heard]:
     """Reports of failed ranks in the generation in effect, by worker index."""
-    return _reports_in(observed, AgentState.FAILED)
+    return reports_in(observed, AgentState.FAILED)
 
 
-def _reports_in(observed: Observed, state: AgentState) -> dict[int, Heard]:
+def reports_in(observed: Observed, state: AgentState) -> dict[int, Heard]:
     """Reports with this state of the generation and incarnations in effect, by worker index."""
     return {
         worker.index: heard
@@ -144,6 +151,14 @@ def crash_message(workers: list[Worker]) -> str:
     return "; ".join(_crash(worker) for worker in workers[:3]) + _more(workers, 3)
 
 
+def _cause(worker: Worker) -> str:
+    """Whose doing it is that a worker's pod goes or went."""
+    if worker.node_down:
+        return NODE_LOST
+    reason = worker.pod.disruption if worker.pod is not None else ""
+    return PREEMPTED if reason in PREEMPTIONS else EVICTED if reason in EVICTIONS else POD_LOST
+
+
 def _loss(worker: Worker) -> str:
     pod = worker.pod.name if worker.pod else f"the pod of worker {worker.index}"
     happened = {
@@ -152,7 +167,8 @@ def _loss(worker: Worker) -> str:
         WorkerState.DISRUPTED: "was stopped",
         WorkerState.LOST: f"was lost with node {worker.node}",
     }[worker.state]
-    return f"{pod} {happened}"
+    why = f" ({worker.pod.disruption})" if worker.pod is not None and worker.pod.disruption else ""
+    return f"{pod} {happened}{why}"
 
 
 def _crash(worker: Worker) -> str:

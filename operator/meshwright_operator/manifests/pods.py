@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.api import labels, names
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.spec import EnvVar, ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
+from meshwright.api.volumes import VolumeSpec
 from meshwright_operator.manifests.children import TOKEN_KEY, job_labels, owner_reference
 
 Object = dict[str, Any]
@@ -90,9 +91,12 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> Object:
         "containers": [_container(context, placed)],
         "volumes": [volume for volume, _ in _volumes(context.spec)],
     }
-    if workers.service_account_name:
-        spec["serviceAccountName"] = workers.service_account_name
-    return spec
+    optional = {
+        "serviceAccountName": workers.service_account_name,
+        "priorityClassName": context.spec.priority_class_name,
+        "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
+    }
+    return spec | {key: value for key, value in optional.items() if value}
 
 
 def _pinned(node: str) -> Object:
@@ -101,9 +105,11 @@ def _pinned(node: str) -> Object:
 
 
 def _container(context: PodContext, placed: WorkerPlacement) -> Object:
+    policy = context.spec.workers.image_pull_policy
     return {
         "name": labels.WORKER_CONTAINER,
         "image": context.spec.workers.image,
+        **({"imagePullPolicy": policy.value} if policy is not None else {}),
         "command": ["python", "-m", "meshwright_worker"],
         "env": _environment(context, placed),
         "ports": [{"name": "metrics", "containerPort": labels.METRICS_PORT, "protocol": "TCP"}],
@@ -145,14 +151,41 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[Object]:
         values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
     secret = {"name": names.token_secret_name(context.name), "key": TOKEN_KEY}
     return [
-        *({"name": variable.name, "value": variable.value} for variable in context.spec.workers.env),
+        *(_variable(variable) for variable in context.spec.workers.env),
         *({"name": name, "value": value} for name, value in values.items()),
         {"name": labels.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": labels.ENV_POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         {"name": labels.ENV_TOKEN, "valueFrom": {"secretKeyRef": secret}},
     ]
 
 
+def _variable(variable: EnvVar) -> Object:
+    source = variable.value_from
+    if source is None:
+        return {"name": variable.name, "value": variable.value}
+    return {"name": variable.name, "valueFrom": source.wire()}
+
+
 def _volumes(spec: ParallelTrainingJobSpec) -> list[tuple[Object, Object]]:
+    """The operator's own volumes and the job's, each with its mount."""
+    return [*_own_volumes(spec), *(_job_volume(volume) for volume in spec.workers.volumes)]
+
+
+def _job_volume(volume: VolumeSpec) -> tuple[Object, Object]:
+    if volume.claim_name is not None:
+        source: Object = {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": volume.read_only}}
+    elif volume.config_map_name is not None:
+        source = {"configMap": {"name": volume.config_map_name}}
+    elif volume.secret_name is not None:
+        source = {"secret": {"secretName": volume.secret_name}}
+    else:
+        source = {"emptyDir": {"sizeLimit": volume.scratch}}
+    read_only = volume.read_only or volume.config_map_name is not None or volume.secret_name is not None
+    mount = {"name": volume.name, "mountPath": volume.mount_path, "readOnly": read_only}
+    return {"name": volume.name, **source}, mount
+
+
+def _own_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[Object, Object]]:
     """Volumes with their mounts. Shared memory is a memory volume: the runtime's default of 64 MiB starves torch."""
     found: list[tuple[Object, Object]] = [
         ({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108

@@ -19,6 +19,7 @@ from meshwright_worker.agent.inbox import Event, Inbox, Leave, LoopBroke, MeshAr
 from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.link import Heartbeat, MeshPoll
 from meshwright_worker.agent.metrics_server import start_metrics_server
+from meshwright_worker.agent.ranks import process_state
 from meshwright_worker.agent.report import build_report
 from meshwright_worker.agent.training_log import TrainingLog
 from meshwright_worker.metrics import TrainerMetrics
@@ -97,13 +98,15 @@ class Agent:
         return MeshRequest(
             worker=self._settings.worker,
             incarnation=self._settings.incarnation,
+            pod_uid=self._settings.pod_uid,
             generation=self._core.generation,
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
         )
 
     def _report(self) -> WorkerReport:
-        return build_report(self._core)
+        report = build_report(self._core, time.monotonic(), process_state)
+        return report.model_copy(update={"pod_uid": self._settings.pod_uid})
 
     def _announced(self, generation: int) -> None:
         if generation > self._core.generation:

@@ -115,6 +115,16 @@ class RankServer:
             self._channel.close()
         self._process = self._reader = self._channel = None
 
+    async def _how_it_ended(self) -> str:
+        if self._process is None:
+            return "it was stopped"
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "it closed its channel"
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}, see the pod's log"
+
     def _live(self, rank: int, pid: int, output: asyncio.StreamReader, events: asyncio.StreamReader) -> LiveRank:
         ended = self._exits[pid]
 
@@ -139,6 +149,7 @@ class RankServer:
 
     async def _listen(self, channel: socket.socket, ready: asyncio.Future[float]) -> None:
         loop = asyncio.get_running_loop()
+        said = ""
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(channel, MAX_MESSAGE):
                 match json.loads(data):
@@ -151,8 +162,10 @@ class RankServer:
                             self._forked.set_result(pid)
                     case {"exited": pid, "code": code} if pid in self._exits:
                         self._exits[pid].set_result(code)
+                    case {"failed": text}:
+                        said = text
         # The server is gone, and the kernel has killed every rank with it.
-        error = RankServerError("the rank server ended")
+        error = RankServerError(f"the rank server ended: {said or await self._how_it_ended()}")
         for waiting in (ready, self._forked):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.protocol import CheckpointCommit, FailureKind, Phase, Progress, RankProcess, WorkerState
@@ -14,6 +14,8 @@ from meshwright_worker.task import Outcome, StepReport
 
 # 128 + SIGTERM. A command that ends so says: I saved and stopped because I, or a peer, was told to; run me again.
 EXIT_STOPPED = 143
+IDLE_SECONDS = 5.0
+"""From when on a rank's silence is worth a look at its process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class RankView:
     exit_code: int | None = None
     running: bool = False
     outcome: Outcome | None = None
+    step: int | None = None
+    phase: str = ""
+    told_at: float = 0.0
+    """When it last told anything, or was started."""
 
     @property
     def live(self) -> bool:
@@ -68,6 +74,7 @@ class Generation:
         """The process of `rank` runs. A command counts as training from here: it tells nothing more."""
         view = self.ranks[rank]
         view.pid = pid
+        view.told_at = now
         view.running = not self.own_runtime
         if all(other.pid is not None for other in self.ranks.values()):
             self.phases.append(Phase(name="spawn", seconds=now - self.started))
@@ -79,6 +86,8 @@ class Generation:
     def told(self, rank: int, message: messages.RankMessage, now: float, wall: str) -> None:
         """`rank` told something. `wall` is the time of day, RFC 3339."""
         view = self.ranks[rank]
+        view.told_at = now
+        self._note_rank(view, message)
         match message:
             case messages.Running():
                 view.running = True
@@ -94,6 +103,14 @@ class Generation:
             case messages.StepDone(report=report) if rank == self.first_rank:
                 self.latest = report
                 self.throughput.add(report.tokens, report.seconds)
+
+    def _note_rank(self, view: RankView, message: messages.RankMessage) -> None:
+        """How far this rank is, whichever it is: a hang shows in the ranks, not in the job's progress."""
+        match message:
+            case messages.PhaseDone(name=name):
+                view.phase = name[:32]
+            case messages.StepDone(report=report):
+                view.step = report.step
 
     def exited(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
         """The process of `rank` ended with `code`, minus the signal's number when killed; `tail` is its last output."""
@@ -141,14 +158,25 @@ class Generation:
             return WorkerState.STARTING
         return WorkerState.IDLE
 
-    @property
-    def processes(self) -> list[RankProcess]:
-        """The ranks' processes, for the report."""
-        return [
-            RankProcess(rank=view.rank, pid=view.pid, exit_code=view.exit_code)
-            for view in self.ranks.values()
-            if view.pid is not None
-        ]
+    def processes(self, now: float, state_of: Callable[[int], str]) -> list[RankProcess]:
+        """The ranks' processes, for the report; `state_of` is asked for the state of those that have been idle."""
+        found = []
+        for view in self.ranks.values():
+            if view.pid is None:
+                continue
+            idle = max(0.0, now - view.told_at) if view.live and self.own_runtime else 0.0
+            found.append(
+                RankProcess(
+                    rank=view.rank,
+                    pid=view.pid,
+                    exit_code=view.exit_code,
+                    step=view.step,
+                    phase=view.phase,
+                    idle_seconds=round(idle, 3),
+                    state=state_of(view.pid) if idle >= IDLE_SECONDS else "",
+                )
+            )
+        return found
 
     @property
     def progress(self) -> Progress | None:

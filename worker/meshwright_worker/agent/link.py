@@ -14,7 +14,13 @@ import time
 from collections.abc import Callable
 
 from meshwright.protocol import MeshRequest, WorkerReport
-from meshwright_worker.agent.client import CoordinatorClient, RejectedError, SupersededError, UnavailableError
+from meshwright_worker.agent.client import (
+    CoordinatorClient,
+    IncompatibleError,
+    RejectedError,
+    SupersededError,
+    UnavailableError,
+)
 from meshwright_worker.agent.core import EXIT_DRAINED, EXIT_REJECTED
 from meshwright_worker.agent.inbox import Inbox, Leave, MeshArrived
 
@@ -37,11 +43,11 @@ class Backoff:
         """Start over: the last try went well."""
         self._next = FIRST_RETRY_SECONDS
 
-    def delay(self) -> float:
-        """Seconds to wait before the next try."""
+    def delay(self, asked: float = 0.0) -> float:
+        """Seconds to wait before the next try: at least `asked`, if the other side asked for patience."""
         delay = self._next
         self._next = min(self._next * 2, LAST_RETRY_SECONDS)
-        return delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
+        return asked * random.uniform(1.0, 1.5) + delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
 
 
 class MeshPoll:
@@ -78,19 +84,24 @@ class MeshPoll:
             except SupersededError:
                 self._inbox.put_nowait(Leave(EXIT_DRAINED, "the job no longer wants this pod"))
                 return
-            except RejectedError as error:
+            except (RejectedError, IncompatibleError) as error:
                 rejected_since = rejected_since or time.monotonic()
-                if time.monotonic() - rejected_since >= self._reject_seconds:
+                # Ranks that run need no coordinator: an upgrade that no longer speaks to them must not end them.
+                runs = isinstance(error, IncompatibleError) and self._hello().generation > 0
+                if not runs and time.monotonic() - rejected_since >= self._reject_seconds:
                     reason = f"the coordinator refused this pod for {self._reject_seconds:g} s: {error}"
                     self._inbox.put_nowait(Leave(EXIT_REJECTED, reason))
                     return
+                if runs and not away:
+                    log.warning("ranks go on without the coordinator: %s", error)
+                away = away or runs
                 await self._pause(backoff.delay())
                 continue
             except UnavailableError as error:
                 if not away:
                     log.warning("the coordinator is away, ranks go on: %s", error)
                 away, rejected_since = True, None
-                await self._pause(backoff.delay())
+                await self._pause(backoff.delay(error.retry_after))
                 continue
             if away:
                 log.info("the coordinator is back")
@@ -142,9 +153,9 @@ class Heartbeat:
             except SupersededError:
                 self._inbox.put_nowait(Leave(EXIT_DRAINED, "the job no longer wants this pod"))
                 await asyncio.sleep(self._interval)
-            except (RejectedError, UnavailableError):
-                # The poll tells of both; here the next report, with the newest state, is all that is needed.
-                await asyncio.sleep(backoff.delay())
+            except (RejectedError, IncompatibleError, UnavailableError) as error:
+                # The poll tells of all three; here the next report, with the newest state, is all that is needed.
+                await asyncio.sleep(backoff.delay(error.retry_after if isinstance(error, UnavailableError) else 0.0))
             else:
                 backoff.reset()
                 self._announced(reply.generation)
@@ -157,7 +168,7 @@ class Heartbeat:
         while (left := end - time.monotonic()) > 0:
             try:
                 await self._client.report(self._report(), seconds=left)
-            except (SupersededError, RejectedError):
+            except (SupersededError, RejectedError, IncompatibleError):
                 return False
             except UnavailableError:
                 await asyncio.sleep(min(backoff.delay(), max(0.0, end - time.monotonic())))

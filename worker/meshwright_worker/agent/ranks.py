@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshwright_worker import messages
 from meshwright_worker.agent.inbox import Inbox, RankExited, RankTold
@@ -75,3 +76,11 @@ def signal_process(pid: int, number: int) -> None:
     """Send a signal to a process that may just have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process (proc(5)); empty when it is gone, or there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0][:1]
+    except (OSError, IndexError):
+        return ""

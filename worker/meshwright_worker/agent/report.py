@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from meshwright.protocol import WorkerReport
 from meshwright_worker.agent.core import Core
 
 MAX_PHASES = 16
 
 
-def build_report(core: Core) -> WorkerReport:
-    """The report of this moment. It tells the whole state, so a lost one needs no repeating."""
+def build_report(core: Core, now: float = 0.0, state_of: Callable[[int], str] = lambda _: "") -> WorkerReport:
+    """The report of this moment. It tells the whole state, so a lost one needs no repeating.
+
+    Args:
+        core: the agent's state.
+        now: monotonic seconds.
+        state_of: the state letter of a process.
+    """
     current = core.current
     if current is None:
         return WorkerReport(
@@ -22,7 +30,7 @@ def build_report(core: Core) -> WorkerReport:
         incarnation=core.incarnation,
         generation=current.number,
         state=core.state,
-        ranks=current.processes,
+        ranks=current.processes(now, state_of),
         failure=failure.kind if failure else None,
         message=failure.message if failure else "",
         progress=current.progress,

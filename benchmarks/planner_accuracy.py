@@ -1,0 +1,244 @@
+"""How well the cost model agrees with published runs: memory, step time and the choice between layouts.
+
+    python benchmarks/planner_accuracy.py [--data FILE] [--json FILE] [--quick] [--fit]
+
+Time is scored leave-one-model-out: the constants of a (hardware, framework) pair that estimate a model were fitted
+without any run of it. They stand in `planner_constants.json` beside this file; `--fit` writes it anew from the data and
+prints the constants that the planner ships. A model that was in no fit is estimated with those shipped constants.
+Memory has no constants per model. Regret is the measured time of the layout that the estimates pick over the
+best measured among the runs of the same model, batch and number of GPUs.
+
+The baseline of the same run is a roofline: model FLOPs (and recomputed ones) at half the peak, with the pipeline's
+bubble; for memory, 18 bytes a parameter and Korthikanti's activations of the first stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from _published import LEFT_OUT, Case, load
+from _published_llama import READERS
+from _report import table, write_json
+
+from meshwright.models.counts import parameters, training_flops
+from meshwright.planner.cost.calibrate import calibrate
+from meshwright.planner.cost.choices import Recompute
+from meshwright.planner.cost.constants import Constants, constants_for
+from meshwright.planner.cost.groups import groups_of
+from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.memory import worst_stage
+from meshwright.planner.cost.runtime import RUNTIMES
+from meshwright.planner.cost.step import step_time
+
+HERE = Path(__file__).resolve().parent
+CONSTANTS = HERE / "planner_constants.json"
+QUICK = 8
+"""With `--quick`, every so many of the single-node runs."""
+
+
+def default_data() -> Path | None:
+    """`shared/data/published_training_runs.json` in the checkout or a folder above it."""
+    for folder in HERE.parents:
+        found = folder / "shared" / "data" / "published_training_runs.json"
+        if found.is_file():
+            return found
+    return None
+
+
+def seconds_of(case: Case, constants: Constants) -> float:
+    """The estimate of a step."""
+    runtime = RUNTIMES[case.runtime]
+    machine = Machine(case.gpu, case.fabric, runtime, constants)
+    return step_time(case.work, case.choices, machine, groups_of(case.choices, case.fabric, runtime.order)).total
+
+
+def memory_of(case: Case) -> float:
+    """The estimate of the fullest rank's bytes."""
+    return worst_stage(case.work, case.choices, RUNTIMES[case.runtime]).total
+
+
+def roofline_seconds(case: Case) -> float:
+    """The baseline of time."""
+    again = 1.0 if case.choices.recompute is Recompute.FULL else 0.0
+    flops = case.work.tokens * training_flops(case.work.model, case.work.sequence_length, recomputed=again)
+    pipeline, count = case.choices.pipeline, case.choices.micro_batches
+    idle = (pipeline - 1) / (count * case.choices.virtual_stages)
+    return flops / (case.choices.world * case.gpu.half * 0.5) * (1.0 + idle)
+
+
+def simple_memory(case: Case) -> float:
+    """The baseline of memory: 18 bytes a parameter, 34 s b h / t of every layer of the first stage in flight."""
+    work, choices = case.work, case.choices
+    shards = choices.tensor * choices.pipeline * (choices.replicas if choices.zero_stage == 3 else 1)
+    tokens = work.sequence_length * choices.micro_batch_size / choices.context
+    layers = work.model.layers / choices.pipeline * min(choices.pipeline, choices.micro_batches)
+    per_token = 2.0 if choices.recompute is Recompute.FULL else 34.0
+    return 18.0 * parameters(work.model) / shards + per_token * tokens * work.model.hidden * layers / choices.tensor
+
+
+def fit(cases: list[Case]) -> tuple[dict[str, Constants], dict[str, dict[str, Constants]]]:
+    """(pair -> constants of all its runs, pair -> model left out -> constants of the rest)."""
+    pairs: defaultdict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        if case.seconds is not None:
+            pairs[case.pair].append(case)
+    everything = {pair: _calibrated(members) for pair, members in pairs.items()}
+    without = {
+        pair: {
+            model: _calibrated([case for case in members if case.model != model])
+            for model in sorted({case.model for case in members})
+        }
+        for pair, members in pairs.items()
+    }
+    return everything, without
+
+
+def _calibrated(cases: list[Case]) -> Constants:
+    measured = [case.seconds for case in cases if case.seconds is not None]
+    return calibrate([lambda constants, case=case: seconds_of(case, constants) for case in cases], measured)
+
+
+def constants_of(case: Case, without: dict[str, dict[str, list[float]]]) -> Constants:
+    """Constants that never saw the case's model."""
+    held_out = without.get(case.pair, {}).get(case.model)
+    if held_out is not None:
+        return Constants(*held_out)
+    accelerator, runtime = case.pair.split("/")
+    return constants_for(accelerator, runtime)
+
+
+def score(cases: list[Case], without: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Errors by table."""
+    tables: defaultdict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        tables[case.table].append(case)
+    return {name: _score_table(members, without) for name, members in tables.items()}
+
+
+def _score_table(cases: list[Case], without: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    result: dict[str, float] = {"rows": len(cases)}
+    timed = [(case, case.seconds) for case in cases if case.seconds is not None]
+    if timed:
+        guesses = {id(case): seconds_of(case, constants_of(case, without)) for case, _ in timed}
+        errors = [guesses[id(case)] / seconds - 1 for case, seconds in timed]
+        result["time_error"] = _mean(abs(error) for error in errors)
+        result["time_bias"] = _mean(errors)
+        result["time_error_roofline"] = _mean(abs(roofline_seconds(case) / seconds - 1) for case, seconds in timed)
+        result.update(_regret([case for case, _ in timed], guesses))
+    weighed = [(case, case.memory) for case in cases if case.memory is not None]
+    if weighed:
+        errors = [memory_of(case) / measured - 1 for case, measured in weighed]
+        result["memory_error"] = _mean(abs(error) for error in errors)
+        result["memory_underestimate"] = max(0.0, *(-error for error in errors), 0.0)
+        result["memory_certain"] = float(all(case.certain for case, _ in weighed))
+        result["memory_error_simple"] = _mean(abs(simple_memory(case) / held - 1) for case, held in weighed)
+    return result
+
+
+def _regret(cases: list[Case], guesses: dict[int, float]) -> dict[str, float]:
+    groups: defaultdict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        if case.rivals is not None:
+            groups[case.rivals].append(case)
+    regrets = []
+    for rivals in groups.values():
+        if len(rivals) > 1:
+            picked = min(rivals, key=lambda case: guesses[id(case)])
+            regrets.append((picked.seconds or 0.0) / min(case.seconds or 0.0 for case in rivals) - 1)
+    return {"regret": _mean(regrets), "choices": float(len(regrets))} if regrets else {}
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def summary(tables: dict[str, dict[str, float]]) -> dict[str, object]:
+    """The figures over all tables. Memory is over rows; time and regret over tables, so that none drowns the rest."""
+    held = [(t["memory_error"], t["rows"]) for t in tables.values() if "memory_error" in t]
+    rows = sum(count for _, count in held)
+    others = [t["time_error"] for name, t in tables.items() if "time_error" in t and name != "vtrain_multi_node"]
+    vtrain = tables.get("vtrain_multi_node", {})
+    regrets = [t["regret"] for t in tables.values() if "regret" in t]
+    return {
+        "memory_error_mean": sum(error * count for error, count in held) / rows if rows else None,
+        "memory_underestimate_max": max(
+            (t["memory_underestimate"] for t in tables.values() if t.get("memory_certain")), default=None
+        ),
+        "time_error_lomo_vtrain": vtrain.get("time_error"),
+        "time_error_mean": _mean(others) if others else None,
+        "regret_mean": _mean(regrets) if regrets else None,
+        "tables": tables,
+    }
+
+
+def main() -> None:
+    """Scores the data and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, default=default_data(), help="rows in the format of the published runs")
+    parser.add_argument("--json", type=Path, help="write the same numbers here")
+    parser.add_argument("--quick", action="store_true", help="a part of the single-node runs")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew and write them")
+    arguments = parser.parse_args()
+    if arguments.data is None:
+        parser.error("no shared/data/published_training_runs.json here or above: give --data FILE")
+    loaded = load(arguments.data, READERS)
+    cases = loaded.cases
+    if arguments.quick:
+        single = [case for case in cases if case.table == "vtrain_single_node"]
+        cases = [case for case in cases if case.table != "vtrain_single_node"] + single[::QUICK]
+    if arguments.fit:
+        write_constants(cases)
+    without = json.loads(CONSTANTS.read_text(encoding="utf-8"))
+    tables = score(cases, without)
+    report(tables, loaded.skipped, loaded.unknown)
+    if arguments.json is not None:
+        write_json(arguments.json, summary(tables))
+
+
+def write_constants(cases: list[Case]) -> None:
+    """Fits, writes the held-out constants, and prints what the planner ships."""
+    everything, without = fit(cases)
+    numbers = {
+        pair: {model: [round(c.compute, 4), round(c.communication, 4), round(c.host, 4)] for model, c in models.items()}
+        for pair, models in without.items()
+    }
+    CONSTANTS.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for pair, found in sorted(everything.items()):
+        print(f"{pair}: Constants({found.compute:.3f}, {found.communication:.3f}, {found.host:.3f})")
+
+
+def report(tables: dict[str, dict[str, float]], skipped: dict[str, list[str]], unknown: list[str]) -> None:
+    """Prints everything."""
+    columns = ["table", "rows", "time", "roofline", "regret", "memory", "simple", "under"]
+    keys = [
+        "time_error",
+        "time_error_roofline",
+        "regret",
+        "memory_error",
+        "memory_error_simple",
+        "memory_underestimate",
+    ]
+    lines = [
+        [name, str(int(values["rows"])), *(f"{values[key]:.1%}" if key in values else "" for key in keys)]
+        for name, values in sorted(tables.items())
+    ]
+    table("Mean absolute error against published runs (time: leave-one-model-out)", columns, lines)
+    for name, value in summary(tables).items():
+        if isinstance(value, float):
+            print(f"{name}: {value:.2%}")
+    for name, reasons in sorted(skipped.items()):
+        print(f"skipped {len(reasons)} rows of {name}: {', '.join(sorted(set(reasons)))}")
+    for name in unknown:
+        print(f"table {name} is not known: not scored")
+    print("\nNot scored:")
+    for name, reason in LEFT_OUT.items():
+        print(f"  {name}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`meshwright plan`: the operator's own planning and placing, without a cluster."""

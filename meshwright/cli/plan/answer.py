@@ -1,0 +1,147 @@
+"""The answer to `meshwright plan`: what the operator would do with this job on these nodes, and what it would not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.api.job import parse_spec
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.choose import choose_plan
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.inventory import Inventory
+from meshwright.planner.placement import Placement, place
+from meshwright.planner.plan import Plan, make_plan
+from meshwright.planner.pricing import Pricer, pricer_for
+from meshwright.planner.recost import estimate_as_placed
+from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.explain import Lost, neighbours
+from meshwright.planner.search.found import Found
+from meshwright.planner.search.request import EVERY_TECHNIQUE, MESHWRIGHT_RUNTIME, Objective, Pins, Request, Techniques
+from meshwright.planner.search.search import Result, search
+from meshwright.planner.search.whatif import WhatIf, what_ifs
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a job would get."""
+
+    spec: ParallelTrainingJobSpec
+    inventory: Inventory
+    plan: Plan
+    placement: Placement | None
+    pending: str
+    """Why it would wait, and what fits now; empty when it is placed."""
+    as_placed: Estimate | None = None
+    """The plan's estimate on the nodes it got."""
+    here: Plan | None = None
+    """Another layout of as many GPUs that is better on what is free now, if there is one."""
+    lost: tuple[Lost, ...] = ()
+    """The plan with one decision changed, and why that was not taken."""
+    wider: Result | None = None
+    """The best layout if the whole cluster were the job's and every degree free."""
+    what_if: tuple[WhatIf, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all usable nodes."""
+        return sum(node.capacity.gpus for node in self.inventory.usable)
+
+
+def answer(
+    job: dict[str, Any],
+    nodes: Sequence[dict[str, Any]],
+    pods: Sequence[dict[str, Any]],
+    *,
+    objective: Objective = Objective.TIME,
+    every_technique: bool = False,
+    with_what_if: bool = False,
+) -> Answer:
+    """Plan, place, and look around.
+
+    Args:
+        job: a ParallelTrainingJob object.
+        nodes: raw Node objects.
+        pods: raw Pod objects that take room on them.
+        objective: of the look around; the plan itself is the operator's.
+        every_technique: look around among all techniques of the field, not only those of this runtime.
+        with_what_if: also ask what a better cluster would give.
+
+    Raises:
+        InvalidSpecError: the job does not fit the schema.
+        PlanError: the job contradicts itself, or no layout fits this cluster's GPUs.
+    """
+    spec = parse_spec(job)
+    inventory = Inventory.from_objects(
+        nodes,
+        pods,
+        gpu_resource=spec.workers.gpu_resource,
+        node_selector=spec.workers.node_selector,
+        tolerations=spec.workers.tolerations,
+    )
+    plan = make_plan(spec, inventory)
+    placement, pending = None, ""
+    try:
+        placement = place(plan, inventory)
+    except DoesNotFitError as error:
+        pending = str(error)
+    pricer = pricer_for(spec, plan.architecture, inventory)
+    if pricer is None or plan.estimate is None:
+        return Answer(spec, inventory, plan, placement, pending)
+    techniques = EVERY_TECHNIQUE if every_technique else MESHWRIGHT_RUNTIME
+    wider = _wider(spec, inventory, pricer, objective, techniques)
+    here, _ = choose_plan(spec, inventory)
+    return Answer(
+        spec,
+        inventory,
+        plan,
+        placement,
+        pending,
+        as_placed=estimate_as_placed(placement, pricer) if placement else None,
+        here=here if here.layout != plan.layout else None,
+        lost=_lost(spec, plan, pricer, techniques),
+        wider=wider,
+        what_if=what_ifs(wider) if with_what_if and wider else (),
+    )
+
+
+def _lost(spec: ParallelTrainingJobSpec, plan: Plan, pricer: Pricer, techniques: Techniques) -> tuple[Lost, ...]:
+    assert plan.estimate is not None
+    chosen = Found(pricer.choices(plan.layout, plan.micro_batches), plan.estimate, pricer.machine.gpu.node)
+    request = Request(
+        pricer.work,
+        pricer.machine,
+        plan.layout.world_size,
+        techniques=techniques,
+        pins=_given(spec),
+        numbers=pricer.numbers,
+        gpus_per_worker=spec.workers.gpus_per_worker,
+    )
+    return neighbours(request, chosen)
+
+
+def _given(spec: ParallelTrainingJobSpec) -> Pins:
+    """What the job states itself: nothing else is worth comparing it with."""
+    asked = spec.parallelism
+    return Pins(tensor=asked.tensor, pipeline=asked.pipeline, zero_stage=asked.zero_stage)
+
+
+def _wider(
+    spec: ParallelTrainingJobSpec, inventory: Inventory, pricer: Pricer, objective: Objective, techniques: Techniques
+) -> Result | None:
+    gpus = sum(node.capacity.gpus for node in inventory.usable)
+    request = Request(
+        pricer.work,
+        pricer.machine,
+        gpus,
+        objective=objective,
+        techniques=techniques,
+        numbers=pricer.numbers,
+        gpus_per_worker=spec.workers.gpus_per_worker,
+    )
+    try:
+        return search(request)
+    except NothingFitsError:
+        return None

@@ -1,1 +1,0 @@
-"""Server-side apply: field sets, merging, conflicts and the bookkeeping of `managedFields`."""

@@ -1,1 +1,0 @@
-"""Schemas: reading them, defaulting, pruning and validating objects by them, CEL rules."""

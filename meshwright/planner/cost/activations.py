@@ -1,0 +1,101 @@
+"""Bytes that the forward pass keeps for the backward pass, per token and layer.
+
+The count of Korthikanti et al. (arXiv 2205.05198, section 4), tensor by tensor, opened up for gated feed-forward
+layers, grouped queries, latent attention, mixtures of experts and flash attention. For GPT's layer it gives their
+table 2: s·b·h·(34 + 5·a·s/h) without parallelism, and what tensor and sequence parallelism make of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.choices import Choices, Numbers, Recompute
+from meshwright.planner.cost.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes per token (of the rank's part of the sequence) in one layer."""
+
+    kept: float
+    """With nothing recomputed."""
+    core: float
+    """Of `kept`, attention's scores: what selective recomputation leaves out."""
+    boundary: float
+    """The layer's input alone."""
+
+
+@lru_cache(maxsize=65536)
+def layer_activations(
+    model: Transformer,
+    mixture: bool,
+    sequence: int,
+    tensor: int,
+    sequence_parallel: bool,
+    numbers: Numbers,
+    runtime: Runtime,
+) -> LayerActivations:
+    """The count for one kind of layer."""
+    element = 4.0 if numbers is Numbers.FP32 else 2.0
+    stored = 1.0 if numbers is Numbers.FP8 and runtime.keeps_fp8 else element
+    mask = 1.0 if runtime.dropout else 0.0
+    inputs = 2 * stored * model.hidden
+    whole = model.hidden * (2 * runtime.norm_input + 2 * mask)
+    if sequence_parallel:
+        whole /= tensor
+        inputs /= 1 if runtime.keeps_gathered else tensor
+    core = 0.0 if runtime.flash else model.heads * sequence * (2 * element + mask) / tensor
+    attention = _attention(model, element, runtime)
+    split = (attention + _feed_forward(model, mixture, stored, element, runtime)) / tensor
+    boundary = element * model.hidden / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
+    return LayerActivations(whole + inputs + split + core, core, boundary)
+
+
+def _attention(model: Transformer, element: float, runtime: Runtime) -> float:
+    """Queries, keys, values, and attention's output as the output projection's input."""
+    latent = model.latent
+    output = element * model.heads * model.value_size
+    statistics = 4.0 * model.heads if runtime.flash else 0.0
+    if latent is None:
+        keys = element * model.kv_heads * (model.head_size + model.value_size)
+        return element * model.heads * model.head_size + keys + output + statistics
+    keyed = model.head_size + latent.rope_size
+    expanded = element * model.heads * (2 * keyed + model.value_size)
+    compressed = 2 * element * (latent.query_rank + latent.kv_rank)
+    return expanded + compressed + output + statistics
+
+
+def _feed_forward(model: Transformer, mixture: bool, stored: float, element: float, runtime: Runtime) -> float:
+    """Inputs of the activation function and of the second product; a mixture's copies of its tokens."""
+    per_width = (2 * element if model.gated else element) + stored
+    if model.gated and not runtime.fused:
+        per_width += element
+    experts = model.experts
+    if not mixture or experts is None:
+        return per_width * model.intermediate
+    width = experts.shared_intermediate + experts.per_token * experts.intermediate
+    copies = experts.per_token * model.hidden * (stored + element)
+    return per_width * width + copies + 4.0 * experts.count
+
+
+def kept_bytes(per_token: LayerActivations, layers: int, choices: Choices, runtime: Runtime) -> float:
+    """Bytes per token that `layers` layers keep until their backward pass."""
+    how = choices.recompute
+    if how is Recompute.NONE:
+        return layers * per_token.kept
+    if how is Recompute.SELECTIVE:
+        return layers * (per_token.kept - per_token.core) * runtime.selective_part
+    again = min(layers, choices.recompute_layers) if choices.recompute_layers is not None else layers
+    groups = -(-again // choices.recompute_group(again)) if again else 0
+    return groups * per_token.boundary + (layers - again) * per_token.kept
+
+
+def working_bytes(per_token: LayerActivations, layers: int, choices: Choices) -> float:
+    """Bytes per token that one backward pass needs beside what was kept: the group that is being recomputed."""
+    if choices.recompute is Recompute.SELECTIVE:
+        return per_token.core
+    if choices.recompute in (Recompute.FULL, Recompute.SQRT):
+        return min(layers, choices.recompute_group(layers)) * per_token.kept
+    return 0.0

@@ -1,0 +1,186 @@
+"""Everything a plan decides, and everything it is decided for: the arguments of an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isqrt
+from typing import NamedTuple
+
+from meshwright.models.transformer import Transformer
+
+
+class Recompute(StrEnum):
+    """What is computed again in the backward pass instead of being kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Attention's core (Korthikanti et al., arXiv 2205.05198, section 5)."""
+    FULL = "full"
+    """Each layer from its input."""
+    SQRT = "sqrt"
+    """Full, in groups of about the square root of a stage's layers (Chen et al., arXiv 1604.06174)."""
+
+
+class ContextMethod(StrEnum):
+    """How the ranks that share a sequence exchange keys and values."""
+
+    RING = "ring"
+    """Ring attention (arXiv 2310.01889): point-to-point, behind computation."""
+    ULYSSES = "ulysses"
+    """All-to-all from sequence to heads and back (arXiv 2309.14509)."""
+    ALL_GATHER = "all-gather"
+    """Keys and values gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline runs its micro-batches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    LOOPED_BFS = "looped-bfs"
+    ZB_H1 = "zb-h1"
+    ZB_H2 = "zb-h2"
+    ZB_V = "zb-v"
+    DUAL_PIPE = "dualpipe"
+    DUAL_PIPE_V = "dualpipe-v"
+
+
+class Numbers(StrEnum):
+    """The number format of matrix products."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+
+class Offload(StrEnum):
+    """Where optimizer state, or activations, wait while they are not used."""
+
+    NONE = "none"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one optimizer step must do, whatever the layout."""
+
+    model: Transformer
+    sequence_length: int
+    global_batch: int
+    """Sequences per step."""
+    causal: bool = True
+    """Whether attention skips what the mask hides (flash attention does; a stored score matrix does not)."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.sequence_length * self.global_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """One way to run it. World = tensor x context x pipeline x data; `expert` divides context x data.
+
+    Raises:
+        ValueError: a number is below 1, or `expert` does not divide `context x data`.
+    """
+
+    tensor: int = 1
+    sequence_parallel: bool = True
+    context: int = 1
+    context_method: ContextMethod = ContextMethod.RING
+    pipeline: int = 1
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    virtual_stages: int = 1
+    """Model chunks of one pipeline rank."""
+    layer_split: tuple[int, ...] | None = None
+    """Layers of each pipeline rank; None for as even as can be, the first ranks taking the remainder."""
+    expert: int = 1
+    data: int = 1
+    zero_stage: int = 0
+    """0: nothing sharded over `data x context`; 1 optimizer state, 2 gradients too, 3 parameters too."""
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
+    """With `full`: layers of one recomputed group."""
+    recompute_layers: int | None = None
+    """With `full`: layers of a stage that recompute, the others keep all; None for every layer."""
+    offload_optimizer: Offload = Offload.NONE
+    offload_activations: Offload = Offload.NONE
+    numbers: Numbers = Numbers.BF16
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "context", "pipeline", "virtual_stages", "expert", "data"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+        for name in ("micro_batch_size", "micro_batches", "recompute_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+        if self.context * self.data % self.expert:
+            raise ValueError(f"`expert` ({self.expert}) must divide `context` x `data` ({self.context} x {self.data})")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3, not {self.zero_stage}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense parameters: what ZeRO shards over and gradients are reduced over."""
+        return self.context * self.data
+
+    def layers_of(self, layers: int) -> tuple[int, ...]:
+        """Layers of each pipeline rank.
+
+        Raises:
+            ValueError: `layer_split` does not add up, or a rank gets no layer.
+        """
+        if self.layer_split is not None:
+            if len(self.layer_split) != self.pipeline or sum(self.layer_split) != layers or min(self.layer_split) < 0:
+                raise ValueError(
+                    f"`layer_split` {self.layer_split} must give each of {self.pipeline} pipeline ranks its part of "
+                    f"{layers} layers"
+                )
+            return self.layer_split
+        if self.pipeline > layers:
+            raise ValueError(f"{layers} layers cannot be split over {self.pipeline} pipeline ranks")
+        size, extra = divmod(layers, self.pipeline)
+        return tuple(size + (1 if rank < extra else 0) for rank in range(self.pipeline))
+
+    def recompute_group(self, layers: int) -> int:
+        """Layers that are recomputed together from one kept input, on a rank with so many layers."""
+        if self.recompute is Recompute.SQRT:
+            return max(1, isqrt(layers))
+        return self.recompute_every
+
+
+class LayerLayout(NamedTuple):
+    """What of the choices one layer's time depends on: the key under which a search finds it again."""
+
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    context_method: ContextMethod
+    expert: int
+    micro_batch_size: int
+    numbers: Numbers
+
+    @classmethod
+    def of(cls, choices: Choices) -> LayerLayout:
+        """The part of `choices`."""
+        return cls(
+            choices.tensor,
+            choices.sequence_parallel,
+            choices.context,
+            choices.context_method,
+            choices.expert,
+            choices.micro_batch_size,
+            choices.numbers,
+        )

@@ -1,0 +1,122 @@
+"""Seconds of collectives by group shape and bytes: alpha-beta per level, the cheapest of the known algorithms.
+
+Ring: 2 (N-1)/N X/B for an all-reduce, half for a gather or a scatter (Thakur et al., 2005; Patarasuk and Yuan, 2009).
+A ring through a node enters and leaves it once per network card that its ranks own, so N nodes with r ranks each have
+r cards' bandwidth. Tree and in-network reduction have latencies that grow with the logarithm, and pay bandwidth for it
+as NCCL's do. Hierarchical: scatter inside the domain, all-reduce between domains, gather inside.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, log2
+
+from meshwright.planner.cost.fabric import BASE_LATENCY, Fabric, Span
+
+LINK_EFFICIENCY = 0.80
+"""Of a domain's nominal rate, what large collectives reach (A100: 227 of 300 GB/s; H100: 345 of 450)."""
+NETWORK_EFFICIENCY = 0.96
+"""Of a network card's nominal rate (NCCL 2.27's tuner: 48 of 50 GB/s per card)."""
+TREE_EFFICIENCY = 0.72
+"""NCCL's double tree against its ring, by bandwidth per card."""
+SWITCH_EFFICIENCY = 0.9
+"""In-network reduction: part of the one-way rate that it reaches."""
+
+
+def _rate(span: Span, fabric: Fabric, level: int) -> float:
+    """Bytes/s of one ring through level `level`: every rank inside a domain adds its own card to the ring's edge."""
+    if level == 0:
+        return fabric.levels[0].bandwidth * LINK_EFFICIENCY
+    return fabric.levels[level].bandwidth * NETWORK_EFFICIENCY * span.members[0]
+
+
+@lru_cache(maxsize=16384)
+def ring_rate(span: Span, fabric: Fabric) -> float:
+    """Bytes/s of the slowest edge of a ring over the group."""
+    first = 0 if span.inner > 1 else 1
+    levels = range(min(first, span.top), span.top + 1)
+    return min(_rate(span, fabric, level) for level in levels)
+
+
+@lru_cache(maxsize=16384)
+def ring_latency(span: Span, fabric: Fabric) -> float:
+    """Seconds that one turn of a ring takes for no bytes: every hop's latency."""
+    total, below = BASE_LATENCY, 1
+    for level, held in zip(fabric.levels, span.members, strict=False):
+        hops = span.size // below - span.size // held
+        total += max(0, hops) * level.latency
+        below = held
+    return total
+
+
+@lru_cache(maxsize=16384)
+def tree_latency(span: Span, fabric: Fabric) -> float:
+    """Seconds up and down a tree for no bytes."""
+    total, below = BASE_LATENCY, 1
+    for level, held in zip(fabric.levels, span.members, strict=False):
+        if held > below:
+            total += 2 * ceil(log2(held / below)) * level.latency
+            below = held
+    return total
+
+
+def all_gather(size: float, span: Span, fabric: Fabric) -> float:
+    """Seconds to give every rank all of `size` bytes, of which each holds its part; a reduce-scatter costs the same."""
+    if span.size <= 1 or size <= 0:
+        return 0.0
+    share = (span.size - 1) / span.size
+    return ring_latency(span, fabric) + share * size / ring_rate(span, fabric)
+
+
+def reduce_scatter(size: float, span: Span, fabric: Fabric) -> float:
+    """Seconds to leave every rank with its part of the sum of `size` bytes."""
+    return all_gather(size, span, fabric)
+
+
+def all_reduce(size: float, span: Span, fabric: Fabric) -> float:
+    """Seconds to add up `size` bytes over the group, by the cheapest algorithm."""
+    if span.size <= 1 or size <= 0:
+        return 0.0
+    share = (span.size - 1) / span.size
+    rate = ring_rate(span, fabric)
+    ring = 2 * ring_latency(span, fabric) - BASE_LATENCY + 2 * share * size / rate
+    tree = tree_latency(span, fabric) + 2 * share * size / (rate * TREE_EFFICIENCY)
+    best = min(ring, tree)
+    if all(level.in_network for level in fabric.levels[: span.top + 1]):
+        best = min(best, tree_latency(span, fabric) + size / (rate * SWITCH_EFFICIENCY))
+    if span.top > 0 and span.inner > 1:
+        best = min(best, _hierarchical(size, span, fabric))
+    return best
+
+
+def _hierarchical(size: float, span: Span, fabric: Fabric) -> float:
+    inside = Span((span.inner,) * len(span.members))
+    between = Span((1, *(max(1, held // span.inner) for held in span.members[1:])))
+    return 2 * all_gather(size, inside, fabric) + all_reduce(size / span.inner, between, fabric)
+
+
+def all_to_all(size: float, span: Span, fabric: Fabric) -> float:
+    """Seconds for every rank to send `size` bytes, an equal part to each of the group.
+
+    What stays inside a domain and what leaves it move at once; each level carries what does not fit below it.
+    """
+    if span.size <= 1 or size <= 0:
+        return 0.0
+    slowest, latency, below = 0.0, BASE_LATENCY, 1
+    for index, held in enumerate(span.members):
+        if held > below:
+            efficiency = LINK_EFFICIENCY if index == 0 else NETWORK_EFFICIENCY
+            outside = (span.size - below) / span.size if index else (held - below) / span.size
+            slowest = max(slowest, outside * size / (fabric.levels[index].bandwidth * efficiency))
+            latency += fabric.levels[index].latency * ceil(log2(held / below))
+            below = held
+    return latency + slowest
+
+
+def send(size: float, level: int, fabric: Fabric) -> float:
+    """Seconds to send `size` bytes to one peer that shares a domain of `level`."""
+    if size <= 0:
+        return 0.0
+    link = fabric.levels[min(level, len(fabric.levels) - 1)]
+    efficiency = LINK_EFFICIENCY if level == 0 else NETWORK_EFFICIENCY
+    return link.latency + size / (link.bandwidth * efficiency)

@@ -1,0 +1,107 @@
+"""One layout's cost in one call: what a search asks some hundred thousand times.
+
+    machine = machine_for(accelerator("NVIDIA-H100-80GB-HBM3"))
+    estimate(Work(Transformer.of(PRESETS["llama-3-8b"]), 8192, 64), Choices(tensor=8, data=8), machine)
+
+`fits` is the cheap half: memory alone, to drop a layout before its time is asked for. Groups that a placement broke
+apart are costed by handing over the `Groups` they became.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.models.counts import training_flops
+from meshwright.planner.cost.accelerators import Accelerator
+from meshwright.planner.cost.choices import Choices, Numbers, Work
+from meshwright.planner.cost.constants import constants_for
+from meshwright.planner.cost.fabric import Fabric
+from meshwright.planner.cost.groups import Groups, groups_of
+from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.memory import Memory, worst_stage
+from meshwright.planner.cost.runtime import RUNTIMES, Runtime
+from meshwright.planner.cost.step import StepTime, step_time
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a layout costs."""
+
+    memory: Memory
+    """Of the fullest stage's ranks, by kind."""
+    time: StepTime
+    """Of one optimizer step, by part."""
+    gpus: int
+    tokens_per_second: float
+    mfu: float
+    """Model FLOPs (whole attention matrix, nothing recomputed) over the peak of bf16."""
+
+    @property
+    def seconds(self) -> float:
+        """One step."""
+        return self.time.total
+
+    @property
+    def bubble(self) -> float:
+        """Part of a step in which a rank waits for its pipeline."""
+        return self.time.bubble / self.time.total
+
+    @property
+    def tokens_per_gpu_hour(self) -> float:
+        """Throughput for the price."""
+        return self.tokens_per_second * 3600.0 / self.gpus
+
+
+def machine_for(
+    gpu: Accelerator, runtime: Runtime | None = None, fabric: Fabric | None = None, *, slowest: float = 1.0
+) -> Machine:
+    """A machine with the fitted constants of its pair; the runtime is Meshwright's, the fabric the GPU's usual one."""
+    framework = runtime or RUNTIMES["meshwright"]
+    return Machine(gpu, fabric or Fabric.of(gpu), framework, constants_for(gpu.name, framework.name), slowest=slowest)
+
+
+def memory_of(work: Work, choices: Choices, machine: Machine) -> Memory:
+    """Bytes of the fullest stage's ranks.
+
+    Raises:
+        ValueError: the layers cannot be split over the pipeline's ranks.
+    """
+    return worst_stage(work, choices, machine.runtime)
+
+
+def fits(work: Work, choices: Choices, machine: Machine, *, usable: float = 1.0) -> bool:
+    """Whether every rank's bytes are within `usable` times the GPU's memory."""
+    return memory_of(work, choices, machine).total <= usable * machine.gpu.memory
+
+
+def time_of(work: Work, choices: Choices, machine: Machine, groups: Groups | None = None) -> StepTime:
+    """Seconds of one step, by part, whether or not it fits.
+
+    Raises:
+        ValueError: the layers cannot be split over the pipeline's ranks.
+    """
+    return step_time(work, choices, machine, groups or groups_of(choices, machine.fabric, machine.runtime.order))
+
+
+def estimate(work: Work, choices: Choices, machine: Machine, groups: Groups | None = None) -> Estimate:
+    """Memory and time of one layout.
+
+    Args:
+        work: the model and what a step processes.
+        choices: the layout. `micro_batch_size x micro_batches x data` should be `work.global_batch`.
+        machine: where it runs.
+        groups: shapes of the communication groups as placed; ranks that fill domains in order when left out.
+
+    Raises:
+        ValueError: the layers cannot be split over the pipeline's ranks.
+    """
+    time = time_of(work, choices, machine, groups)
+    rate = work.tokens / time.total
+    useful = rate * training_flops(work.model, work.sequence_length)
+    return Estimate(
+        memory=memory_of(work, choices, machine),
+        time=time,
+        gpus=choices.world,
+        tokens_per_second=rate,
+        mfu=useful / (choices.world * machine.gpu.peak(Numbers.BF16)),
+    )

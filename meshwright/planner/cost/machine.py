@@ -1,0 +1,32 @@
+"""Where a layout runs, in one object: the key under which a search finds again what it has computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.planner.cost.accelerators import Accelerator
+from meshwright.planner.cost.constants import Constants
+from meshwright.planner.cost.fabric import Fabric
+from meshwright.planner.cost.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it runs: what a GPU does, how GPUs are connected, what the framework does, and the fitted constants."""
+
+    gpu: Accelerator
+    fabric: Fabric
+    runtime: Runtime
+    constants: Constants = Constants()
+    nvme: float = 3e9
+    """Bytes/s of one GPU's share of local NVMe."""
+    slowest: float = 1.0
+    """Speed of the slowest GPU of the job relative to `gpu`: every step waits for it."""
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.gpu, self.fabric, self.runtime, self.constants)))
+
+    def __hash__(self) -> int:
+        """Computed once: machines are part of many keys."""
+        return self._hash

@@ -1,0 +1,111 @@
+"""Seconds between two steps' micro-batches: reducing gradients, gathering parameters, the optimizer, offload."""
+
+from __future__ import annotations
+
+from meshwright.planner.cost.activations import kept_bytes, layer_activations
+from meshwright.planner.cost.choices import Choices, Numbers, Offload, Work
+from meshwright.planner.cost.collectives import all_gather, all_reduce
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost.groups import Groups
+from meshwright.planner.cost.kernels import MEMORY_PART
+from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.stages import Stage, StageParameters, Stages, stage_parameters
+from meshwright.planner.cost.traffic import element
+
+OPTIMIZER_BYTES = 34.0
+"""Bytes that Adam reads and writes per parameter, with the gradient's norm."""
+HOST_ADAM = 0.5
+"""Part of the rate to host memory that an optimizer on the CPU reaches."""
+
+
+def replica_seconds(
+    work: Work,
+    choices: Choices,
+    machine: Machine,
+    groups: Groups,
+    stages: Stages,
+    hiding: tuple[float, float],
+) -> float:
+    """Exposed seconds of reducing gradients and gathering parameters, on the rank with most parameters.
+
+    Args:
+        work: what a step processes.
+        choices: the layout.
+        machine: where it runs.
+        groups: shapes of its groups.
+        stages: the pipeline's ranks.
+        hiding: seconds of one micro-batch's (backward pass, whole pass). The reduction hides behind the last backward
+            pass; ZeRO-3's traffic behind all of every pass.
+    """
+    runtime, fabric = machine.runtime, machine.fabric
+    each = [stage_parameters(work.model, stage, choices.tensor, choices.expert) for stage in stages.distinct]
+    own = max(each, key=lambda parameters: parameters.total)
+    reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
+    taken = reduced(own.dense * runtime.reduced, groups.replicas, fabric)
+    taken += reduced(own.experts * runtime.reduced, groups.expert_replicas, fabric)
+    hidden = hiding[0]
+    if choices.zero_stage == 3:
+        taken += 2.0 * choices.micro_batches * _gathering(own, choices, groups, fabric)
+        hidden = hiding[1] * choices.micro_batches
+    taken *= machine.constants.communication
+    overlap = runtime.overlap_gradients
+    return max(taken - overlap * hidden, (1.0 - overlap) * taken)
+
+
+def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
+    """Gradients scattered and parameters, in half the bytes, gathered."""
+    return all_gather(size, span, fabric) + all_gather(size / 2, span, fabric)
+
+
+def _gathering(own: StageParameters, choices: Choices, groups: Groups, fabric: Fabric) -> float:
+    size = 1.0 if choices.numbers is Numbers.FP8 else element(choices.numbers)
+    dense = all_gather(own.dense * size, groups.replicas, fabric)
+    return dense + all_gather(own.experts * size, groups.expert_replicas, fabric)
+
+
+def _held(work: Work, choices: Choices, stage: Stage) -> float:
+    """Parameters whose optimizer state is on each rank of a stage."""
+    own = stage_parameters(work.model, stage, choices.tensor, choices.expert)
+    if not choices.zero_stage:
+        return own.total
+    return own.dense / choices.replicas + own.experts / max(1, choices.replicas // choices.expert)
+
+
+def optimizer_seconds(work: Work, choices: Choices, machine: Machine, stage: Stage) -> float:
+    """Seconds of the optimizer's bytes on the device; 0 where its state is elsewhere."""
+    if choices.offload_optimizer is not Offload.NONE:
+        return 0.0
+    moved = _held(work, choices, stage) * OPTIMIZER_BYTES
+    return moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute
+
+
+def offload_seconds(work: Work, choices: Choices, machine: Machine, stage: Stage, busy: float) -> float:
+    """Exposed seconds of moving what is kept elsewhere.
+
+    Optimizer state: gradients out, updated parameters in, the update itself at the host's pace; with NVMe the state in
+    and out. Activations: out and in once a micro-batch, behind its `busy` seconds.
+    """
+    seconds = 0.0
+    if choices.offload_optimizer is not Offload.NONE:
+        held, runtime = _held(work, choices, stage), machine.runtime
+        seconds += held * (runtime.reduced + runtime.weights) / machine.gpu.host
+        seconds += held * OPTIMIZER_BYTES / (machine.gpu.host * HOST_ADAM)
+        if choices.offload_optimizer is Offload.NVME:
+            seconds += 2.0 * held * runtime.optimizer / machine.nvme
+    if choices.offload_activations is not Offload.NONE:
+        rate = machine.gpu.host if choices.offload_activations is Offload.CPU else machine.nvme
+        moved = 2.0 * _activation_bytes(work, choices, machine, stage) / rate
+        seconds += choices.micro_batches * max(0.0, moved - busy)
+    return seconds
+
+
+def _activation_bytes(work: Work, choices: Choices, machine: Machine, stage: Stage) -> float:
+    """Bytes that one micro-batch leaves on a rank of a stage until its backward pass."""
+    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    rest = (work.sequence_length, choices.tensor, choices.sequence_parallel, choices.numbers, machine.runtime)
+    kinds = ((False, stage.dense), (True, stage.mixtures))
+    return tokens * sum(
+        kept_bytes(layer_activations(work.model, mixture, *rest), layers, choices, machine.runtime)
+        for mixture, layers in kinds
+        if layers
+    )

@@ -1,0 +1,120 @@
+"""How a model's layers, embedding and output lie on the pipeline's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.models.counts import (
+    LayerCounts,
+    embedding_parameters,
+    layer_counts,
+    output_parameters,
+    prediction_parameters,
+)
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.choices import Choices, Schedule
+
+V_SHAPED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE_V})
+"""Schedules whose first rank holds the model's end as well as its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one pipeline rank holds."""
+
+    rank: int
+    layers: int
+    mixtures: int
+    """Of `layers`, those with a mixture of experts."""
+    embedding: bool
+    output: bool
+
+    @property
+    def dense(self) -> int:
+        """Layers with a dense feed-forward part."""
+        return self.layers - self.mixtures
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters on each rank of a stage, before any sharding over replicas."""
+
+    dense: float
+    """Divided over the replicas by ZeRO."""
+    experts: float
+    """Divided over the experts' replicas by ZeRO."""
+    largest_unit: float
+    """The largest group that ZeRO-3 gathers at once: a layer, or a table."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A pipeline's ranks, and which of them differ."""
+
+    every: tuple[Stage, ...]
+    distinct: tuple[Stage, ...]
+    """Those that can be worst: of inner ranks with equal contents the first, which holds most in flight."""
+    count: tuple[int, ...]
+    """How many ranks are like each of `distinct`."""
+    heaviest: tuple[Stage, ...]
+    """Of `distinct`, without inner ranks that hold no more of anything than an inner rank before them."""
+
+
+@lru_cache(maxsize=16384)
+def _stages(model: Transformer, pipeline: int, split: tuple[int, ...] | None, folded: bool) -> Stages:
+    held = Choices(pipeline=pipeline, layer_split=split).layers_of(model.layers)
+    listed, first, last = [], 0, len(held) - 1
+    kinds: dict[tuple[int, int, bool, bool], list[Stage]] = {}
+    for rank, layers in enumerate(held):
+        mixtures = model.mixtures(first, first + layers)
+        output = rank == 0 if folded else rank == last
+        stage = Stage(rank, layers, mixtures, rank == 0, output)
+        kinds.setdefault((layers, mixtures, stage.embedding, output), []).append(stage)
+        listed.append(stage)
+        first += layers
+    different = tuple(like[0] for like in kinds.values())
+    heaviest = tuple(stage for stage in different if not any(_covers(other, stage) for other in different))
+    return Stages(tuple(listed), different, tuple(len(like) for like in kinds.values()), heaviest)
+
+
+def _covers(one: Stage, other: Stage) -> bool:
+    """Whether rank `one` holds at least what inner rank `other` does: as many layers of either kind, no later."""
+    inner = not (one.embedding or one.output or other.embedding or other.output)
+    return inner and one.rank < other.rank and one.dense >= other.dense and one.mixtures >= other.mixtures
+
+
+def stages_of(model: Transformer, choices: Choices) -> Stages:
+    """The pipeline's ranks in order.
+
+    Raises:
+        ValueError: there are more ranks than layers, or `layer_split` does not add up.
+    """
+    return _stages(model, choices.pipeline, choices.layer_split, choices.schedule in V_SHAPED)
+
+
+@lru_cache(maxsize=65536)
+def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int) -> StageParameters:
+    """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole."""
+    dense = stage.dense * _unsplit(layer_counts(model, False), tensor)
+    mixed = layer_counts(model, True)
+    experts = stage.mixtures * mixed.experts / (tensor * expert)
+    dense += stage.mixtures * _unsplit(mixed, tensor)
+    tables = 0.0
+    if stage.embedding:
+        tables += embedding_parameters(model) / tensor
+    if stage.output:
+        tables += 0.0 if model.tie_embeddings and stage.embedding else output_parameters(model) / tensor
+        dense += model.hidden + model.prediction_layers * prediction_parameters(model) / tensor
+    layer = (mixed.total if stage.mixtures else layer_counts(model, False).total) / tensor
+    largest = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
+    return StageParameters(dense + tables, experts, largest)
+
+
+def _unsplit(counts: LayerCounts, tensor: int) -> float:
+    return (counts.attention + counts.dense) / tensor + counts.latent + counts.router + counts.norms

@@ -1,0 +1,115 @@
+"""Seconds of communication inside a micro-batch: tensor, context and expert parallelism, and between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Recompute
+from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
+from meshwright.planner.cost.constants import SYNCHRONISE
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost.groups import Groups
+from meshwright.planner.cost.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Seconds that one layer's collectives take for one micro-batch, and how many block the critical path."""
+
+    forward: float
+    backward: float
+    blocking_forward: int
+    blocking_backward: int
+
+
+NOTHING = Traffic(0.0, 0.0, 0, 0)
+
+
+def element(numbers: Numbers) -> float:
+    """Bytes of one number that travels."""
+    return 4.0 if numbers is Numbers.FP32 else 2.0
+
+
+def tensor_traffic(tokens: float, model: Transformer, choices: LayerLayout, span: Span, fabric: Fabric) -> Traffic:
+    """Of one layer: behind attention and behind the feed-forward layer, once forward and once backward.
+
+    With sequence parallelism each all-reduce is a gather and a scatter, and backward gathers the input once more for
+    the weights' gradient (Korthikanti et al., arXiv 2205.05198, section 4.2.2), behind the input's gradient.
+    """
+    if choices.tensor == 1:
+        return NOTHING
+    size = tokens * model.hidden * element(choices.numbers)
+    if choices.sequence_parallel:
+        one = 2 * all_gather(size, span, fabric)
+        return Traffic(2 * one, 2 * one, 4, 4)
+    one = all_reduce(size, span, fabric)
+    return Traffic(2 * one, 2 * one, 2, 2)
+
+
+def context_traffic(
+    tokens: float, model: Transformer, choices: LayerLayout, span: Span, fabric: Fabric, core: float
+) -> Traffic:
+    """Of one layer, what attention's `core` seconds of computation do not hide."""
+    if choices.context == 1:
+        return NOTHING
+    size = element(choices.numbers)
+    kept = 2.0 * model.kv_heads * model.head_size / choices.tensor
+    if model.latent is not None:
+        kept = float(model.latent.kv_rank + model.latent.rope_size)
+    if choices.context_method is ContextMethod.ULYSSES:
+        each = tokens * size * (2 * model.heads * model.head_size / choices.tensor + kept)
+        moved = all_to_all(each, span, fabric)
+        return Traffic(moved, moved, 2, 2)
+    whole = tokens * kept * size * choices.context
+    if choices.context_method is ContextMethod.ALL_GATHER:
+        gathered = all_gather(whole, span, fabric)
+        return Traffic(gathered, 2 * gathered, 1, 2)
+    level = span.top
+    ring = (choices.context - 1) * send(whole / choices.context, level, fabric)
+    turning = (choices.context - 1) * SYNCHRONISE  # each turn waits for its neighbour and launches its own kernels
+    return Traffic(max(0.0, ring - core) + turning, max(0.0, 2 * ring - 2 * core) + turning, 0, 0)
+
+
+def expert_traffic(
+    tokens: float, model: Transformer, choices: LayerLayout, span: Span, fabric: Fabric, runtime: Runtime
+) -> Traffic:
+    """Of one mixture layer: tokens to their experts and back. Dispatch is in the products' format, return in 16 bits.
+
+    A token whose experts share a domain of the innermost level crosses the network once for all of them.
+    """
+    experts = model.experts
+    if choices.expert == 1 or experts is None:
+        return NOTHING
+    rows = tokens / (choices.tensor if choices.sequence_parallel else 1)
+    copies = float(experts.per_token)
+    domains = span.size / span.inner
+    if span.top > 0:
+        copies = domains * (1.0 - (1.0 - 1.0 / domains) ** experts.per_token)
+    there = rows * copies * model.hidden * (1.0 if choices.numbers is Numbers.FP8 else element(choices.numbers))
+    back = rows * copies * model.hidden * element(choices.numbers)
+    moved = all_to_all(there, span, fabric) + all_to_all(back, span, fabric)
+    exposed = moved * (1.0 - runtime.overlap_experts)
+    return Traffic(exposed, exposed, 2, 2)
+
+
+def hop(tokens: float, model: Transformer, choices: Choices, groups: Groups, fabric: Fabric, runtime: Runtime) -> float:
+    """Seconds to hand one micro-batch to the next stage.
+
+    Without sequence parallelism every tensor-parallel rank holds all of it; where the runtime sends slices, they are
+    gathered again inside the receiving group (arXiv 2104.04473, section 4.1).
+    """
+    if choices.pipeline == 1:
+        return 0.0
+    size = tokens * model.hidden * element(choices.numbers)
+    if choices.sequence_parallel:
+        return send(size / choices.tensor, groups.pipeline_level, fabric)
+    if runtime.sliced_sends:
+        sliced = send(size / choices.tensor, groups.pipeline_level, fabric)
+        return sliced + all_gather(size, groups.tensor, fabric)
+    return send(size, groups.pipeline_level, fabric)
+
+
+def recomputed_part(how: Recompute) -> float:
+    """Part of the forward pass's collectives that runs again."""
+    return 1.0 if how in (Recompute.FULL, Recompute.SQRT) else 0.0

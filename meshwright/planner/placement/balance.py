@@ -1,0 +1,75 @@
+"""Evening out racks at equal cost: 16 + 16 rather than 14 + 18.
+
+An uneven split makes the fullest rack's uplinks the slowest of every ring. Only whole parts of a group that lie
+together in one bin move, only to bins in use that have room, and only where nobody pays for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from meshwright.planner.placement.problem import Problem
+from meshwright.planner.placement.search import Found
+
+_NEAR = 1e-9
+_WORK = 400_000
+_MAX_MOVES = 256
+
+
+def balance(problem: Problem, found: Found) -> Found:
+    """The same or a more even placement of the same cost."""
+    bins = list(found.bins)
+    left = min(_MAX_MOVES, _WORK // max(1, problem.size))
+    cost = found.cost
+    improved = True
+    while improved and left > 0:
+        improved = False
+        for target, chunk in _moves(problem, bins):
+            if left <= 0:
+                break
+            left -= 1
+            trial = list(bins)
+            for block in chunk:
+                trial[block] = target
+            now = problem.cost(trial)
+            if now < cost - _NEAR or (now <= cost + _NEAR and problem.tidiness(trial) < problem.tidiness(bins)):
+                bins, cost, improved = trial, now, True
+                break
+    return Found(bins, cost)
+
+
+def _moves(problem: Problem, bins: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """(bin, blocks to move there) that make two bins in use more even; the widest difference first."""
+    used = Counter(bins[block] for block in problem.movable)
+    targets = [j for j in used if problem.bins[j].capacity > used[j]]
+    if not targets or len(used) < 2:
+        return []
+    chunks = _chunks(problem, bins)
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for target in sorted(targets, key=lambda j: (used[j], j))[:4]:
+        room = problem.bins[target].capacity - used[target]
+        for source in sorted(used, key=lambda j: (-used[j], j))[:4]:
+            difference = used[source] - used[target]
+            found += [
+                (difference - len(chunk), target, chunk)
+                for chunk in chunks[source]
+                if len(chunk) <= room and len(chunk) < difference
+            ]
+    found.sort(key=lambda move: (-move[0], move[2]))
+    return [(target, chunk) for _, target, chunk in found]
+
+
+def _chunks(problem: Problem, bins: list[int]) -> dict[int, list[tuple[int, ...]]]:
+    """For each bin: parts of groups that lie in it, one of each size."""
+    free_to_move = set(problem.movable)
+    sizes: defaultdict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for group in problem.open_groups:
+        parts: defaultdict[int, list[int]] = defaultdict(list)
+        for block in group.blocks:
+            if block in free_to_move:
+                parts[bins[block]].append(block)
+        for j, blocks in parts.items():
+            sizes[j].setdefault(len(blocks), tuple(blocks))
+    for block in problem.movable:
+        sizes[bins[block]].setdefault(1, (block,))
+    return {j: list(found.values()) for j, found in sizes.items()}

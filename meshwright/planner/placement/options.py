@@ -1,0 +1,57 @@
+"""What a caller may ask of a placement beyond the plan itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.layout import Layout
+from meshwright.planner.mesh import Mesh
+from meshwright.planner.placement.weights import Weights
+from meshwright.planner.topology.levels import DOMAIN
+
+DEFAULT_EFFORT = 1_500_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlacingOptions:
+    """How to place.
+
+    Attributes:
+        weights: what groups pay for touching more places; predictions of traffic make them seconds
+            (`Weights.from_traffic`).
+        tensor_within: the level that a tensor-parallel group must not leave. Naming a wider level than NVLink's is the
+            explicit way to let such groups cross the network.
+        effort: how many assignments of one block the search may try in all. More finds cheaper placements of large
+            fragmented clusters; the search stops early at its lower bound. It is a count, not a time, so that the
+            same cluster always gets the same placement.
+        mesh: all groups, where context- or expert-parallel ones are to be placed too; else those of the plan's layout.
+
+    Raises:
+        ValueError: the effort is negative.
+    """
+
+    weights: Weights = field(default_factory=Weights)
+    tensor_within: str = DOMAIN
+    effort: int = DEFAULT_EFFORT
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.effort < 0:
+            raise ValueError(f"`effort` is {self.effort}: it must be 0 or more")
+
+    def mesh_of(self, layout: Layout, gpus_per_worker: int) -> Mesh:
+        """The groups to place for a plan of this layout.
+
+        Raises:
+            ValueError: `mesh` is of another world, tensor degree or worker size than the plan.
+        """
+        own = Mesh.of(layout, gpus_per_worker)
+        if self.mesh is None:
+            return own
+        given = (self.mesh.world_size, self.mesh.tensor, self.mesh.gpus_per_worker)
+        if given != (own.world_size, own.tensor, own.gpus_per_worker):
+            raise ValueError(
+                f"`mesh` has {given[0]} ranks, TP {given[1]} and {given[2]} GPUs per worker, the plan "
+                f"{own.world_size}, {own.tensor} and {own.gpus_per_worker}: give the mesh of this plan"
+            )
+        return self.mesh

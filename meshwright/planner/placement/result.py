@@ -1,0 +1,62 @@
+"""A placement: where every worker of a plan runs, what that costs, and how far from the best it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.api.names import pod_name
+from meshwright.api.status import PlacementStatus, WorkerPlacement
+from meshwright.planner.placement.crossings import Crossings
+from meshwright.planner.plan import Plan
+from meshwright.planner.topology.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every worker of a plan runs."""
+
+    plan: Plan
+    nodes: dict[int, str]
+    """Worker index -> node."""
+    places: dict[int, Place]
+    """Worker index -> where that node is."""
+    crossings: Crossings
+    bound: float = 0.0
+    """No placement of this plan on these nodes costs less."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing about it, in sentences."""
+
+    @property
+    def cost(self) -> float:
+        """Weighted crossings; lower is better."""
+        return self.crossings.cost
+
+    @property
+    def gap(self) -> float:
+        """The part of the cost that the best placement might save at most, from 0 (proved best) to 1."""
+        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
+
+    def to_status(self, job: str, incarnations: Mapping[int, int]) -> PlacementStatus:
+        """The placement as `status.placement`; a worker without an entry in `incarnations` is in its first, 0."""
+        return PlacementStatus(
+            workers=[
+                WorkerPlacement(
+                    worker=worker,
+                    incarnation=incarnations.get(worker, 0),
+                    pod=pod_name(job, worker, incarnations.get(worker, 0)),
+                    node=self.nodes[worker],
+                    ranks=_rank_text(ranks),
+                    domain=self.places[worker].domain,
+                    rack=self.places[worker].rack,
+                )
+                for worker, ranks in enumerate(self.plan.workers)
+            ],
+            cost=f"{self.cost:g}",
+            straddling_tensor_groups=self.crossings.straddling_tensor_groups,
+            straddling_replicas=self.crossings.straddling_replicas,
+        )
+
+
+def _rank_text(ranks: range) -> str:
+    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"

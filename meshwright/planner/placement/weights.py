@@ -1,0 +1,72 @@
+"""What it costs a group to touch one more place of a level: predicted traffic times what the level's links cost.
+
+Without predictions the weights are relative numbers that keep the order of what is known about traffic: context and
+expert groups talk in every layer, pipeline neighbours once per micro-batch, data-parallel groups once per step and
+mostly hidden behind computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.planner.mesh import Dimension
+from meshwright.planner.topology.levels import CORE, DOMAIN, RACK, REGION, SPINE, ZONE
+from meshwright.planner.topology.links import Links
+
+_DEFAULTS: dict[Dimension, dict[str, float]] = {
+    Dimension.CONTEXT: {DOMAIN: 4, RACK: 16, SPINE: 32, CORE: 32, ZONE: 64, REGION: 128},
+    Dimension.EXPERT: {DOMAIN: 4, RACK: 16, SPINE: 32, CORE: 32, ZONE: 64, REGION: 128},
+    Dimension.PIPELINE: {DOMAIN: 1, RACK: 4, SPINE: 8, CORE: 8, ZONE: 16, REGION: 32},
+    # Replicas meet once a step and overlap with compute; inside a rack they cost nothing extra.
+    Dimension.DATA: {DOMAIN: 0, RACK: 1, SPINE: 2, CORE: 2, ZONE: 4, REGION: 8},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Exposed bytes that one group sends per step over each further place it touches, by dimension.
+
+    Exposed: what computation does not hide. Of a pipeline group the activations and gradients of all micro-batches
+    over one stage boundary; of the others one rank's share of their collectives.
+    """
+
+    context: float = 0.0
+    expert: float = 0.0
+    pipeline: float = 0.0
+    data: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Cost of one more place, by dimension and level. A level without an entry costs what a spine does.
+
+    Raises:
+        ValueError: a weight is negative or not finite.
+    """
+
+    costs: Mapping[Dimension, Mapping[str, float]] = field(default_factory=lambda: _DEFAULTS)
+
+    def __post_init__(self) -> None:
+        for dimension, by_level in self.costs.items():
+            for level, cost in by_level.items():
+                if not 0 <= cost < float("inf"):
+                    raise ValueError(f"the cost of {dimension} groups at level {level} is {cost}: it must be 0 or more")
+
+    def of(self, dimension: Dimension, level: str) -> float:
+        """What one more place of `level` costs a group of `dimension`."""
+        costs = self.costs.get(dimension, {})
+        return costs[level] if level in costs else costs.get(SPINE, 0.0)
+
+    @classmethod
+    def from_traffic(cls, traffic: Traffic, links: Links) -> Weights:
+        """Seconds per step that one more place of each level adds, beyond what the level below adds already."""
+        sent = {
+            Dimension.CONTEXT: traffic.context,
+            Dimension.EXPERT: traffic.expert,
+            Dimension.PIPELINE: traffic.pipeline,
+            Dimension.DATA: traffic.data,
+        }
+        return cls(
+            {d: {lv: size * links.extra_seconds_per_byte(lv) for lv in links.levels} for d, size in sent.items()}
+        )

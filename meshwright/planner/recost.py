@@ -1,0 +1,84 @@
+"""The price of a plan where it was really placed: the spans that its groups have on these nodes.
+
+A plan is first priced as if ranks filled domains in order. On a fragmented cluster they do not: a replica may leave its
+rack, a ring may have one rank in a domain where it was thought to have eight. Priced again, two plans that looked alike
+can be far apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from meshwright.layout import Layout
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost.groups import Groups
+from meshwright.planner.placement.result import Placement
+from meshwright.planner.pricing import Pricer
+from meshwright.planner.topology.place import Place
+
+
+def estimate_as_placed(placement: Placement, pricer: Pricer) -> Estimate:
+    """Memory and time of the placement's plan on the nodes it got."""
+    plan = placement.plan
+    groups = groups_as_placed(plan.layout, plan.gpus_per_worker, placement.places, pricer.machine.fabric)
+    return estimate(pricer.work, pricer.choices(plan.layout, plan.micro_batches), pricer.machine, groups)
+
+
+def groups_as_placed(layout: Layout, gpus_per_worker: int, places: Mapping[int, Place], fabric: Fabric) -> Groups:
+    """The groups' spans, each of the worst group of its dimension.
+
+    Args:
+        layout: the degrees.
+        gpus_per_worker: consecutive ranks of one worker.
+        places: worker index -> where it is.
+        fabric: the levels to count on: the NVLink domain, racks where it has three levels, and everything.
+    """
+    names = [_names(places[worker], len(fabric.levels)) for worker in range(len(places))]
+    at = [names[rank // gpus_per_worker] for rank in range(layout.world_size)]
+    tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
+    stage = tensor
+    replica = tensor * pipeline
+    tensors = [range(first, first + tensor) for first in range(0, layout.world_size, tensor)]
+    pipes = [range(d * replica, d * replica + replica, stage) for d in range(data)]
+    rings = [range(p * stage, layout.world_size, replica) for p in range(pipeline)]
+    single = Span.of(1, 1, fabric)
+    ring = _span(rings, at, fabric)
+    return Groups(
+        tensor=_span(tensors, at, fabric),
+        context=single,
+        expert=single,
+        replicas=ring,
+        expert_replicas=ring,
+        pipeline_level=_widest_hop(pipes, at, fabric),
+        pipeline=_span(pipes, at, fabric),
+    )
+
+
+def _names(place: Place, levels: int) -> tuple[str, ...]:
+    """The place at each level of the fabric; the last holds everything."""
+    inner = (place.domain, place.rack)[: levels - 1]
+    return (*inner, *([""] * (levels - len(inner))))
+
+
+def _span(groups: Iterable[range], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
+    """The span of the group with fewest ranks to a place, level by level; its thinnest place sets a ring's pace."""
+    members, size = [1 << 30] * len(fabric.levels), 1
+    for group in groups:
+        size = len(group)
+        for level in range(len(fabric.levels)):
+            fewest = min(Counter(at[rank][level] for rank in group).values())
+            members[level] = min(members[level], fewest)
+    members[-1] = size
+    return Span(tuple(members))
+
+
+def _widest_hop(pipes: Iterable[range], at: list[tuple[str, ...]], fabric: Fabric) -> int:
+    """The level that the worst pair of neighbouring stages shares."""
+    widest = 0
+    for pipe in pipes:
+        for one, other in zip(pipe, pipe[1:], strict=False):
+            shared = next(i for i in range(len(fabric.levels)) if at[one][i] == at[other][i])
+            widest = max(widest, shared)
+    return widest

@@ -1,0 +1,282 @@
+"""Why a layout won, in the order in which the field decides: tensor, pipeline, data, sequence and context, expert.
+
+Every sentence rests on a price: the winner is compared with the same layout one decision changed, so "why not TP 4"
+is answered by what TP 4 would need or take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.planner.cost.choices import Choices, Recompute
+from meshwright.planner.cost.estimate import Estimate, memory_of
+from meshwright.planner.search.fill import price
+from meshwright.planner.search.found import Found
+from meshwright.planner.search.request import Request
+from meshwright.planner.search.search import AS_GOOD, Result
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A neighbour of the winner, and why it lost."""
+
+    change: str
+    """As in "TP 4 instead of 8"."""
+    reason: str
+    slower: float | None
+    """Its step over the winner's; None where it does not fit or cannot be."""
+
+    @property
+    def sentence(self) -> str:
+        """Both in one."""
+        return f"{self.change}: {self.reason}"
+
+
+def reasons(result: Result) -> tuple[str, ...]:
+    """Why each degree is what it is, textbook order, each with its numbers."""
+    request, best = result.request, result.best
+    told = [
+        _tensor(request, best),
+        _pipeline(request, best),
+        _data(best),
+        _context(request, best),
+        _expert(request, best),
+        _saving(best),
+        limits(result),
+    ]
+    return tuple(sentence for sentence in told if sentence)
+
+
+def limits(result: Result) -> str:
+    """What bounds the step: the largest part of it beside computing, and the stage that is fullest."""
+    best, machine = result.best, result.request.machine
+    memory = best.estimate.memory
+    room = machine.gpu.memory * result.request.usable
+    return (
+        f"{step_text(best.estimate)}; stage {memory.stage} is fullest, {memory.total / GIB:.1f} of {room / GIB:.1f} "
+        f"GiB, most of it {_fullest(best)}"
+    )
+
+
+def step_text(estimate: Estimate) -> str:
+    """Where a step's time goes, in half a sentence."""
+    time = estimate.time
+    parts = {
+        "recomputation": time.recompute,
+        "tensor-parallel collectives": time.tensor,
+        "context-parallel exchange": time.context,
+        "the experts' all-to-all": time.expert,
+        "sends between stages": time.pipeline,
+        "the pipeline's bubble": time.bubble,
+        "reducing gradients over replicas": time.data,
+        "the optimizer": time.optimizer,
+        "offloading": time.offload,
+        "the host": time.host,
+    }
+    name, seconds = max(parts.items(), key=lambda part: part[1])
+    return (
+        f"a step spends {time.compute / time.total:.0%} in matrix products and most of the rest, "
+        f"{seconds / time.total:.0%}, in {name}"
+    )
+
+
+def lost(result: Result) -> tuple[Lost, ...]:
+    """The winner's neighbours, one decision changed, and what each would cost."""
+    return neighbours(result.request, result.best)
+
+
+def neighbours(request: Request, chosen: Found) -> tuple[Lost, ...]:
+    """Layouts that differ from `chosen` in one decision, and what each would cost."""
+    return tuple(_compare(request, chosen, change, choices) for change, choices in _changed(request, chosen.choices))
+
+
+def _changed(request: Request, won: Choices) -> Iterator[tuple[str, Choices]]:
+    """Degrees halved and doubled against the number of replicas, and savings more and less."""
+    pins = request.pins
+    for name, label in (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP")):
+        if getattr(pins, name) is not None:
+            continue
+        now = getattr(won, name)
+        for other in (now // 2, now * 2):
+            if other >= 1 and other != now and (name != "context" or request.techniques.context):
+                changed = _traded(won, name, now, other)
+                if changed is not None:
+                    yield f"{label} {other} instead of {now}", changed
+    if pins.zero_stage is None and won.replicas > 1:
+        for stage in request.techniques.zero_stages:
+            if stage != won.zero_stage:
+                yield f"ZeRO-{stage} instead of {won.zero_stage}", replace(won, zero_stage=stage)
+    if pins.recompute is None:
+        for again in request.techniques.recompute:
+            if again is not won.recompute:
+                yield f"{_again(again)} instead of {_again(won.recompute)}", replace(won, recompute=again)
+
+
+def _traded(won: Choices, name: str, now: int, other: int) -> Choices | None:
+    """`name` changed and the replicas with it, so that GPUs and batch stay; None where they do not come out whole."""
+    numerator = won.data * now
+    if numerator % other:
+        return None
+    data = numerator // other
+    sequences = won.data * won.micro_batches * won.micro_batch_size
+    if sequences % (data * won.micro_batch_size) or (won.context * data) % won.expert:
+        return None
+    changes = {
+        name: other,
+        "data": data,
+        "micro_batches": sequences // data // won.micro_batch_size,
+        "layer_split": None,
+    }
+    try:
+        return replace(won, **changes)  # type: ignore[arg-type]
+    except ValueError:
+        return None
+
+
+def _compare(request: Request, best: Found, change: str, choices: Choices) -> Lost:
+    impossible = _impossible(request, choices)
+    if impossible:
+        return Lost(change, impossible, None)
+    try:
+        memory = memory_of(request.work, choices, request.machine)
+    except ValueError as error:
+        return Lost(change, str(error), None)
+    room = request.machine.gpu.memory * request.usable
+    if memory.total > room:
+        reason = f"needs {memory.total / GIB:.1f} of {room / GIB:.1f} GiB on stage {memory.stage}"
+        return Lost(change, reason, None)
+    other = Found(choices, price(request, choices), request.node)
+    ratio = other.seconds / best.seconds
+    if ratio < 1.0:
+        why = (
+            "within what an estimate can tell, and less simple"
+            if ratio * AS_GOOD >= 1
+            else "but not what was asked for"
+        )
+        return Lost(change, f"{1 - ratio:.1%} faster, {why}", ratio)
+    if ratio - 1 < 5e-4:
+        return Lost(change, "no faster", ratio)
+    return Lost(change, f"{ratio - 1:.1%} slower: {_grown(best, other)}", ratio)
+
+
+def _impossible(request: Request, choices: Choices) -> str:
+    model, domain = request.work.model, request.domain
+    if choices.tensor > domain:
+        return f"leaves the NVLink domain of {domain} GPUs"
+    if model.heads % choices.tensor or (model.kv_heads % choices.tensor and choices.tensor % model.kv_heads):
+        return f"does not divide {model.heads} heads and {model.kv_heads} key-value heads"
+    if not request.techniques.replicates_kv_heads and model.kv_heads % choices.tensor:
+        return f"does not divide {model.kv_heads} key-value heads"
+    if choices.pipeline > model.layers:
+        return f"has more stages than {model.layers} layers"
+    if choices.micro_batches < choices.pipeline:
+        return f"leaves {choices.micro_batches} micro-batches for {choices.pipeline} stages"
+    return ""
+
+
+def _grown(best: Found, other: Found) -> str:
+    """The part of the step that grew most."""
+    names = {
+        "compute": "matrix products run less well",
+        "recompute": "more recomputation",
+        "tensor": "more tensor-parallel traffic",
+        "context": "more context-parallel traffic",
+        "expert": "more all-to-all",
+        "pipeline": "more sends between stages",
+        "bubble": "a longer bubble",
+        "data": "more gradient reduction",
+        "optimizer": "a longer optimizer step",
+        "offload": "more offloading",
+        "host": "more launches",
+    }
+    before, after = best.estimate.time, other.estimate.time
+    most = max(names, key=lambda name: float(getattr(after, name) - getattr(before, name)))
+    return f"{names[most]}, {getattr(after, most) - getattr(before, most):+.3f} s"
+
+
+def _tensor(request: Request, best: Found) -> str:
+    used, domain = best.choices, request.domain
+    if request.pins.tensor is not None:
+        return f"TP {used.tensor} is given"
+    if used.tensor == 1:
+        return "TP 1: nothing is gained by splitting layers, a rank holds its part and every collective is saved"
+    inside = "fills the NVLink domain" if used.tensor == domain else f"stays inside the NVLink domain of {domain} GPUs"
+    part = best.estimate.time.tensor / best.seconds
+    return f"TP {used.tensor} {inside}, where its collectives take {part:.0%} of a step"
+
+
+def _pipeline(request: Request, best: Found) -> str:
+    used = best.choices
+    if used.pipeline == 1:
+        return "PP 1: layers fit without stages, so nothing waits" if request.pins.pipeline is None else "PP 1 is given"
+    given = "is given: " if request.pins.pipeline is not None else "spreads the layers' states with little traffic: "
+    return (
+        f"PP {used.pipeline} {given}{used.micro_batches} micro-batches of {used.micro_batch_size} on the "
+        f"{used.schedule.value} schedule leave a bubble of {best.estimate.bubble:.1%}"
+    )
+
+
+def _data(best: Found) -> str:
+    used = best.choices
+    if used.data == 1:
+        return "DP 1: the replica takes all GPUs"
+    part = best.estimate.time.data / best.seconds
+    return f"DP {used.data} takes the rest of the GPUs; reducing gradients takes {part:.1%} of a step"
+
+
+def _context(request: Request, best: Found) -> str:
+    used = best.choices
+    if used.context > 1:
+        tokens = request.work.sequence_length // used.context
+        return (
+            f"CP {used.context} ({used.context_method.value}): activations of {request.work.sequence_length} tokens "
+            f"do not fit otherwise or cost more elsewhere; each rank keeps {tokens}"
+        )
+    if used.tensor > 1 and used.sequence_parallel:
+        return "sequence parallelism with TP: norms and residuals are split too, at no further traffic"
+    return ""
+
+
+def _expert(request: Request, best: Found) -> str:
+    experts = request.work.model.experts
+    if experts is None:
+        return ""
+    used = best.choices
+    if used.expert == 1:
+        return f"EP 1: every rank holds its part of all {experts.count} experts"
+    part = best.estimate.time.expert / best.seconds
+    return (
+        f"EP {used.expert} shares out {experts.count} experts, {experts.count // used.expert} a rank; "
+        f"the all-to-all takes {part:.0%} of a step"
+    )
+
+
+def _saving(best: Found) -> str:
+    used = best.choices
+    told = []
+    if used.zero_stage:
+        told.append(f"ZeRO-{used.zero_stage} over {used.replicas} replicas")
+    if used.recompute is not Recompute.NONE:
+        told.append(_again(used.recompute))
+    if used.offload_optimizer.value != "none":
+        told.append(f"optimizer state in {used.offload_optimizer.value} memory")
+    return f"{' and '.join(told)}: the least saving that fits" if told else "no memory has to be saved"
+
+
+def _again(recompute: Recompute) -> str:
+    return "no recomputation" if recompute is Recompute.NONE else f"{recompute.value} recomputation"
+
+
+def _fullest(best: Found) -> str:
+    memory = best.estimate.memory
+    kinds = {
+        "parameters, gradients and optimizer state": memory.states,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "gathered parameters": memory.gathered,
+        "buffers": memory.buffers,
+    }
+    return max(kinds, key=lambda kind: kinds[kind])

@@ -1,0 +1,153 @@
+"""Filling a shape in: micro-batches, schedules, context methods and memory savings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.planner.cost.choices import Choices, ContextMethod, Offload, Recompute, Schedule
+from meshwright.planner.cost.estimate import Estimate, estimate, memory_of
+from meshwright.planner.search.request import Request
+from meshwright.planner.search.shapes import Shape
+
+CHUNKED = frozenset({Schedule.INTERLEAVED, Schedule.LOOPED_BFS})
+FOLDED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V})
+"""Schedules with two chunks on every rank."""
+
+
+def choices_of(request: Request, shape: Shape, size: int, **more: object) -> Choices:
+    """The layout of a shape with micro-batches of `size` sequences; `more` are further fields of `Choices`."""
+    sequence = request.pins.sequence_parallel
+    return Choices(
+        tensor=shape.tensor,
+        sequence_parallel=shape.tensor > 1 if sequence is None else sequence,
+        context=shape.context,
+        pipeline=shape.pipeline,
+        expert=shape.expert,
+        data=shape.data,
+        micro_batch_size=size,
+        micro_batches=request.work.global_batch // shape.data // size,
+        numbers=request.numbers,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def price(request: Request, choices: Choices) -> Estimate:
+    """What a layout costs on the request's machine."""
+    return estimate(request.work, choices, request.machine)
+
+
+def bases(request: Request, shape: Shape, size: int) -> Iterator[Choices]:
+    """Every schedule and context method of a shape, with no memory saved yet."""
+    stages = _zero_stages(request, shape.context * shape.data)
+    for schedule, chunks in _schedules(request, shape, size):
+        for method in _methods(request, shape):
+            yield choices_of(
+                request,
+                shape,
+                size,
+                schedule=schedule,
+                virtual_stages=chunks,
+                context_method=method,
+                zero_stage=stages[min(1, len(stages) - 1)],
+            )
+
+
+def _zero_stages(request: Request, replicas: int) -> tuple[int, ...]:
+    if request.pins.zero_stage is not None:
+        return (request.pins.zero_stage,)
+    stages = request.techniques.zero_stages
+    return stages if replicas > 1 else stages[:1]
+
+
+def _schedules(request: Request, shape: Shape, size: int) -> Iterator[tuple[Schedule, int]]:
+    """(schedule, chunks) that the shape allows."""
+    pinned, techniques = request.pins, request.techniques
+    if shape.pipeline == 1:
+        yield pinned.schedule or Schedule.ONE_F_ONE_B, 1
+        return
+    layers = request.work.model.layers
+    micro_batches = request.work.global_batch // shape.data // size
+    for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
+        if schedule in CHUNKED:
+            counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
+            # Interleaving deals micro-batches in groups of as many as there are stages (arXiv 2104.04473, 2.2).
+            fits = micro_batches % shape.pipeline == 0
+            yield from ((schedule, v) for v in counts if fits and layers >= v * shape.pipeline)
+        elif schedule in FOLDED:
+            enough = micro_batches >= 2 * shape.pipeline and layers >= 2 * shape.pipeline
+            whole = schedule is not Schedule.DUAL_PIPE or (shape.pipeline % 2 == 0 and micro_batches % 2 == 0)
+            if enough and whole:
+                yield schedule, 2
+        else:
+            yield schedule, 1
+
+
+def _methods(request: Request, shape: Shape) -> Iterator[ContextMethod]:
+    if shape.context == 1:
+        yield ContextMethod.RING
+        return
+    pinned = request.pins.context_method
+    model = request.work.model
+    for method in (pinned,) if pinned else request.techniques.context:
+        # Ulysses exchanges whole heads (arXiv 2309.14509): every rank needs its own.
+        if method is not ContextMethod.ULYSSES or model.heads % (shape.tensor * shape.context) == 0:
+            yield method
+
+
+def savings(request: Request, base: Choices) -> Iterator[Choices]:
+    """For each ZeRO stage the first recomputation that fits, and the last resort, offloading, where none does.
+
+    A stage that fits without recomputation leaves nothing for the next stages to save, but ZeRO-1, which also shortens
+    the optimizer, is always tried, and ZeRO-3, which also overlaps its traffic with the whole step, where the pipeline
+    does not multiply it.
+    """
+    pins, techniques = request.pins, request.techniques
+    stages = _zero_stages(request, base.replicas)
+    recompute = (pins.recompute,) if pins.recompute is not None else techniques.recompute
+    fitted, whole = False, False
+    for zero in stages:
+        if whole and zero != 1 and (zero < 3 or base.pipeline > 1):
+            continue
+        for again in recompute:
+            choices = replace(base, zero_stage=zero, recompute=again)
+            if fits_in(request, choices):
+                fitted = True
+                whole = whole or again is Recompute.NONE
+                yield choices
+                break
+    if fitted:
+        return
+    for offload in techniques.offload:
+        choices = replace(base, zero_stage=stages[-1], recompute=recompute[-1], offload_optimizer=offload)
+        if offload is not Offload.NONE and fits_in(request, choices):
+            yield choices
+            return
+
+
+def fits_in(request: Request, choices: Choices) -> bool:
+    """Whether every rank's bytes are within what the request lets an estimate fill."""
+    limit = request.usable * request.machine.gpu.memory
+    return memory_of(request.work, choices, request.machine).total <= limit
+
+
+def can_fit(request: Request, shape: Shape, size: int) -> bool:
+    """Whether the layout that saves most memory fits."""
+    return any(fits_in(request, choices) for choices in thriftiest(request, shape, size))
+
+
+def thriftiest(request: Request, shape: Shape, size: int) -> Iterator[Choices]:
+    """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
+    pins, techniques = request.pins, request.techniques
+    one = Schedule.ONE_F_ONE_B
+    schedule = pins.schedule or (one if one in techniques.schedules else techniques.schedules[0])
+    for again in (pins.recompute,) if pins.recompute else techniques.recompute[-2:]:
+        yield choices_of(
+            request,
+            shape,
+            size,
+            schedule=schedule,
+            zero_stage=pins.zero_stage if pins.zero_stage is not None else techniques.zero_stages[-1],
+            recompute=again,
+            offload_optimizer=techniques.offload[-1],
+        )

@@ -1,0 +1,124 @@
+"""The question a search answers: what to train, on what, with which techniques, and what is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from meshwright.planner.cost.choices import ContextMethod, Numbers, Offload, Recompute, Schedule, Work
+from meshwright.planner.cost.step import Machine
+
+
+class Objective(StrEnum):
+    """What the best plan has most, or least, of."""
+
+    TIME = "time"
+    """Least time per step."""
+    COST = "cost"
+    """Most tokens per GPU-hour."""
+    GPUS = "gpus"
+    """Fewest GPUs that hold the model; of those, the least time."""
+    ROBUST = "robust"
+    """Least time per step after one node is lost and the replicas on it are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Techniques:
+    """What a runtime can do. A search proposes nothing else."""
+
+    schedules: tuple[Schedule, ...] = tuple(Schedule)
+    virtual_stages: tuple[int, ...] = (2, 4)
+    """Chunks to try with schedules that take more than one."""
+    context: tuple[ContextMethod, ...] = tuple(ContextMethod)
+    """Empty where the runtime has no context parallelism."""
+    expert: bool = True
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, Recompute.SQRT)
+    """In order of what they cost."""
+    offload: tuple[Offload, ...] = (Offload.NONE, Offload.CPU, Offload.NVME)
+    uneven_split: bool = True
+    """Whether stages may have any number of layers."""
+    ties_over_stages: bool = True
+    """Whether the first and the last stage may share one table."""
+    pads_vocabulary: bool = True
+    """Whether a vocabulary is padded to a multiple of the tensor-parallel degree."""
+    replicates_kv_heads: bool = True
+    """Whether there may be more tensor-parallel ranks than key-value heads."""
+
+
+EVERY_TECHNIQUE = Techniques()
+MESHWRIGHT_RUNTIME = Techniques(
+    schedules=(Schedule.ONE_F_ONE_B,),
+    virtual_stages=(),
+    context=(),
+    expert=False,
+    zero_stages=(0, 2, 3),
+    recompute=(Recompute.NONE,),
+    offload=(Offload.NONE,),
+    uneven_split=False,
+    ties_over_stages=False,
+    pads_vocabulary=False,
+    replicates_kv_heads=False,
+)
+"""What the worker of this repository executes today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What is already decided; None for what the search decides."""
+
+    tensor: int | None = None
+    sequence_parallel: bool | None = None
+    context: int | None = None
+    context_method: ContextMethod | None = None
+    pipeline: int | None = None
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    expert: int | None = None
+    data: int | None = None
+    zero_stage: int | None = None
+    micro_batch_size: int | None = None
+    micro_batches: int | None = None
+    recompute: Recompute | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One search.
+
+    Raises:
+        ValueError: there is no GPU to plan for, or `usable` is no fraction.
+    """
+
+    work: Work
+    machine: Machine
+    gpus: int
+    """As many as the plan may use."""
+    objective: Objective = Objective.TIME
+    techniques: Techniques = EVERY_TECHNIQUE
+    pins: Pins = field(default_factory=Pins)
+    numbers: Numbers = Numbers.BF16
+    gpus_per_worker: int = 1
+    """Tensor-parallel groups fill workers or share them evenly."""
+    usable: float = 0.97
+    """Part of a GPU's memory that the estimate may fill."""
+    widest_tensor: int | None = None
+    """Limit of the tensor-parallel degree; the innermost domain's GPUs where left out."""
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise ValueError(f"`gpus` must be at least 1, not {self.gpus}")
+        if not 0 < self.usable <= 1:
+            raise ValueError(f"`usable` must be above 0 and at most 1, not {self.usable}")
+        if self.gpus_per_worker < 1:
+            raise ValueError(f"`gpus_per_worker` must be at least 1, not {self.gpus_per_worker}")
+
+    @property
+    def domain(self) -> int:
+        """The widest tensor-parallel group to try."""
+        return self.widest_tensor or self.machine.fabric.domain
+
+    @property
+    def node(self) -> int:
+        """GPUs of one node: what one failure takes."""
+        return self.machine.gpu.node

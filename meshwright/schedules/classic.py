@@ -1,0 +1,78 @@
+"""Schedules with whole backward passes: GPipe, 1F1B, interleaved 1F1B, looped breadth-first."""
+
+from __future__ import annotations
+
+from meshwright.schedules.actions import Kind, Schedule, Slot, check_counts, one
+
+
+def gpipe(ranks: int, micro_batches: int) -> Schedule:
+    """All forward passes, then all backward passes (arXiv 1811.06965)."""
+    check_counts(ranks, micro_batches)
+    every = tuple(
+        tuple(one(kind, rank, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches))
+        for rank in range(ranks)
+    )
+    return Schedule("gpipe", ranks, micro_batches, every)
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    """As few forward passes as reach the last stage, then one backward for one forward (arXiv 2006.09503)."""
+    check_counts(ranks, micro_batches)
+    every = []
+    for rank in range(ranks):
+        warm = min(ranks - rank - 1, micro_batches)
+        slots = [one(Kind.FORWARD, rank, m) for m in range(warm)]
+        for m in range(micro_batches - warm):
+            slots += [one(Kind.FORWARD, rank, warm + m), one(Kind.BACKWARD, rank, m)]
+        slots += [one(Kind.BACKWARD, rank, m) for m in range(micro_batches - warm, micro_batches)]
+        every.append(tuple(slots))
+    return Schedule("1f1b", ranks, micro_batches, tuple(every))
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """1F1B over `chunks` stages a rank, `ranks` micro-batches at a time (arXiv 2104.04473, section 2.2).
+
+    Raises:
+        ValueError: `micro_batches` is no multiple of `ranks`.
+    """
+    check_counts(ranks, micro_batches)
+    if micro_batches % ranks:
+        raise ValueError(
+            f"the interleaved schedule needs a multiple of {ranks} micro-batches, one round of its ranks, "
+            f"not {micro_batches}"
+        )
+    total = micro_batches * chunks
+    every = []
+    for rank in range(ranks):
+        warm = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+        slots: list[Slot] = [_forward(rank, ranks, chunks, k) for k in range(warm)]
+        for k in range(total - warm):
+            slots += [_forward(rank, ranks, chunks, warm + k), _backward(rank, ranks, chunks, k)]
+        slots += [_backward(rank, ranks, chunks, k) for k in range(total - warm, total)]
+        every.append(tuple(slots))
+    return Schedule("interleaved", ranks * chunks, micro_batches, tuple(every))
+
+
+def _forward(rank: int, ranks: int, chunks: int, k: int) -> Slot:
+    """The k-th forward pass: `ranks` micro-batches through one chunk, then through the next."""
+    round_, within = divmod(k, ranks * chunks)
+    chunk, offset = divmod(within, ranks)
+    return one(Kind.FORWARD, chunk * ranks + rank, round_ * ranks + offset)
+
+
+def _backward(rank: int, ranks: int, chunks: int, k: int) -> Slot:
+    round_, within = divmod(k, ranks * chunks)
+    chunk, offset = divmod(within, ranks)
+    return one(Kind.BACKWARD, (chunks - 1 - chunk) * ranks + rank, round_ * ranks + offset)
+
+
+def looped_bfs(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """Every micro-batch through one chunk before the next chunk begins (arXiv 2211.05953)."""
+    check_counts(ranks, micro_batches)
+    every = []
+    for rank in range(ranks):
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        slots = [one(Kind.FORWARD, stage, m) for stage in stages for m in range(micro_batches)]
+        slots += [one(Kind.BACKWARD, stage, m) for stage in reversed(stages) for m in range(micro_batches)]
+        every.append(tuple(slots))
+    return Schedule("looped-bfs", ranks * chunks, micro_batches, tuple(every))

@@ -1,0 +1,86 @@
+"""Idle seconds of a pipeline of equal stages, by schedule. The simulator is the reference that the tests hold it to.
+
+Sources: GPipe and 1F1B (p-1)(F+B) (PipeDream-Flush, arXiv 2006.09503); interleaved /v (arXiv 2104.04473, section 2.2);
+looped breadth-first (arXiv 2211.05953); ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2.3); ZB-V (arXiv 2405.15362);
+DualPipe (arXiv 2412.19437, table 2), whose overlapped pair costs F+B here, and its folded form. Exact for all but ZB-V
+and the two DualPipes, where they are exact for F = B = W and otherwise close. ZB-H2's and ZB-V's hold where ranks need
+not meet at a step's end (arXiv 2401.10241, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch on one pipeline rank, all its chunks together."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+def bubble(schedule: str, stages: int, micro_batches: int, chunks: int, times: StageTimes) -> float:
+    """Seconds in which a rank of an evenly split pipeline waits, sends costing nothing.
+
+    Args:
+        schedule: a schedule's name, as in `meshwright.schedules.generate`.
+        stages: pipeline ranks.
+        micro_batches: of one step.
+        chunks: model chunks of one rank.
+        times: of all chunks of a rank together.
+
+    Raises:
+        ValueError: the schedule is not known.
+    """
+    if stages == 1:
+        return 0.0
+    forward, backward, weight = times.forward, times.backward_input, times.backward_weight
+    hops = stages - 1
+    if schedule in ("gpipe", "1f1b"):
+        return hops * times.total
+    if schedule in ("interleaved", "looped-bfs"):
+        return hops * times.total / chunks
+    if schedule == "zb-h1":
+        return hops * max(forward + backward - weight, 0.0)
+    if schedule == "zb-h2":
+        return hops * max(forward + backward - 2 * weight, 0.0)
+    if schedule == "zb-v":
+        return hops * (max(forward, backward, weight) - weight)
+    if schedule == "dualpipe":
+        return max(stages / 2 - 1, 0.0) * max(forward + 2 * backward - weight, 0.0)
+    if schedule == "dualpipe-v":
+        return hops * max(forward + 2 * backward - weight, 0.0) / 2
+    raise ValueError(f"no schedule is called `{schedule}`")
+
+
+def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int, rank: int) -> float:
+    """Micro-batches whose activations `rank` holds at its peak, counted in all of a rank's chunks.
+
+    Raises:
+        ValueError: the schedule is not known.
+    """
+    if schedule in ("gpipe", "looped-bfs"):
+        return float(micro_batches)
+    if schedule == "1f1b" or (schedule in ("interleaved", "zb-h1", "zb-h2") and stages == 1):
+        return float(min(micro_batches, stages - rank))
+    if schedule == "interleaved":
+        warm = 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
+        return min(float(micro_batches), warm / chunks)
+    if schedule == "zb-h1":
+        return float(min(micro_batches, stages))
+    if schedule == "zb-h2":
+        return float(min(micro_batches, 2 * stages - 1))
+    if schedule == "zb-v":
+        return float(min(micro_batches, stages))
+    if schedule == "dualpipe":
+        return float(min(micro_batches, stages + 1))
+    if schedule == "dualpipe-v":
+        return min(float(micro_batches), stages + 0.5)
+    raise ValueError(f"no schedule is called `{schedule}`")

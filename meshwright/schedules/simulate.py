@@ -1,0 +1,173 @@
+"""Running a schedule on a clock: when every slot starts and ends, where ranks wait, how much they hold.
+
+Ranks run their slots in order, each as soon as what it needs has arrived. A send between ranks takes `hop` seconds and
+occupies neither. The result is exact for those assumptions, in time proportional to the number of actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.schedules.actions import Action, Kind, Schedule, Slot
+from meshwright.schedules.validate import before
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one stage's actions for one micro-batch."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+
+    def of(self, kind: Kind) -> float:
+        """Seconds of one action."""
+        if kind is Kind.FORWARD:
+            return self.forward
+        if kind is Kind.BACKWARD:
+            return self.backward_input + self.backward_weight
+        return self.backward_input if kind is Kind.INPUT else self.backward_weight
+
+
+EVEN = Costs()
+"""Every action takes as long: the schedules' own unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One slot on the clock."""
+
+    slot: Slot
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What running a schedule gave."""
+
+    timeline: tuple[tuple[Ran, ...], ...]
+    """Each rank's slots in order."""
+    in_flight: tuple[int, ...]
+    """Most stage activations that each rank holds at once: forward passes whose weights' gradients are not done."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end over all ranks."""
+        return max(ran[-1].end for ran in self.timeline)
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the rank that is at it longest, from its own first start to its own last end.
+
+        The time per step where ranks need not meet at its end (arXiv 2401.10241, section 4).
+        """
+        return max(ran[-1].end - ran[0].start for ran in self.timeline)
+
+    def busy(self, rank: int) -> float:
+        """Seconds in which a rank computes."""
+        return sum(ran.end - ran.start for ran in self.timeline[rank])
+
+    @property
+    def bubble(self) -> float:
+        """Part of the makespan in which ranks wait, on average."""
+        ranks = range(len(self.timeline))
+        return 1.0 - sum(self.busy(rank) for rank in ranks) / (len(self.timeline) * self.makespan)
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | Sequence[Costs] = EVEN, hop: float = 0.0, overlap: float = 0.0
+) -> Simulation:
+    """Runs a schedule.
+
+    Args:
+        schedule: a valid one.
+        costs: of every stage alike, or one for each stage of the model.
+        hop: seconds to send to another rank.
+        overlap: part of the shorter action of an overlapped pair that disappears behind the longer one.
+
+    Raises:
+        ValueError: ranks wait for each other for ever, or there are not as many costs as stages.
+    """
+    every = [costs] * schedule.stages if isinstance(costs, Costs) else list(costs)
+    if len(every) != schedule.stages:
+        raise ValueError(f"{len(every)} costs for {schedule.stages} stages")
+    run = _Run(schedule, every, hop, overlap)
+    run.all()
+    return Simulation(tuple(tuple(ran) for ran in run.timeline), tuple(_peak(s) for s in schedule.ranks))
+
+
+class _Run:
+    def __init__(self, schedule: Schedule, costs: list[Costs], hop: float, overlap: float) -> None:
+        self.timeline: list[list[Ran]] = [[] for _ in schedule.ranks]
+        self._schedule, self._costs, self._hop, self._overlap = schedule, costs, hop, overlap
+        self._ended: dict[tuple[Kind, int, int], tuple[float, int]] = {}
+        self._waiting: dict[tuple[int, int], list[int]] = {}
+
+    def all(self) -> None:
+        """Runs every rank as far as it comes, then those that its actions set free."""
+        queue = list(range(len(self._schedule.ranks)))
+        while queue:
+            queue.extend(self._advance(queue.pop()))
+        stuck = [r for r, ran in enumerate(self.timeline) if len(ran) < len(self._schedule.ranks[r])]
+        if stuck:
+            raise ValueError(f"ranks {stuck} of schedule `{self._schedule.name}` wait for each other for ever")
+
+    def _advance(self, rank: int) -> list[int]:
+        slots, ran, freed = self._schedule.ranks[rank], self.timeline[rank], []
+        while len(ran) < len(slots):
+            slot = slots[len(ran)]
+            start = self._start(slot, rank)
+            if start is None:
+                break
+            end = start + self._seconds(slot)
+            ran.append(Ran(slot, start, end))
+            for action in slot:
+                self._ended[action.kind, action.stage, action.micro_batch] = (end, rank)
+                freed += self._waiting.pop((action.stage, action.micro_batch), [])
+        return freed
+
+    def _start(self, slot: Slot, rank: int) -> float | None:
+        """When a rank's next slot can start; None, and a note who waits for what, when that is not known yet."""
+        start = self.timeline[rank][-1].end if self.timeline[rank] else 0.0
+        for action in slot:
+            for kinds, stage, micro_batch in before(action, self._schedule.stages):
+                found = self._end_of(kinds, stage, micro_batch)
+                if found is None:
+                    self._waiting.setdefault((stage, micro_batch), []).append(rank)
+                    return None
+                end, home = found
+                start = max(start, end + (self._hop if home != rank else 0.0))
+        return start
+
+    def _end_of(self, kinds: tuple[Kind, ...], stage: int, micro_batch: int) -> tuple[float, int] | None:
+        """(when, on which rank) one of `kinds` ended."""
+        for kind in kinds:
+            found = self._ended.get((kind, stage, micro_batch))
+            if found is not None:
+                return found
+        return None
+
+    def _seconds(self, slot: Slot) -> float:
+        each = [self._costs[action.stage].of(action.kind) for action in slot]
+        return sum(each) - (self._overlap * min(each) if len(each) > 1 else 0.0)
+
+
+def _peak(slots: tuple[Slot, ...]) -> int:
+    held = most = 0
+    for slot in slots:
+        held += sum(action.kind is Kind.FORWARD for action in slot)
+        most = max(most, held)
+        held -= sum(action.kind in (Kind.BACKWARD, Kind.WEIGHT) for action in slot)
+    return most
+
+
+def first_idle(simulation: Simulation, rank: int) -> list[tuple[float, float, Action]]:
+    """(from when, to when, waiting for which action to start) of every wait of a rank after its first action."""
+    ran = simulation.timeline[rank]
+    return [
+        (earlier.end, later.start, later.slot[0])
+        for earlier, later in zip(ran, ran[1:], strict=False)
+        if later.start > earlier.end
+    ]

@@ -1,0 +1,113 @@
+"""Signatures of the coordinator's requests and answers: both sides know the job's token, and it never travels.
+
+The connection is plain HTTP. A bearer token in it could be read and used by anybody on the way, and a forged mesh
+document would run any command in a pod. So a request carries an HMAC-SHA256 under the token over its method, path,
+time and body, and the answer one over the request's signature, its status, its time and its body. Nothing is encrypted.
+
+A request is good for `WINDOW_SECONDS` and, at a receiver that remembers the last time of each sender, once.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import Mapping
+
+SCHEME = "Meshwright-HMAC-SHA256"
+AUTHORIZATION = "Authorization"
+DATE = "Meshwright-Date"
+"""Header of the sender's time, in microseconds since 1970."""
+SIGNATURE = "Meshwright-Signature"
+"""Header of an answer's signature."""
+
+WINDOW_SECONDS = 300.0
+"""How far the clocks of the two sides may differ, and so how long a request that was caught may be sent again."""
+LARGEST_DATE = 1 << 62
+
+
+class SignatureError(Exception):
+    """A message is not from somebody who knows the token. The text says what is wrong, not how it should be."""
+
+
+class ClockError(SignatureError):
+    """The signature is good, but the clocks of the two sides differ too much."""
+
+
+class Signer:
+    """Signs requests as one sender: each with a later time than the one before."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._last = 0
+        self._offset = 0
+
+    def request(self, method: str, path: str, body: bytes) -> dict[str, str]:
+        """The headers of a request."""
+        self._last = max(self._last + 1, time.time_ns() // 1000 + self._offset)
+        signature = request_signature(self._token, method, path, self._last, body)
+        return {DATE: str(self._last), AUTHORIZATION: f"{SCHEME} {signature}"}
+
+    def check_answer(self, sent: Mapping[str, str], status: int, headers: Mapping[str, str], body: bytes) -> int:
+        """The receiver's time, if the answer to the request with the headers `sent` is genuine.
+
+        Raises:
+            SignatureError: it is not.
+        """
+        date = _date(headers.get(DATE))
+        signature = sent[AUTHORIZATION].partition(" ")[2]
+        expected = answer_signature(self._token, signature, status, date, body)
+        if not hmac.compare_digest(headers.get(SIGNATURE, "").encode(), expected.encode()):
+            raise SignatureError("the answer does not carry the coordinator's signature")
+        return date
+
+    def set_clock(self, date: int) -> None:
+        """Follows the receiver's clock: its time is `date` now."""
+        self._offset = date - time.time_ns() // 1000
+
+
+def check_request(token: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
+    """Time and signature of a genuine request.
+
+    Raises:
+        SignatureError: it is not signed with this token.
+        ClockError: it is, but at a time too far from now.
+    """
+    scheme, _, signature = headers.get(AUTHORIZATION, "").partition(" ")
+    if scheme.lower() != SCHEME.lower():
+        raise SignatureError(f"the request is not signed: it needs `{AUTHORIZATION}: {SCHEME} ...`")
+    date = _date(headers.get(DATE))
+    expected = request_signature(token, method, path, date, body)
+    if not hmac.compare_digest(signature.strip().encode(), expected.encode()):
+        raise SignatureError("the signature is wrong: another token, or the request was changed on its way")
+    if abs(time.time_ns() // 1000 - date) > WINDOW_SECONDS * 1e6:
+        raise ClockError(f"the clocks differ by more than {WINDOW_SECONDS:g} s")
+    return date, signature.strip()
+
+
+def request_signature(token: str, method: str, path: str, date: int, body: bytes) -> str:
+    """The signature of a request, 43 URL-safe characters."""
+    return _sign(token, "request", method.upper(), path, str(date), hashlib.sha256(body).hexdigest())
+
+
+def answer_signature(token: str, signature: str, status: int, date: int, body: bytes) -> str:
+    """The signature of the answer to the request with `signature`: it fits no other request."""
+    return _sign(token, "answer", signature, str(status), str(date), hashlib.sha256(body).hexdigest())
+
+
+def answer_headers(token: str, signature: str, status: int, body: bytes) -> dict[str, str]:
+    """The headers of an answer given now."""
+    date = time.time_ns() // 1000
+    return {DATE: str(date), SIGNATURE: answer_signature(token, signature, status, date, body)}
+
+
+def _sign(token: str, *parts: str) -> str:
+    message = "\n".join(("meshwright-1", *parts)).encode()
+    return base64.urlsafe_b64encode(hmac.digest(token.encode(), message, hashlib.sha256)).decode().rstrip("=")
+
+
+def _date(text: str | None) -> int:
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > LARGEST_DATE:
+        raise SignatureError(f"{DATE} must be microseconds since 1970")
+    return int(text)

@@ -1,0 +1,86 @@
+"""What the jobs that run teach: the constants of this cluster's GPUs, refitted now and then to measured steps.
+
+Everything it needs stands in the jobs' own status (plan, measured throughput, step), so a restarted operator arrives at
+the same constants. A job whose model or GPUs have no price teaches nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from meshwright.api.job import InvalidSpecError, parse_spec, parse_status
+from meshwright.layout import Layout
+from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.planner.feedback import Measured, recalibrated
+from meshwright.planner.inventory import Inventory
+from meshwright.planner.pricing import Calibration, pricer_for
+from meshwright_operator.cache import Cache, Object
+from meshwright_operator.placing import Placer
+
+PERIOD_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Learning:
+    """Keeps the placer's calibration up to date."""
+
+    def __init__(self, cache: Cache, placer: Placer) -> None:
+        self._cache = cache
+        self._placer = placer
+
+    async def run(self) -> None:
+        """Refits every minute, for ever."""
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            try:
+                await self.refit()
+            except Exception:
+                # Planning goes on with what was learnt before: an estimate is never worth an operator.
+                log.exception("could not recalibrate")
+
+    async def refit(self) -> None:
+        """Refits now; in a thread, since many jobs on many nodes take a while to read."""
+        jobs = list(self._cache.jobs.values())
+        found = await asyncio.to_thread(self._refitted, jobs)
+        if found != self._placer.calibration:
+            log.info("recalibrated", extra={"gpus": sorted(found.constants)})
+        self._placer.calibration = found
+
+    def _refitted(self, jobs: Sequence[Object]) -> Calibration:
+        known: dict[str, Inventory] = {}
+        return recalibrated(Calibration(), (found for job in jobs if (found := self._read(job, known)) is not None))
+
+    def _read(self, job: Object, known: dict[str, Inventory]) -> Measured | None:
+        """What a job measures; None for one that cannot be read: it teaches nothing, and keeps nobody else from it."""
+        try:
+            return self._measured(job, known)
+        except (ArithmeticError, AttributeError, InvalidSpecError, TypeError, UnknownModelError, ValueError):
+            return None
+
+    def _measured(self, job: Object, known: dict[str, Inventory]) -> Measured | None:
+        """What a job that runs measures; None where there is nothing yet, or no price for it.
+
+        `known` holds the nodes as jobs with the same wishes see them.
+        """
+        status = parse_status(job)
+        plan = status.plan
+        if plan is None or not status.tokens_per_second or not status.step:
+            return None
+        spec = parse_spec(job)
+        if spec.model is None or spec.training is None:
+            return None
+        wishes = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
+        if wishes not in known:
+            known[wishes] = self._placer.nodes(spec)
+        pricer = pricer_for(spec, resolve(spec.model), known[wishes])
+        if pricer is None:
+            return None
+        layout = Layout(plan.tensor, plan.pipeline, plan.data)
+        whole = plan.micro_batches > 0 and pricer.work.global_batch % (layout.data * plan.micro_batches) == 0
+        if not whole or pricer.price(layout, plan.micro_batches).seconds <= 0:
+            return None  # no layout that ever ran
+        seconds = pricer.work.tokens / status.tokens_per_second
+        return Measured(pricer, layout, plan.micro_batches, seconds, status.step)

@@ -1,0 +1,80 @@
+"""docs/metrics.md, made from the registry: `python -m meshwright_operator.metrics_reference > docs/metrics.md`.
+
+What is documented is what a scrape shows, since both come from the same collectors.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+from meshwright_operator.job_metrics import JobsCollector
+from meshwright_operator.metrics import OperatorMetrics
+
+HEAD = """# Metrics
+
+The operator serves Prometheus metrics at `/metrics` of its metrics port (9471 by default), beside `/healthz` and
+`/readyz`. Operator metrics have few label values however many jobs there are. Job metrics are computed at each scrape
+from what the operator knows now: a deleted job's series are gone with the next scrape. Worker pods serve the metrics of
+their ranks themselves.
+
+This page is generated from the code: `python -m meshwright_operator.metrics_reference > docs/metrics.md`.
+"""
+VALUES = """
+## Label values
+
+| label | values |
+|---|---|
+| `result` of `ptj_reconcile_duration_seconds` | `ok`, `stale` (the job changed meanwhile; repeated at once), `error` |
+| `result` of `ptj_placement_attempts_total` | `placed`, `no_room`, `error` |
+| `result` of `ptj_events_total` | `posted`, `failed`, `dropped` |
+| `operation` | `create`, `ungate`, `delete` |
+| `endpoint` | `mesh`, `report` |
+| `code` | HTTP status; 0 when the server could not be reached, 499 when an agent hung up |
+| `state` of `ptj_jobs`, `phase` | `queued`, `starting`, `training`, `restarting`, `suspended`; `finished` as a state |
+| `state` of `ptj_job_ranks` | `total`, `training` |
+| `kind` of `ptj_job_straddling_groups` | `tensor`, `replica` |
+| `cause` | as in `status.restarts` |
+| `type`, `status` | as in `status.conditions` |
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Operator\n", _table(_operator_rows()), "\n## Jobs\n", _table(_job_rows()), VALUES]
+    return "\n".join(parts)
+
+
+def _operator_rows() -> list[tuple[str, str, str, str]]:
+    """Name, type, labels and meaning of each of the operator's own metrics, also of those without a sample yet."""
+    rows = []
+    metrics = OperatorMetrics()
+    for collector in vars(metrics).values():
+        if isinstance(collector, MetricWrapperBase):
+            (family,) = collector.describe()
+            rows.append(_row(family, collector._labelnames))
+    return sorted(rows)
+
+
+def _job_rows() -> list[tuple[str, str, str, str]]:
+    registry = CollectorRegistry()
+    registry.register(JobsCollector())
+    return sorted(_row(family, tuple(getattr(family, "_labelnames", ()))) for family in registry.collect())
+
+
+def _row(family: Metric, labels: tuple[str, ...]) -> tuple[str, str, str, str]:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return name, family.type, ", ".join(f"`{label}`" for label in labels), family.documentation
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

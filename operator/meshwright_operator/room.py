@@ -1,0 +1,81 @@
+"""Asking for room on behalf of one job: the line, the placement, and what either does to the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find
+from meshwright.planner.errors import DoesNotFitError
+from meshwright_operator.cache import JobKey
+from meshwright_operator.clock import parse_time
+from meshwright_operator.decide import placement as decisions
+from meshwright_operator.decide.draft import Draft
+from meshwright_operator.decide.recovery import SPEC_CHANGED
+from meshwright_operator.line import Waiting
+from meshwright_operator.placing import Placer, TurnError
+from meshwright_operator.words import with_remarks
+
+Object = dict[str, Any]
+
+WOKEN = 4
+"""How many of the line look again once somebody got a place: those behind wait for them in any case."""
+
+
+class Room:
+    """Finds room for decisions that ask for it. Call it with the placer's lock held."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+
+    async def find(self, key: JobKey, job: Object, draft: Draft) -> list[JobKey]:
+        """Places the workers of `draft.place`, or says why not; the jobs that should look again now.
+
+        Raises:
+            ApiError: the pods could not be listed.
+        """
+        assert draft.place is not None
+        wish = self._wish(key, job, draft, draft.place.keep)
+        line = self._placer.line
+        try:
+            found = await self._placer.place(wish)
+        except DoesNotFitError as error:
+            line.join(wish)
+            message = with_remarks(str(error), self._placer.warnings)
+            decisions.not_placed(draft, message, error.because_of_kept)
+            return []
+        except TurnError as error:
+            line.join(wish)
+            decisions.not_placed(draft, str(error), because_of_kept=False, yields=True)
+            return [error.ahead]
+        line.leave(wish.uid)
+        decisions.placed(draft, found, self._placer.warnings)
+        return line.next_up(WOKEN)
+
+    async def move(self, key: JobKey, job: Object, draft: Draft) -> None:
+        """Lets the workers of `draft.move` leave their nodes if there is room for them elsewhere.
+
+        Raises:
+            ApiError: the pods could not be listed.
+        """
+        assert draft.move is not None
+        wish = self._wish(key, job, draft, draft.move.keep)
+        if await self._placer.fits_elsewhere(wish):
+            decisions.moved(draft)
+
+    def _wish(self, key: JobKey, job: Object, draft: Draft, keep: Mapping[int, str]) -> Waiting:
+        observed = draft.observed
+        placed = find(observed.status.conditions, names.PLACED)
+        since = parse_time(placed.last_transition_time) if placed is not None and placed.status == "False" else None
+        return Waiting(
+            key=key,
+            uid=observed.uid,
+            plan=observed.plan,
+            spec=observed.spec,
+            created=str(job["metadata"].get("creationTimestamp") or ""),
+            since=since or observed.now,
+            asked=observed.now,
+            keep=keep,
+            restarts=draft.mesh.pending_cause == SPEC_CHANGED,
+        )

@@ -1,0 +1,165 @@
+"""`meshwright plan`: what it prints, and that it is what the operator would do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from meshwright.api.job import parse_spec
+from meshwright.cli.main import main
+from meshwright.cli.plan.inventory_file import read_nodes
+from meshwright.planner.inventory import Inventory
+from meshwright.planner.placement import place
+from meshwright.planner.plan import make_plan
+
+ROOT = Path(__file__).parents[2]
+H100 = "NVIDIA-H100-80GB-HBM3"
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "meshwright.dev/v1alpha1",
+        "kind": "ParallelTrainingJob",
+        "metadata": {"name": "llama"},
+        "spec": {
+            "replicas": 2,
+            "model": {"preset": "llama-3-8b"},
+            "training": {"steps": 100, "globalBatchSize": 64, "sequenceLength": 8192, "precision": "bf16"},
+            "workers": {"image": "worker:1", "gpusPerWorker": 8},
+            **spec,
+        },
+    }
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    documents = yaml.safe_load_all((ROOT / "examples/planner-chooses.yaml").read_text())
+    example = next(one for one in documents if one["kind"] == "ParallelTrainingJob")
+    wanted = job(data=example["spec"]["data"])
+    wanted["spec"]["parallelism"] = {"zeroStage": 2}
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(wanted))
+    return path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, ["plan", *map(str, words)])
+
+
+def inventory(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_the_text_says_plan_reasons_placement_and_alternatives(manifest: Path) -> None:
+    result = run("-f", manifest, "--gpus", 32, "--what-if")
+    assert result.exit_code == 0, result.output
+    for word in ("Plan: TP ", "Why", "Placement: cost ", "Not chosen", "With 32 GPUs", "With a better cluster"):
+        assert word in result.output
+    assert "DP 2: set by `replicas`" in result.output
+
+
+def test_json_holds_what_the_operator_decides(manifest: Path, tmp_path: Path) -> None:
+    nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "product": H100, "count": 4}])
+    result = run("-f", manifest, "--inventory", nodes, "-o", "json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    spec = parse_spec(yaml.safe_load(manifest.read_text()))
+    seen = Inventory.from_objects(*read_nodes(nodes, spec.workers.gpu_resource))
+    plan = make_plan(spec, seen)
+    assert printed["plan"] == plan.to_status().model_dump(by_alias=True, exclude_none=True)
+    assert printed["placement"] == place(plan, seen).to_status("job", {}).model_dump(by_alias=True)
+    assert printed["estimate"]["stepSeconds"] > 0
+    assert printed["wholeCluster"]["alternatives"]
+
+
+def test_a_saved_node_list_is_read_as_the_cluster_is(manifest: Path, tmp_path: Path) -> None:
+    node = {
+        "kind": "Node",
+        "metadata": {"name": "a", "labels": {"nvidia.com/gpu.product": H100}},
+        "status": {
+            "allocatable": {"nvidia.com/gpu": "32", "cpu": "64", "memory": "1Ti", "pods": "110"},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+    result = run("-f", manifest, "--inventory", inventory(tmp_path, json.dumps({"kind": "List", "items": [node]})))
+    assert result.exit_code == 0, result.output
+    assert "a w0" in result.output
+
+
+def test_no_room_now_says_what_is_short_and_exits_with_3(manifest: Path, tmp_path: Path) -> None:
+    nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "free": 0, "product": H100, "count": 4}])
+    result = run("-f", manifest, "--inventory", nodes)
+    assert result.exit_code == 3
+    assert "Placement: none now" in result.output
+
+
+def test_gpus_without_a_price_are_planned_by_memory(manifest: Path, tmp_path: Path) -> None:
+    label = {"nvidia.com/gpu.product": "Home-Made", "nvidia.com/gpu.memory": "81559"}
+    nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "labels": label, "count": 4}])
+    result = run("-f", manifest, "--inventory", nodes)
+    assert result.exit_code == 0, result.output
+    assert "per step" not in result.output.partition("Why")[0].partition("replica and step")[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[{name: a}]", "node 1: gpus"),
+        ("[{name: a, gpus: -1}]", "node 1: gpus"),
+        ("[{name: a, gpus: 4, free: 8}]", "more than its 4 gpus"),
+        ("[{name: a, gpus: 4}, {name: a, gpus: 4}]", "`a` is there twice"),
+        ("[{name: a, gpus: 4, rack: r1}]", "node 1: rack"),
+        ("hello", "neither a list of nodes nor"),
+        ("[: -", "neither YAML nor JSON"),
+    ],
+)
+def test_a_wrong_inventory_names_entry_and_field(manifest: Path, tmp_path: Path, content: str, told: str) -> None:
+    result = run("-f", manifest, "--inventory", inventory(tmp_path, content))
+    assert result.exit_code == 1
+    assert told in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"replicas": 0}, "spec.replicas"),
+        ({"parallelism": {"tensor": 3}}, "tensor"),
+        ({"model": {"preset": "llama-9"}}, "llama-9"),
+        ({"workers": {"image": "i", "gpusPerWorker": 16}}, "gpusPerWorker"),
+    ],
+)
+def test_a_wrong_job_names_the_field(manifest: Path, change: dict[str, Any], told: str) -> None:
+    wanted = yaml.safe_load(manifest.read_text())
+    wanted["spec"].update(change)
+    manifest.write_text(yaml.safe_dump(wanted))
+    result = run("-f", manifest)
+    assert result.exit_code == 1
+    assert told in result.output
+
+
+def test_files_that_are_not_there_and_gpus_that_are_not_known(manifest: Path, tmp_path: Path) -> None:
+    assert "No such file" in run("-f", tmp_path / "none.yaml").output
+    assert "No such file" in run("-f", manifest, "--inventory", tmp_path / "none.yaml").output
+    assert "`Abacus` is not known" in run("-f", manifest, "--gpu", "Abacus").output
+    assert "leave one of them out" in run("-f", manifest, "--gpus", 8, "--inventory", manifest).output
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("kind: ConfigMap\n")
+    assert "there must be one ParallelTrainingJob, and there are 0" in run("-f", empty).output
+
+
+def test_a_layout_that_fits_what_is_free_is_named(tmp_path: Path, manifest: Path) -> None:
+    wanted = yaml.safe_load(manifest.read_text())
+    wanted["spec"].update(replicas=4, workers={"image": "worker", "gpusPerWorker": 1})
+    wanted["spec"]["training"]["sequenceLength"] = 2048
+    manifest.write_text(yaml.safe_dump(wanted))
+    nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "free": 1, "product": H100, "count": 64}])
+    result = run("-f", manifest, "--inventory", nodes)
+    assert result.exit_code == 3
+    assert "has no room on what is free now: set `parallelism` to take it" in result.output

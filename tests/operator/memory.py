@@ -1,0 +1,131 @@
+"""An API server in a dict, as far as the operator's own calls go, without any waiting: for thousands of reconciles."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+from meshwright.api.labels import LABEL_JOB, PLURAL
+from meshwright_operator.clock import format_time
+from meshwright_operator.cluster import ApiError, Cluster
+
+Object = dict[str, Any]
+Refuse = Callable[[str, Object], ApiError | None]
+
+
+class MemoryCluster(Cluster):
+    """Objects by path, optimistic locking, and a watch that tells at once whom it may tell."""
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        self._now = now
+        self._version = 0
+        self.objects: dict[str, Object] = {}
+        self.refuse: Refuse = lambda path, body: None
+        """Asked before every create; an error it gives is raised."""
+        self.watchers: list[Callable[[str, Object], None]] = []
+        """Told (`ADDED` | `MODIFIED` | `DELETED`, object) of jobs and pods."""
+        self.writes = 0
+        self.on_pod_change: Callable[[Object, Object], None] = lambda old, new: None
+        """Told of every change of a pod by the operator, before it is visible."""
+
+    async def get(self, path: str) -> Object:
+        return copy.deepcopy(self._at(path))
+
+    async def pages(self, path: str, **query: str) -> AsyncIterator[list[Object]]:
+        resource = path.rsplit("/", 1)[1]
+        found = list(self.of(resource))
+        if "labelSelector" in query:
+            found = [obj for obj in found if LABEL_JOB in (obj["metadata"].get("labels") or {})]
+        if "fieldSelector" in query:
+            found = [obj for obj in found if obj["status"]["phase"] not in ("Succeeded", "Failed")]
+        yield found
+
+    async def create(self, path: str, body: Object) -> Object:
+        where = f"{path}/{body['metadata']['name']}"
+        if (error := self.refuse(path, body)) is not None:
+            raise error
+        if where in self.objects:
+            raise ApiError(409, "AlreadyExists", f"{where} exists")
+        return self.put(where, body)
+
+    async def apply(self, path: str, body: Object) -> Object:
+        if (error := self.refuse(path.rsplit("/", 1)[0], body)) is not None:
+            raise error
+        return self.put(path, body)
+
+    async def merge(self, path: str, body: Object) -> Object:
+        path = path.removesuffix("/status")
+        old = self._at(path)
+        metadata = body.get("metadata") or {}
+        wanted = metadata.get("uid", old["metadata"]["uid"]), metadata.get("resourceVersion")
+        if wanted[0] != old["metadata"]["uid"] or wanted[1] not in (None, old["metadata"]["resourceVersion"]):
+            raise ApiError(409, "Conflict", f"{path} has changed")
+        new = copy.deepcopy(old)
+        _merge(new, {**body, "metadata": {}})
+        if "/pods/" in path:
+            self.on_pod_change(old, new)
+        return self.update(path, new)
+
+    async def delete(self, path: str, uid: str) -> None:
+        obj = self.objects.get(path)
+        if obj is None or obj["metadata"]["uid"] != uid:
+            return
+        self.writes += 1
+        if "/pods/" in path and obj["spec"].get("nodeName") and obj["status"]["phase"] in ("Pending", "Running"):
+            if "deletionTimestamp" not in obj["metadata"]:
+                obj["metadata"]["deletionTimestamp"] = format_time(self._now())
+                self.update(path, obj)
+        else:
+            self.remove(path)
+
+    def of(self, resource: str) -> Iterator[Object]:
+        """Every object of a resource, such as `pods`."""
+        return (obj for path, obj in list(self.objects.items()) if path.rsplit("/", 2)[1] == resource)
+
+    def put(self, path: str, body: Object) -> Object:
+        """A new object, with what a server adds."""
+        obj = copy.deepcopy(body)
+        obj["metadata"] |= {
+            "uid": f"uid-{self._version}",
+            "creationTimestamp": format_time(self._now()),
+            "generation": 1,
+        }
+        obj["metadata"].setdefault("namespace", "default")
+        obj.setdefault("status", {"phase": "Pending"} if "/pods/" in path else {})
+        return self.update(path, obj, "ADDED")
+
+    def update(self, path: str, obj: Object, kind: str = "MODIFIED") -> Object:
+        """The object as it is now, in a new version."""
+        self._version += 1
+        self.writes += 1
+        obj["metadata"]["resourceVersion"] = str(self._version)
+        self.objects[path] = obj
+        self._tell(kind, path, obj)
+        return copy.deepcopy(obj)
+
+    def remove(self, path: str) -> None:
+        """The object is gone."""
+        self._tell("DELETED", path, self.objects.pop(path))
+
+    def _tell(self, kind: str, path: str, obj: Object) -> None:
+        if f"/{PLURAL}/" in path or "/pods/" in path:
+            for watcher in self.watchers:
+                watcher(kind, copy.deepcopy(obj))
+
+    def _at(self, path: str) -> Object:
+        if path not in self.objects:
+            raise ApiError(404, "NotFound", f"{path} is not there")
+        return self.objects[path]
+
+
+def _merge(target: Object, patch: Object) -> None:
+    """RFC 7386."""
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = copy.deepcopy(value)

@@ -1,0 +1,35 @@
+"""etcd and a real kube-apiserver, alone, as a process: `python -m tests.operator.real_server DIR`.
+
+Neither scheduler nor controllers: the tests' own kubelet binds and ends pods, as on the embedded API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from meshwright.local.connection import write_kubeconfig
+from meshwright.local.providers.assets import AssetsProvider
+
+
+async def serve(directory: Path) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    provider = AssetsProvider(directory)
+    try:
+        plane = await provider.start()
+        write_kubeconfig(directory / "kubeconfig", plane.connection)
+        (directory / "ready").write_text(f"{plane.connection.url} {plane.connection.token}")
+        await stop.wait()
+    finally:
+        await provider.stop()
+
+
+if __name__ == "__main__":
+    for name in ("KUBE_SCHEDULER", "KUBE_CONTROLLER_MANAGER"):
+        os.environ[f"TEST_ASSET_{name}"] = os.devnull
+    asyncio.run(serve(Path(sys.argv[1])))

@@ -1,0 +1,274 @@
+"""The job's own policies: exit codes, budgets, success, and edits that are held back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.inventory import Inventory
+from meshwright.planner.placement import place
+from meshwright.protocol import FailureKind, RankProcess, WorkerReport
+from meshwright.protocol import WorkerState as AgentState
+from meshwright_operator.coordinator.board import Agents
+from meshwright_operator.decide.applied import encode, running_spec
+from meshwright_operator.decide.decision import decide, rejected, unplannable
+from meshwright_operator.decide.draft import Draft
+from meshwright_operator.decide.held import Held
+from meshwright_operator.decide.observed import Refusal
+from meshwright_operator.decide.placement import not_placed, placed
+from meshwright_operator.job_metrics import phase_of
+from meshwright_operator.status import urgent
+from meshwright_operator.words import counted, with_remarks
+from tests.operator.builders import (
+    NOW,
+    agents,
+    ago,
+    crashed,
+    observed,
+    pod,
+    report,
+    running_status,
+    spec,
+)
+from tests.operator.kstatus import FAILED, IN_PROGRESS, kstatus
+from tests.operator.support import node
+
+FAIL_ON_42 = {"recovery": {"exitCodes": [{"values": [42, 137], "action": "FailJob"}]}}
+IGNORE_42 = {"recovery": {"maxRestarts": 0, "exitCodes": [{"values": [42], "action": "Ignore"}]}}
+COMMAND: dict[str, Any] = {
+    "model": None,
+    "data": None,
+    "training": None,
+    "parallelism": {"tensor": 2, "pipeline": 2},
+    "runtime": {"command": ["python", "train.py"]},
+}
+
+
+def conditions(draft: Draft) -> dict[str, tuple[str, str]]:
+    return {c.type: (c.status, c.reason) for c in draft.status.conditions}
+
+
+def ended(worker: int, *codes: int, kind: FailureKind = FailureKind.ERROR) -> WorkerReport:
+    """A report of ranks that ended with these codes."""
+    ranks = [RankProcess(rank=2 * worker + n, pid=100 + n, exit_code=code) for n, code in enumerate(codes)]
+    return report(worker, AgentState.FAILED, failure=kind, message=f"worker {worker} failed", ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("reports", "fails"),
+    [
+        ([ended(1, 42)], True),
+        ([ended(1, -9, -15)], True),
+        ([ended(1, 42, -15)], True),
+        ([ended(1, 1, -9)], False),
+        ([ended(1, 1)], False),
+        ([ended(1, 1), ended(2, 42, kind=FailureKind.PEER_LOST)], False),
+        ([ended(1, 42, kind=FailureKind.PEER_LOST)], True),
+    ],
+    ids=["named", "killed", "named beside killed", "own code before a kill", "unnamed", "only a peer", "peers alone"],
+)
+def test_an_exit_code_of_a_rank_can_fail_the_job_at_once(reports: list[WorkerReport], fails: bool) -> None:
+    draft = decide(observed(heard=agents(reports, halted_for=30), **FAIL_ON_42))
+    assert (conditions(draft).get("Failed") == ("True", "FailurePolicy")) == fails
+    if fails:
+        message = next(c.message for c in draft.status.conditions if c.type == "Failed")
+        assert "recovery.exitCodes" in message
+        assert len(draft.delete) == 4
+    else:
+        assert (draft.mesh.generation, draft.mesh.cause) == (2, "RankFailure")
+        assert draft.status.restarts_toward_limit == 1
+
+
+def test_an_exit_code_of_a_pod_can_fail_the_job_at_once() -> None:
+    draft = decide(observed([pod(0), crashed(1, code=137), pod(2), pod(3)], **FAIL_ON_42))
+    assert conditions(draft)["Failed"] == ("True", "FailurePolicy")
+
+
+def test_an_ignored_exit_code_uses_up_no_budget() -> None:
+    draft = decide(observed(heard=agents([ended(1, 42)], halted_for=30), **IGNORE_42))
+    assert (draft.mesh.generation, draft.mesh.cause) == (2, "RankFailure")
+    assert (draft.status.restart_count, draft.status.restarts_toward_limit) == (1, 0)
+    counted = decide(observed(heard=agents([ended(1, 43)], halted_for=30), **IGNORE_42))
+    assert conditions(counted)["Failed"] == ("True", "RestartLimitReached")
+
+
+def test_the_first_rule_that_names_the_code_decides() -> None:
+    rules = [{"values": [42], "action": "Count"}, {"values": [42], "action": "FailJob"}]
+    draft = decide(observed(heard=agents([ended(1, 42)], halted_for=30), recovery={"exitCodes": rules}))
+    assert draft.status.restarts_toward_limit == 1
+
+
+@pytest.mark.parametrize(("age", "fails"), [(500, True), (700, False)])
+def test_only_restarts_of_the_window_count(age: int, fails: bool) -> None:
+    recovery = {"maxRestarts": 2, "restartWindowSeconds": 600}
+    status = running_status(restart_times=[ago(age), ago(100)], restarts_toward_limit=2)
+    draft = decide(observed(status=status, heard=agents([ended(1, 1)], halted_for=30), recovery=recovery))
+    assert (conditions(draft).get("Failed") == ("True", "RestartLimitReached")) == fails
+    if not fails:
+        assert draft.status.restarts_toward_limit == 2
+        assert draft.status.restart_times == [ago(100), ago(0)]
+
+
+def test_a_budget_without_a_window_forgets_nothing() -> None:
+    status = running_status(restarts_toward_limit=2)
+    draft = decide(observed(status=status, heard=agents([ended(1, 1)], halted_for=30), recovery={"maxRestarts": 3}))
+    assert (draft.status.restarts_toward_limit, draft.status.restart_times) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "pods", "complete"),
+    [
+        ("AllWorkers", [pod(0, phase="Succeeded"), pod(1), pod(2), pod(3)], False),
+        ("FirstWorker", [pod(0, phase="Succeeded"), pod(1), pod(2), pod(3)], True),
+        ("FirstWorker", [pod(0), *(pod(w, phase="Succeeded") for w in (1, 2, 3))], False),
+        ("AllWorkers", [pod(w, phase="Succeeded") for w in range(4)], True),
+    ],
+)
+def test_success_policy(policy: str, pods: list[Any], complete: bool) -> None:
+    fields = {**COMMAND, "successPolicy": policy}
+    seen = observed(pods, **fields)
+    seen = replace(
+        seen, workers=[replace(w, pod=replace(w.pod, revision=seen.revision)) for w in seen.workers if w.pod]
+    )
+    status = running_status()
+    assert status.plan is not None
+    status.plan.revision = seen.revision
+    draft = decide(replace(seen, status=status))
+    assert (conditions(draft).get("Complete") == ("True", "Completed")) == complete
+    if complete:
+        assert [p.name for p in draft.delete] == [p.name for p in pods if p.phase == "Running"]
+        assert decide(replace(seen, status=draft.status)).delete == draft.delete, "until they are gone"
+
+
+def held(**changes: Any) -> Draft:
+    return decide(replace(observed(**changes), held=Held("InvalidSpec", "spec.x: must be y", waits=False)))
+
+
+def test_an_edit_that_is_held_back_is_told_once_and_stops_nobody() -> None:
+    first = held()
+    assert conditions(first)["Stalled"] == ("True", "InvalidSpec")
+    assert conditions(first)["Ready"][0] == conditions(first)["Reconciling"][0] == "False"
+    assert (first.delete, first.status.ready_ranks, first.mesh.pending_cause) == ([], "8/8", "")
+    assert [note.reason for note in first.notes] == ["InvalidSpec"]
+    second = held(status=first.status)
+    assert second.status == first.status
+    assert second.notes == []
+
+
+def test_the_time_of_ranks_that_train_behind_a_held_edit_counts_as_training() -> None:
+    assert phase_of(held().status) == "training"
+    assert phase_of(decide(observed()).status) == "training"
+    assert phase_of(held(pods=[pod(0), pod(1, deleting=True), pod(2), pod(3)]).status) == "restarting"
+    assert phase_of(rejected(ParallelTrainingJobStatus(), 1, NOW, "InvalidSpec", "spec.x: must be y")) == ""
+
+
+def test_that_all_ranks_train_or_not_is_written_at_once_even_behind_a_held_edit() -> None:
+    all_train = held().status.wire()
+    none_train = {**all_train, "readyRanks": "0/8"}
+    assert urgent(all_train, none_train)
+    assert urgent(none_train, all_train)
+    assert not urgent(none_train, {**all_train, "readyRanks": "4/8"})
+
+
+def test_a_gang_behind_a_held_edit_recovers_and_may_end() -> None:
+    lost = held(pods=[pod(0), pod(1), pod(3)])
+    assert lost.mesh.pending_cause == "PodLost"
+    assert lost.place is not None
+    not_placed(lost, "short by 1 worker", because_of_kept=False)
+    assert conditions(lost)["Stalled"] == ("True", "InvalidSpec")
+    ended_well = held(pods=[pod(worker, phase="Succeeded") for worker in range(4)])
+    assert conditions(ended_well)["Complete"] == conditions(ended_well)["Ready"] == ("True", "Completed")
+    assert conditions(ended_well)["Stalled"][0] == "False"
+
+
+def test_an_edit_that_waits_for_room_is_looked_at_again() -> None:
+    draft = decide(replace(observed(), held=Held("EditDoesNotFit", "short by 4 workers", waits=True)))
+    assert conditions(draft)["Reconciling"] == ("True", "EditDoesNotFit")
+    assert conditions(draft)["Stalled"][0] == "False"
+    assert draft.requeue is not None
+    assert draft.requeue <= 15
+
+
+def test_what_runs_is_found_again_in_status() -> None:
+    draft = decide(observed())
+    assert draft.status.applied_spec == encode(spec())
+    assert running_spec(ParallelTrainingJobStatus.model_validate(draft.status.wire())) == spec()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"applied_spec": ""},
+        {"applied_spec": "{"},
+        {"applied_spec": '{"replicas": -1}'},
+        {"applied_spec": encode(spec(replicas=1))},
+        {"plan": None},
+        {"placement": None, "mesh": None},
+    ],
+    ids=["missing", "no JSON", "invalid", "another revision", "no plan", "not started"],
+)
+def test_a_damaged_record_of_what_runs_is_not_believed(damage: dict[str, Any]) -> None:
+    status = running_status(applied_spec=encode(spec()))
+    assert running_spec(status) == spec()
+    assert running_spec(status.model_copy(update=damage)) is None
+
+
+def test_a_spec_too_large_to_be_kept_is_left_out() -> None:
+    env = [{"name": f"V{n}", "value": "x" * 4096} for n in range(64)]
+    assert encode(spec(workers={"image": "i", "gpusPerWorker": 2, "env": env})) == ""
+
+
+def test_a_suspended_job_without_a_layout_is_settled() -> None:
+    status = unplannable(ParallelTrainingJobStatus(), 1, NOW, "no node has 16 GPUs", suspended=True)
+    assert {c.type: c.status for c in status.conditions}["Ready"] == "True"
+    resumed = unplannable(status, 2, NOW + timedelta(seconds=5), "no node has 16 GPUs")
+    found = {c.type: c.status for c in resumed.conditions}
+    assert (found["Ready"], found["Suspended"], found["Reconciling"]) == ("False", "False", "True")
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("PodsForbidden", FAILED),
+        ("AdmissionDenied", FAILED),
+        ("CreateContainerConfigError", FAILED),
+        ("QuotaExceeded", IN_PROGRESS),
+        ("AdmissionUnavailable", IN_PROGRESS),
+    ],
+)
+def test_what_only_somebody_can_solve_is_stalled_between_attempts(reason: str, state: str) -> None:
+    fresh = observed([], ParallelTrainingJobStatus(), heard=Agents())
+    draft = decide(replace(fresh, refusal=Refusal(reason, "pod train-w0-0: no secret hub")))
+    obj = {"metadata": {"generation": 1}, "status": draft.status.wire()}
+    assert kstatus(obj) == state
+    message = next(c.message for c in draft.status.conditions if c.type == "Ready")
+    assert "no secret hub" in message
+    waiting = decide(observed([], draft.status, heard=Agents(), now=NOW + timedelta(seconds=5)))
+    assert kstatus({**obj, "status": waiting.status.wire()}) == state
+    trying = decide(observed([], draft.status, heard=Agents(), now=NOW + timedelta(seconds=60)))
+    assert trying.place is not None
+
+
+def test_what_was_strange_about_the_nodes_is_told_with_the_placement() -> None:
+    draft = decide(observed([], ParallelTrainingJobStatus(), heard=Agents()))
+    assert draft.place is not None
+    inventory = Inventory.from_objects([node(f"n{number}", "") for number in range(4)], [])
+    found = place(draft.observed.plan, inventory, {})
+    placed(draft, found, inventory.warnings)
+    message = next(c.message for c in draft.status.conditions if c.type == "Placed")
+    assert message.startswith("4 workers on 4 nodes")
+    assert "4 of 4 GPU nodes carry no rack label" in message
+
+
+def test_sentences_count_right() -> None:
+    assert (counted(1, "pod"), counted(0, "pod"), counted(2, "pod")) == ("1 pod", "0 pods", "2 pods")
+    assert with_remarks("fits", ["a", "b", "c", "d", "e"]) == "fits; a; b; c; and 2 more remarks"
+    one = {"replicas": 1, "parallelism": {"tensor": 1, "pipeline": 1}, "workers": {"image": "i", "gpusPerWorker": 1}}
+    draft = decide(observed([], ParallelTrainingJobStatus(), heard=Agents(), **one))
+    inventory = Inventory.from_objects([node("n0", "r0")], [])
+    placed(draft, place(draft.observed.plan, inventory, {}))
+    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in draft.notes)

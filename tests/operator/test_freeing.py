@@ -1,0 +1,67 @@
+"""Who would have to end: the least that is enough, whatever objects lie around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api import labels
+from meshwright.planner.inventory import Inventory
+from meshwright_operator.freeing import advice, freed, holders
+from tests.operator.support import node
+
+GPU = labels.GPU_RESOURCE
+
+
+def pod(name: str, on: str, gpus: Any, job: str = "") -> dict[str, Any]:
+    marks = {labels.LABEL_JOB: job, labels.LABEL_JOB_UID: f"uid-{job}"} if job else {}
+    container = {"resources": {"requests": {GPU: gpus}}}
+    return {
+        "metadata": {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": marks},
+        "spec": {"nodeName": on, "containers": [container]},
+        "status": {"phase": "Running"},
+    }
+
+
+PODS = [
+    pod("big-w0-0", "n0", "2", "big"),
+    pod("big-w1-0", "n1", "2", "big"),
+    pod("small-w0-0", "n2", "2", "small"),
+    pod("notebook", "n3", "1"),
+    pod("idle", "n3", "0"),
+]
+NODES = Inventory.from_objects([node(f"n{n}", "r0") for n in range(4)], PODS)
+
+
+def whole(inventory: Inventory) -> int:
+    """Nodes with both GPUs free."""
+    return sum(1 for found in inventory.nodes.values() if found.free.gpus >= 2)
+
+
+def test_holders_are_jobs_and_pods_the_largest_first_without_the_one_who_asks() -> None:
+    assert [(h.name, h.gpus) for h in holders(PODS, GPU, "")] == [
+        ("job team/big", 4), ("job team/small", 2), ("pod team/notebook", 1),
+    ]  # fmt: skip
+    assert [h.name for h in holders(PODS, GPU, "uid-big")] == ["job team/small", "pod team/notebook"]
+
+
+def test_what_somebody_holds_is_free_when_he_is_gone() -> None:
+    assert whole(NODES) == 0
+    assert whole(freed(NODES, holders(PODS, GPU, "")[:1])) == 2
+    assert whole(NODES) == 0, "the inventory itself is not changed"
+
+
+def test_the_least_that_is_enough_is_named() -> None:
+    found = holders(PODS, GPU, "")
+    assert advice(found, NODES, lambda i: whole(i) >= 1) == "fits when pod team/notebook (1 GPU) ends"
+    assert advice(found, NODES, lambda i: whole(i) >= 2) == "fits when job team/big (4 GPUs) ends"
+    assert advice(found, NODES, lambda i: whole(i) >= 3) == (
+        "fits when job team/big (4 GPUs) and job team/small (2 GPUs) end"
+    )
+    assert advice(found, NODES, lambda i: whole(i) >= 5) == ""
+
+
+def test_malformed_pods_hold_nothing() -> None:
+    broken: list[Any] = [
+        {}, {"metadata": None}, {"metadata": {"name": "x"}, "spec": 7}, pod("odd", "n0", "many"), pod("", "n0", None),
+    ]  # fmt: skip
+    assert holders([*broken, *PODS], GPU, "") == holders(PODS, GPU, "")

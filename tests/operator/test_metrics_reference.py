@@ -1,0 +1,40 @@
+"""docs/metrics.md is what the registry says, and series go when their job goes."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright_operator.cache import JobKey
+from meshwright_operator.job_metrics import JobsCollector
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.metrics_reference import reference
+from tests.operator.builders import placement, running_status
+from tests.operator.support import ROOT
+
+KEY = JobKey("default", "train")
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == reference(), "run: python -m meshwright_operator.metrics_reference > docs/metrics.md"
+
+
+def test_every_metric_that_is_scraped_is_on_the_page() -> None:
+    metrics, jobs = OperatorMetrics(), JobsCollector()
+    metrics.registry.register(jobs)
+    jobs.record(KEY, "uid").see(running_status(), None, 0.0)
+    scraped = set(re.findall(r"^# TYPE (\S+) (?!unknown)", metrics.exposition().decode(), re.MULTILINE))
+    told = set(re.findall(r"^\| `(ptj_\w+)` \|", reference(), re.MULTILINE))
+    assert {name for name in scraped if not name.endswith("_created")} == told
+
+
+def test_a_jobs_series_tell_its_placement_and_go_with_it() -> None:
+    metrics, jobs = OperatorMetrics(), JobsCollector()
+    metrics.registry.register(jobs)
+    placed = placement().model_copy(update={"cost": "2.5", "straddling_replicas": 1})
+    jobs.record(KEY, "uid").see(running_status(placement=placed), None, 0.0)
+    page = metrics.exposition().decode()
+    assert 'ptj_job_placement_cost{job_name="train",namespace="default"} 2.5' in page
+    assert 'ptj_job_straddling_groups{job_name="train",kind="replica",namespace="default"} 1.0' in page
+    jobs.forget(KEY)
+    assert 'job_name="train"' not in metrics.exposition().decode()

@@ -1,0 +1,81 @@
+"""A job that is being deleted, in whatever state it is, gets nothing more: the garbage collector has the last word."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.operator.agents import Kubelet
+from tests.operator.conftest import StartOperator
+from tests.operator.support import JOBS, Api, condition, job, until
+
+HOLD = {"finalizers": ["example.com/hold"]}
+
+
+async def reached(api: Api, kubelet: Kubelet, state: str) -> None:
+    """Brings the job `going` into a state."""
+    spec: dict[str, Any] = {"suspend": True} if state == "suspended" else {}
+    if state == "failed":
+        spec = {"recovery": {"maxRestarts": 0}}
+    if state == "waiting for room":
+        spec = {"replicas": 4}
+    if state == "stalled":
+        spec = {"model": {"preset": "no-such-model"}}
+    kubelet.hold = state == "starting"
+    kubelet.silent = state == "gathering"
+    body = job("going", **spec)
+    await api.create(JOBS, {**body, "metadata": {**body["metadata"], **HOLD}})
+    if state in ("training", "failed"):
+        await until(lambda: holds(api, "Ready"), "it trains", 25)
+    if state == "failed":
+        await kubelet.crash("going-w0-0")
+        await until(lambda: holds(api, "Failed"), "it has failed", 25)
+    if state in ("starting", "gathering"):
+        await until(lambda: pods(api, 4), "it has pods", 25)
+    if state == "suspended":
+        await until(lambda: holds(api, "Suspended"), "it is suspended")
+    if state in ("stalled", "waiting for room"):
+        await until(lambda: seen(api), "it is seen")
+
+
+async def holds(api: Api, kind: str) -> bool:
+    return condition(await api.status("going"), kind).get("status") == "True"
+
+
+async def pods(api: Api, count: int) -> bool:
+    return len(await api.pods("going")) == count
+
+
+async def seen(api: Api) -> bool:
+    return (await api.status("going")).get("observedGeneration") == 1
+
+
+@pytest.mark.parametrize(
+    "state", ["starting", "gathering", "training", "failed", "suspended", "stalled", "waiting for room"]
+)
+async def test_a_job_that_is_being_deleted_gets_nothing_more(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator, state: str
+) -> None:
+    await start_operator(resync_seconds=1.0)
+    await reached(api, kubelet, state)
+    await api.delete(f"{JOBS}/going")
+    await asyncio.sleep(0.5)
+    before = await api.job("going")
+    assert before["metadata"]["deletionTimestamp"]
+    names = [pod["metadata"]["name"] for pod in await api.pods("going")]
+    for name in names:
+        await api.delete(f"/api/v1/namespaces/default/pods/{name}")
+    await until(lambda: pods(api, 0), "its pods are gone")
+    await asyncio.sleep(2.5)
+    after = await api.job("going")
+    assert await api.pods("going") == []
+    assert after["status"] == before["status"]
+    assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+    await api.patch(f"{JOBS}/going", {"metadata": {"finalizers": None}})
+
+    async def gone() -> bool:
+        return "spec" not in await api.call("GET", f"{JOBS}/going", ok=False)
+
+    await until(gone, "it is gone")

@@ -1,0 +1,238 @@
+"""What keeps an operator from doing harm when others misbehave: fence, patience, draining, folding, stale watches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from yarl import URL
+
+from meshwright_operator import logs
+from meshwright_operator.cache import JobKey
+from meshwright_operator.cluster import ApiError, Cluster, FencedError, core_path, jobs_path, lease_path, pods_path
+from meshwright_operator.events import COMBINED, DIFFERENT_MESSAGES, EventRecorder, Note
+from meshwright_operator.fence import Fence
+from meshwright_operator.lease import SURE, Lease, LeaseLostError
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.pulse import Pulse
+from meshwright_operator.workqueue import WorkQueue
+from tests.operator.test_operator_parts import Server, with_cluster
+
+ASKED = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
+
+
+def fenced(cluster: Cluster, fence: Fence) -> Cluster:
+    cluster._fence = fence
+    return cluster
+
+
+async def test_a_write_passes_only_an_open_fence_and_ends_with_it() -> None:
+    fence = Fence()
+    server = Server((200, {}), (201, {}), (200, {}))
+
+    async def use(cluster: Cluster) -> None:
+        fenced(cluster, fence)
+        await cluster.get("/api/v1/x")
+        with pytest.raises(FencedError, match="may be another operator's"):
+            await cluster.create("/api/v1/pods", {})
+        fence.move(time.monotonic() + 5)
+        await cluster.create("/api/v1/pods", {})
+        fence.close()
+        with pytest.raises(FencedError):
+            await cluster.delete("/api/v1/pods/a", "uid")
+        await cluster.replace(lease_path("default", "l"), {})
+
+    await with_cluster(server, use)
+    assert [method for method, _, _ in server.requests] == ["GET", "POST", "PUT"], "the lease itself is not fenced"
+
+
+async def test_a_write_that_hangs_is_given_up_at_the_deadline_of_the_lease() -> None:
+    fence = Fence()
+
+    async def use(cluster: Cluster) -> float:
+        fenced(cluster, fence).__dict__["_timeout"] = 60.0
+        fence.move(time.monotonic() + 0.3)
+        started = time.monotonic()
+        with pytest.raises(ApiError):
+            await cluster.create("/api/v1/pods", {})
+        return time.monotonic() - started
+
+    class Silent(Server):
+        async def _handle(self, request):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(30)
+
+    assert await with_cluster(Silent(), use) < 10
+
+
+async def test_renewals_move_the_fence_and_a_leader_that_cannot_renew_gives_up_first() -> None:
+    fence = Fence()
+    mine = {"metadata": {"name": "l"}, "spec": {"holderIdentity": "me", "leaseDurationSeconds": 1}}
+    server = Server((404, {}), (201, mine))
+
+    async def use(cluster: Cluster) -> None:
+        lease = Lease(cluster, fence, "default", "l", "me", 1.0)
+        await lease.acquire()
+        assert 0 < fence.left() <= SURE
+        server.answers += [(500, {})] * 50
+        with pytest.raises(LeaseLostError, match="not renewed"):
+            await lease.keep()
+        assert fence.left() <= 0
+
+    await with_cluster(server, use)
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+async def test_the_server_says_how_long_to_wait_and_every_call_waits(form: str) -> None:
+    text = "1" if form == "seconds" else format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+    server = Server((429, {}), (200, {}), (200, {}))
+    server.headers = {"Retry-After": text}
+
+    async def use(cluster: Cluster) -> list[float]:
+        started = time.monotonic()
+        first = asyncio.create_task(cluster.get("/api/v1/x"))
+        while cluster._patient_until == 0:  # noqa: ASYNC110 - a moment
+            await asyncio.sleep(0.01)
+        await cluster.get("/api/v1/y")
+        second = time.monotonic() - started
+        await first
+        return [second, time.monotonic() - started]
+
+    waits = await with_cluster(server, use)
+    assert all(wait > 0.9 for wait in waits), "one call was told to wait, and all of them do"
+    assert len(server.requests) == 3
+
+
+async def test_a_drained_queue_ends_what_runs_and_begins_nothing() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    ended: list[str] = []
+    entered = asyncio.Event()
+
+    async def handler(key: str) -> None:
+        entered.set()
+        await asyncio.sleep(0.1)
+        queue.add(f"{key}-again")
+        queue.add_after(f"{key}-later", 0.01)
+        ended.append(key)
+
+    task = asyncio.create_task(queue.run_many(2, handler))
+    queue.add("a")
+    await entered.wait()
+    assert await queue.drain(5)
+    await asyncio.sleep(0.05)
+    assert ended == ["a"]
+    assert len(queue) == 0
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_draining_does_not_wait_for_ever() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    task = asyncio.create_task(queue.run(lambda key: asyncio.sleep(60)))
+    queue.add("stuck")
+    await asyncio.sleep(0.05)
+    assert not await queue.drain(0.1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_flood_of_similar_events_becomes_one() -> None:
+    flood = 5
+    server = Server(*[(201, {})] * (DIFFERENT_MESSAGES + 1), *[(200, {})] * (flood - 1))
+    metrics = OperatorMetrics()
+
+    async def post(cluster: Cluster) -> None:
+        recorder = EventRecorder(cluster, "test", metrics)
+        for number in range(DIFFERENT_MESSAGES + flood):
+            recorder.post(ASKED, Note("PodLost", f"pod {number} is gone"))
+        await recorder.flush(10)
+
+    await with_cluster(server, post)
+    methods = [method for method, _, _ in server.requests]
+    assert methods == ["POST"] * (DIFFERENT_MESSAGES + 1) + ["PATCH"] * (flood - 1)
+    last = server.requests[-1][2]
+    assert last["count"] == flood
+    assert last["message"] == f"{COMBINED}pod {DIFFERENT_MESSAGES + flood - 1} is gone"
+    assert 'ptj_events_total{result="posted"} 15.0' in metrics.exposition().decode()
+
+
+async def test_an_event_that_cannot_be_posted_is_counted_and_harms_nothing() -> None:
+    server = Server((403, {"message": "no"}), (201, {}))
+    metrics = OperatorMetrics()
+
+    async def post(cluster: Cluster) -> None:
+        recorder = EventRecorder(cluster, "test", metrics)
+        recorder.post(ASKED, Note("Placed", "one"))
+        recorder.post(ASKED, Note("Placed", "two"))
+        await recorder.flush(5)
+
+    await with_cluster(server, post)
+    page = metrics.exposition().decode()
+    assert 'result="failed"} 1.0' in page
+    assert 'result="posted"} 1.0' in page
+
+
+def test_a_silent_watch_is_stale_and_a_bookmark_is_a_sign_of_life() -> None:
+    metrics = OperatorMetrics()
+    pulse = Pulse(metrics, bound=0.05)
+    watches = [core_path(None, "nodes"), jobs_path(None), pods_path("red")]
+    pulse.expect(watches)
+    assert pulse.stale() == []
+    time.sleep(0.06)
+    assert pulse.stale() == watches
+    pulse.beat(URL(f"https://host{jobs_path(None)}?watch=true"))
+    assert pulse.stale() == [watches[0], watches[2]]
+    assert 'last_contact_timestamp_seconds{resource="paralleltrainingjobs"}' in metrics.exposition().decode()
+
+
+def test_every_line_of_a_reconcile_says_which_job_it_is_about() -> None:
+    record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": "a pod is gone", "reason": "PodLost"})
+    with logs.about(job=str(JobKey("default", "train")), generation=3):
+        line = logs.JsonFormatter().format(record)
+        text = logs.TextFormatter().format(record)
+    parsed = json.loads(line)
+    assert {key: parsed[key] for key in ("level", "message", "job", "generation", "reason")} == {
+        "level": "info",
+        "message": "a pod is gone",
+        "job": "default/train",
+        "generation": 3,
+        "reason": "PodLost",
+    }
+    assert "\n" not in line
+    assert text.endswith("info    a pod is gone job=default/train generation=3 reason=PodLost")
+    assert "job" not in json.loads(logs.JsonFormatter().format(record))
+
+
+def test_a_traceback_stays_inside_of_its_json_line() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    line = logs.JsonFormatter().format(logging.makeLogRecord({"msg": "failed", "exc_info": info}))
+    assert "\n" not in line
+    assert "ValueError: broken" in json.loads(line)["traceback"]
+
+
+async def test_the_queue_tells_how_long_jobs_waited_and_how_often_they_failed() -> None:
+    metrics = OperatorMetrics()
+    queue: WorkQueue[str] = WorkQueue(metrics)
+    metrics.queue_depth(lambda: len(queue))
+    queue.add("a")
+    assert "ptj_workqueue_depth 1.0" in metrics.exposition().decode()
+
+    async def fails(key: str) -> None:
+        raise ValueError(key)
+
+    task = asyncio.create_task(queue.run(fails))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    queue.close()
+    page = metrics.exposition().decode()
+    assert "ptj_workqueue_wait_seconds_count 1.0" in page
+    assert "ptj_workqueue_retries_total 1.0" in page
+    assert "ptj_workqueue_depth 0.0" in page

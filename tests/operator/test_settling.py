@@ -1,0 +1,292 @@
+"""Whatever happened on the way, the cluster settles in the state that a fresh operator makes of the final input.
+
+Hypothesis edits jobs, breaks pods, nodes and ranks, cuts and kills operators; then everything is left alone. The oracle
+is a second cluster that was given the final jobs and nodes at once. Fifteen runs always; as many as
+MESHWRIGHT_TEST_SETTLING says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from meshwright.protocol import FailureKind, WorkerState
+from meshwright_operator.cluster import ApiError
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.watch import Watch
+from tests.operator.support import JOBS, PODS, Object, job
+from tests.operator.world import Operator, World
+
+RUNS = int(os.environ.get("MESHWRIGHT_TEST_SETTLING", "15"))
+NODES = 5
+NAMES = ("first", "second")
+SETTLES_WITHIN = 900
+QUIET = 150
+STEP = 3.0
+FOREVER = 1e9
+T = TypeVar("T")
+
+
+def submitted(name: str, workers: int) -> Object:
+    """A job of so many pods, each of which takes a whole node; it may fail as often as it likes."""
+    return job(
+        name,
+        replicas=workers,
+        parallelism={"tensor": 2, "pipeline": 1, "microBatches": 1},
+        training={"steps": 10**6, "globalBatchSize": 60, "sequenceLength": 64},
+        recovery={"maxRestarts": 100000},
+    )
+
+
+class Cluster:
+    """A virtual cluster, run step by step."""
+
+    def __init__(self, seed: int, nodes: dict[str, Object] | None = None) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.world = self.do(_world(seed))
+        for obj in (nodes or {}).values():
+            self.put_node(copy.deepcopy(obj))
+
+    def do(self, call: Awaitable[T]) -> T:
+        async def run() -> T:
+            return await call
+
+        return self.loop.run_until_complete(run())
+
+    def put_node(self, obj: Object) -> None:
+        """A node as it is now, told to every operator that listens."""
+        self.world.nodes[obj["metadata"]["name"]] = obj
+        for operator in self.world.operators:
+            if not operator.blind:
+                watch = Watch(operator.cache, operator.queue, OperatorMetrics())
+                self.do(watch.node({"type": "MODIFIED", "object": copy.deepcopy(obj)}))
+
+    def edit(self, name: str, **spec: Any) -> None:
+        """A user's edit of a job's spec."""
+        obj = self.world.cluster.objects[f"{JOBS}/{name}"]
+        new = copy.deepcopy(obj)
+        new["spec"] |= spec
+        if new["spec"] != obj["spec"]:
+            new["metadata"]["generation"] += 1
+            self.world.cluster.update(f"{JOBS}/{name}", new)
+
+    def jobs(self) -> dict[str, Object]:
+        return {obj["metadata"]["name"]: obj for obj in self.world.cluster.of("paralleltrainingjobs")}
+
+    def summary(self) -> dict[str, Any]:
+        """What everybody can see, without how it came to be: no counts, no times, no names of pods."""
+        found = {}
+        for name, obj in self.jobs().items():
+            status = obj["status"]
+            conditions = {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", ())}
+            plan = status.get("plan") or {}
+            pods = [pod for pod in self.world.pods(name) if not pod.terminal]
+            found[name] = {
+                "Ready": conditions.get("Ready"),
+                **{kind: conditions.get(kind, ("",))[0] == "True" for kind in ("Reconciling", "Stalled", "Suspended")},
+                "observed": status.get("observedGeneration") == obj["metadata"]["generation"],
+                "world": [plan.get(key) for key in ("tensor", "pipeline", "data", "worldSize", "workers")],
+                "pods": sorted((pod.worker, pod.phase, pod.gated, pod.revision) for pod in pods),
+                "nodes": len({pod.node for pod in pods}),
+                "replicas": status.get("replicas"),
+            }
+        return found
+
+    def settle(self) -> dict[str, Any]:
+        """Lets time pass until nothing has changed for a while."""
+        last, quiet = self.summary(), 0.0
+        for _ in range(round(SETTLES_WITHIN / STEP)):
+            self.do(self.world.tick(STEP))
+            now = self.summary()
+            quiet = quiet + STEP if now == last else 0.0
+            last = now
+            if quiet >= QUIET:
+                return now
+        raise AssertionError(f"still changing after {SETTLES_WITHIN} s: {last}")
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+async def _world(seed: int) -> World:
+    return World(seed, NODES, work=FOREVER)
+
+
+class Settling(RuleBasedStateMachine):
+    """Everything that may happen to two jobs on five nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster: Cluster = Cluster(0)
+        self.seed = 0
+
+    @initialize(seed=st.integers(0, 2**16), sizes=st.tuples(st.integers(1, 3), st.integers(0, 3)))
+    def begin(self, seed: int, sizes: tuple[int, int]) -> None:
+        self.cluster.close()
+        self.seed = seed
+        self.cluster = Cluster(seed)
+        for name, workers in zip(NAMES, sizes, strict=True):
+            if workers:
+                self.world.submit(submitted(name, workers))
+        self.cluster.do(self.world.run(10))
+
+    @property
+    def world(self) -> World:
+        return self.cluster.world
+
+    @rule(name=st.sampled_from(NAMES), workers=st.integers(1, 3), pause=st.integers(0, 3))
+    def create_again(self, name: str, workers: int, pause: int) -> None:
+        """Under the same name, at once or a little later; what the garbage collector does is done."""
+        if name in self.cluster.jobs():
+            self.world.cluster.remove(f"{JOBS}/{name}")
+            for pod in self.world.pods(name):
+                self.world.crash(pod.name)
+            self.cluster.do(self.world.run(pause))
+        self.world.submit(submitted(name, workers))
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name: str) -> None:
+        if len(self.cluster.jobs()) == len(NAMES):
+            self.world.cluster.remove(f"{JOBS}/{name}")
+            for pod in self.world.pods(name):
+                self.world.crash(pod.name)
+
+    @precondition(lambda self: self.cluster.jobs())
+    @rule(name=st.sampled_from(NAMES), workers=st.integers(1, 4))
+    def scale(self, name: str, workers: int) -> None:
+        if name in self.cluster.jobs():
+            self.cluster.edit(name, replicas=workers)
+
+    @precondition(lambda self: self.cluster.jobs())
+    @rule(name=st.sampled_from(NAMES), suspend=st.booleans())
+    def suspend(self, name: str, suspend: bool) -> None:
+        if name in self.cluster.jobs():
+            self.cluster.edit(name, suspend=suspend)
+
+    @precondition(lambda self: self.cluster.jobs())
+    @rule(name=st.sampled_from(NAMES), image=st.sampled_from(["one", "two"]))
+    def change_image(self, name: str, image: str) -> None:
+        if name in self.cluster.jobs():
+            self.cluster.edit(name, workers={**self.cluster.jobs()[name]["spec"]["workers"], "image": image})
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data(), kind=st.sampled_from(["crash", "evict", "fail", "hang up"]))
+    def harm_a_worker(self, data: st.DataObject, kind: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.world.agents)))
+        agent = self.world.agents[name]
+        if kind == "crash":
+            self.world.crash(name)
+        elif kind == "evict":
+            self.cluster.do(self.world.evict(name))
+        elif kind == "fail" and agent.state is WorkerState.RUNNING:
+            agent.state, agent.failure = WorkerState.FAILED, FailureKind.ERROR
+        elif kind == "hang up":
+            self.cluster.do(self.world.cluster.delete(f"{PODS}/{name}", agent.pod.uid))
+
+    @rule(number=st.integers(0, NODES - 1), ready=st.booleans())
+    def node_down_or_up(self, number: int, ready: bool) -> None:
+        obj = copy.deepcopy(self.world.nodes[f"n{number}"])
+        obj["status"]["conditions"][0]["status"] = str(ready)
+        self.cluster.put_node(obj)
+        for pod in self.world.pods():
+            if not ready and pod.node == f"n{number}":
+                self.world.crash(pod.name)
+
+    @rule(number=st.integers(0, NODES - 1), cordoned=st.booleans())
+    def cordon(self, number: int, cordoned: bool) -> None:
+        obj = copy.deepcopy(self.world.nodes[f"n{number}"])
+        obj["spec"] = {"unschedulable": cordoned}
+        self.cluster.put_node(obj)
+
+    @rule()
+    def kill_the_operator(self) -> None:
+        self.world.cluster.watchers.clear()
+        self.world.operators = [self.cluster.do(_operator(self.world))]
+
+    @rule()
+    def lose_the_watches(self) -> None:
+        for operator in self.world.operators:
+            operator.blind = True
+
+    @rule(every=st.integers(2, 4))
+    def let_the_server_fail(self, every: int) -> None:
+        calls = iter(range(10**9))
+        unreachable = ApiError(0, "Unreachable", "connection reset")
+        self.world.cluster.refuse = lambda path, body: unreachable if next(calls) % every == 0 else None
+
+    @rule(seconds=st.sampled_from([1, 2, 5, 20, 60]))
+    def wait(self, seconds: int) -> None:
+        self.cluster.do(self.world.run(seconds))
+
+    def teardown(self) -> None:
+        """Faults end, watches stand again, time passes: now look."""
+        self.world.cluster.refuse = lambda path, body: None
+        for operator in self.world.operators:
+            if operator.blind:
+                operator.blind = False
+                resync(operator)
+        settled = self.cluster.settle()
+        wanted = {name: obj["spec"] for name, obj in self.cluster.jobs().items() if not obj["spec"].get("suspend")}
+        usable = [
+            obj
+            for obj in self.world.nodes.values()
+            if obj["status"]["conditions"][0]["status"] == "True" and not obj.get("spec", {}).get("unschedulable")
+        ]
+        event(f"{len(wanted)} jobs, {len(usable)} nodes")
+        if sum(spec["replicas"] for spec in wanted.values()) <= len(usable):
+            assert settled == self.oracle(), "the way here shows"
+        elif wanted and min(spec["replicas"] for spec in wanted.values()) <= len(usable):
+            # Who came first is history; that somebody runs, and nobody in part, is not.
+            assert any(settled[name]["Ready"] == ("True", "Running") for name in wanted), settled
+        for name in wanted:
+            # As large as its plan in effect says: an edit that does not fit waits, and the former gang runs on.
+            pods = settled[name]["pods"]
+            assert not pods or len(pods) == settled[name]["world"][-1], "a gang is whole, or it is not there"
+        self.cluster.close()
+
+    def oracle(self) -> dict[str, Any]:
+        """What a fresh operator makes of the final input."""
+        fresh = Cluster(self.seed + 1, self.world.nodes)
+        for name, obj in self.cluster.jobs().items():
+            fresh.world.submit({**submitted(name, 1), "spec": copy.deepcopy(obj["spec"])})
+        found = fresh.settle()
+        fresh.close()
+        return found
+
+
+def resync(operator: Operator) -> None:
+    """What the periodic listing does: ghosts go, everything is looked at again."""
+    there = {
+        obj["metadata"]["uid"] for kind in ("pods", "paralleltrainingjobs") for obj in operator.world.cluster.of(kind)
+    }
+    for pod in operator.cache.all_pods():
+        if pod.uid not in there:
+            operator.cache.remove_pod(pod)
+    for key, obj in list(operator.cache.jobs.items()):
+        if obj["metadata"]["uid"] not in there:
+            operator.cache.remove_job(obj)
+            operator.queue.add(key)
+    operator.relist()
+
+
+async def _operator(world: World) -> Operator:
+    return Operator(world)
+
+
+TestSettling = Settling.TestCase
+TestSettling.settings = settings(
+    max_examples=RUNS,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would take longer than finding
+    derandomize=RUNS <= 15,
+)

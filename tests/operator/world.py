@@ -1,0 +1,380 @@
+"""A cluster in virtual time around the operator's own code: reconciler, decisions, placer, boards and cache are real.
+
+What is simulated: the API server (a dict), the scheduler and node agents (pods run a moment after their gates are off),
+and worker agents, which speak to the board instead of to HTTP. Whatever must never happen is checked when it would.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from meshwright.api.labels import GANG_GATE
+from meshwright.protocol import FailureKind, MeshRequest, Progress, RankProcess, WorkerReport, WorkerState
+from meshwright_operator.cache import Cache, JobKey, key_of
+from meshwright_operator.clock import format_time, parse_time
+from meshwright_operator.cluster import ApiError
+from meshwright_operator.coordinator.server import Coordinator
+from meshwright_operator.events import EventRecorder, Note
+from meshwright_operator.job_metrics import JobsCollector
+from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.placing import Placer
+from meshwright_operator.pods import Pod, read_pod
+from meshwright_operator.reconcile import Reconciler
+from meshwright_operator.tokens import Tokens
+from meshwright_operator.watch import waits_for_room
+from meshwright_operator.workqueue import WorkQueue
+from tests.operator.builders import NOW
+from tests.operator.memory import MemoryCluster
+from tests.operator.support import JOBS, PODS, node
+
+Object = dict[str, Any]
+
+
+class VirtualQueue(WorkQueue[JobKey]):
+    """Keys with the virtual time at which they are due."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self.due: dict[JobKey, datetime] = {}
+
+    def __len__(self) -> int:
+        return len(self.due)
+
+    def add(self, key: JobKey) -> None:
+        self.due[key] = self._world.now
+
+    def add_after(self, key: JobKey, seconds: float) -> None:
+        when = self._world.now + timedelta(seconds=seconds)
+        self.due[key] = min(when, self.due.get(key, when))
+
+    def forget(self, key: JobKey) -> None:
+        self.due.pop(key, None)
+
+
+class Notes(EventRecorder):
+    """Keeps notes instead of posting them."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, Note]] = []
+
+    def post(self, job: Mapping[str, Any], note: Note) -> None:
+        self.notes.append((job["metadata"]["name"], note))
+
+    def reasons(self, job: str) -> list[str]:
+        return [note.reason for name, note in self.notes if name == job]
+
+
+class Operator:
+    """One operator process: its cache, its queue, its memory."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.cache, self.queue, self.notes = Cache(), VirtualQueue(world), Notes()
+        self.blind = False
+        """While set, no watch event reaches the cache."""
+        metrics, tokens = OperatorMetrics(), Tokens(b"k" * 32)
+        self.coordinator = Coordinator(self.cache, tokens, metrics, self.notify, world.seconds)
+        self.placer = Placer(world.cluster, self.cache, metrics, ())
+        self.reconciler = Reconciler(
+            cluster=world.cluster,
+            cache=self.cache,
+            queue=self.queue,
+            coordinator=self.coordinator,
+            tokens=tokens,
+            events=self.notes,
+            metrics=metrics,
+            jobs=JobsCollector(),
+            placer=self.placer,
+            coordinator_url=lambda: "http://coordinator",
+            now=lambda: world.now,
+        )
+        self.relist()
+        world.cluster.watchers.append(self.see)
+
+    def notify(self, key: JobKey, urgent: bool) -> None:
+        """An agent told something."""
+        if urgent:
+            self.queue.add(key)
+        else:
+            self.queue.add_after(key, 10.0)
+
+    def relist(self) -> None:
+        """What a start or a resync does."""
+        for ghost in self.cache.all_pods():
+            if f"{PODS}/{ghost.name}" not in self.world.cluster.objects:
+                self.cache.remove_pod(ghost)
+        for obj in self.world.cluster.of("paralleltrainingjobs"):
+            self.cache.put_job(obj)
+            self.queue.add(key_of(obj))
+        for obj in self.world.cluster.of("pods"):
+            if (pod := read_pod(obj)) is not None:
+                self.cache.put_pod(pod)
+        for obj in self.world.nodes.values():
+            self.cache.put_node(obj)
+
+    def see(self, kind: str, obj: Object) -> None:
+        """A watch event."""
+        if self.blind:
+            return
+        if obj.get("kind") != "Pod":
+            self.cache.remove_job(obj) if kind == "DELETED" else self.cache.put_job(obj)
+            self.queue.add(key_of(obj))
+            return
+        pod = read_pod(obj)
+        if pod is None:
+            return
+        self.cache.remove_pod(pod) if kind == "DELETED" else self.cache.put_pod(pod)
+        self.queue.add(JobKey(pod.namespace, pod.job))
+        if kind == "DELETED":
+            self.room_changed()
+
+    def room_changed(self) -> None:
+        for key, job in self.cache.jobs.items():
+            if waits_for_room(job):
+                self.queue.add(key)
+
+    async def run_due(self, random: random.Random) -> int:
+        """Reconciles every key that is due, in any order; how many."""
+        due = [key for key, when in self.queue.due.items() if when <= self.world.now]
+        random.shuffle(due)
+        for key in due:
+            self.queue.due.pop(key, None)
+            try:
+                await self.reconciler(key)
+            except ApiError:
+                self.queue.add_after(key, 1.0)
+        return len(due)
+
+
+@dataclass
+class Agent:
+    """A worker pod's agent: takes generations, trains for a while, completes."""
+
+    pod: Pod
+    uid: str
+    address: str
+    generation: int = 0
+    trained: float = 0.0
+    state: WorkerState = WorkerState.IDLE
+    silent: bool = False
+    hung: bool = False
+    """Its ranks live and do nothing."""
+    failure: FailureKind | None = None
+    idle: float = 0.0
+
+    def train(self, seconds: float, work: float) -> None:
+        """Its ranks go on, whoever listens."""
+        if self.state is WorkerState.RUNNING:
+            self.trained += 0.0 if self.hung else seconds
+            self.idle = self.idle + seconds if self.hung else 0.0
+            if self.trained >= work:
+                self.state = WorkerState.COMPLETE
+
+    def talk(self, operator: Operator) -> None:
+        """One round with the coordinator."""
+        if self.silent:
+            return
+        board, key = operator.coordinator.board(self.uid), JobKey(self.pod.namespace, self.pod.job)
+        if board.superseded(self._hello()):
+            self.state = WorkerState.DRAINING
+            return
+        document = board.offer(self._hello())
+        if document is not None:
+            self.generation, self.state, self.trained, self.idle = document.generation, WorkerState.RUNNING, 0.0, 0.0
+            self.failure, self.hung = None, False
+        with board.polling(self._hello()):
+            operator.notify(key, urgent=True)
+        operator.notify(key, board.hear(self.report()))
+
+    def _hello(self) -> MeshRequest:
+        return MeshRequest(
+            worker=self.pod.worker,
+            incarnation=self.pod.incarnation,
+            pod_uid=self.pod.uid,
+            generation=self.generation,
+            address=self.address,
+            store_port=20000,
+        )
+
+    def report(self) -> WorkerReport:
+        step = int(self.trained)
+        live = self.state is WorkerState.RUNNING
+        process = RankProcess(
+            rank=self.pod.worker, pid=7, step=step, idle_seconds=self.idle, state="T" if self.hung else ""
+        )
+        return WorkerReport(
+            worker=self.pod.worker,
+            incarnation=self.pod.incarnation,
+            generation=self.generation,
+            state=self.state,
+            failure=self.failure,
+            ranks=[process] if live else [],
+            progress=Progress(step=step, loss=1.0, step_seconds=1.0) if live and self.pod.worker == 0 else None,
+        )
+
+
+class World:
+    """Nodes, pods, agents and operators."""
+
+    def __init__(self, seed: int, nodes: int, *, gpus: int = 2, work: float = 30.0) -> None:
+        self.random = random.Random(seed)
+        self.now = NOW
+        self.cluster = MemoryCluster(lambda: self.now)
+        self.cluster.on_pod_change = self._check_change
+        self.nodes = {f"n{n}": node(f"n{n}", "r0", gpus) for n in range(nodes)}
+        self.gpus = gpus
+        self.work = work
+        self.agents: dict[str, Agent] = {}
+        self.unschedulable: set[str] = set()
+        """Nodes that the scheduler refuses, whatever the operator believes."""
+        self.broken_image = False
+        self.mute = False
+        """While set, agents of new pods reach no coordinator."""
+        self.started: list[tuple[str, int, int, int]] = []
+        """(job uid, generation, worker, incarnation) of every start of a worker's ranks."""
+        self.lost_unseen: set[str] = set()
+        """Pods that went while an operator did not see it: it may take them for being there."""
+        self.operators = [Operator(self)]
+
+    def seconds(self) -> float:
+        return (self.now - NOW).total_seconds()
+
+    def submit(self, body: Object) -> None:
+        self.cluster.put(f"{JOBS}/{body['metadata']['name']}", body)
+
+    def status(self, name: str) -> Object:
+        status: Object = self.cluster.objects[f"{JOBS}/{name}"]["status"]
+        return status
+
+    def condition(self, name: str, kind: str) -> Object:
+        found: Object = next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
+        return found
+
+    def true(self, name: str, kind: str) -> bool:
+        return self.condition(name, kind).get("status") == "True"
+
+    def pods(self, job: str | None = None) -> list[Pod]:
+        found = [pod for obj in self.cluster.of("pods") if (pod := read_pod(obj)) is not None]
+        return [pod for pod in found if job in (None, pod.job)]
+
+    async def run(self, seconds: float, step: float = 1.0) -> None:
+        """Lets time pass."""
+        for _ in range(round(seconds / step)):
+            await self.tick(step)
+
+    async def tick(self, step: float = 1.0) -> None:
+        self.now += timedelta(seconds=step)
+        pods = list(self.cluster.of("pods"))
+        self.random.shuffle(pods)
+        for obj in pods:
+            self._kubelet(obj)
+        for agent in list(self.agents.values()):
+            before = agent.generation
+            agent.train(step, self.work)
+            for operator in self.operators:
+                agent.talk(operator)
+            if agent.generation > before:
+                self.started.append((agent.uid, agent.generation, agent.pod.worker, agent.pod.incarnation))
+                self._check_start(agent)
+        for operator in self.operators:
+            for _ in range(20):
+                if not await operator.run_due(self.random):
+                    break
+        self._check_pods()
+
+    async def evict(self, name: str) -> None:
+        """The pod is told to go; it takes its time."""
+        path = f"{PODS}/{name}"
+        await self.cluster.delete(path, self.cluster.objects[path]["metadata"]["uid"])
+
+    def crash(self, name: str) -> None:
+        """The pod is gone at once, and its agent with it."""
+        if any(operator.blind for operator in self.operators):
+            self.lost_unseen.add(name)
+        self.agents.pop(name, None)
+        self.cluster.remove(f"{PODS}/{name}")
+
+    def _kubelet(self, obj: Object) -> None:
+        metadata, spec, status = obj["metadata"], obj["spec"], obj["status"]
+        path = f"{PODS}/{metadata['name']}"
+        if path not in self.cluster.objects or status["phase"] in ("Succeeded", "Failed"):
+            return
+        pod = read_pod(obj)
+        if pod is None:
+            return
+        if pod.deleting:
+            deleted = parse_time(metadata["deletionTimestamp"])
+            if deleted is not None and self.now - deleted >= timedelta(seconds=2):
+                self.crash(pod.name)
+        elif not pod.gates and not pod.bound:
+            if self._schedule(pod):
+                spec["nodeName"] = pod.node
+                self.cluster.update(path, obj)
+            elif not pod.problem:
+                reason = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+                status["conditions"] = [reason]
+                self.cluster.update(path, obj)
+        elif pod.bound and pod.phase == "Pending":
+            self._start(path, obj, pod)
+        elif (agent := self.agents.get(pod.name)) is not None and agent.state is WorkerState.COMPLETE:
+            self._finish(path, obj, pod)
+
+    def _schedule(self, pod: Pod) -> bool:
+        if pod.node in self.unschedulable:
+            return False
+        holders = [other for other in self.pods() if other.bound and other.node == pod.node and not other.terminal]
+        assert len(holders) * 2 < self.gpus, f"{pod.name} was promised {pod.node}, which is full: {holders}"
+        return True
+
+    def _start(self, path: str, obj: Object, pod: Pod) -> None:
+        if self.broken_image:
+            waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+            if not pod.problem:
+                obj["status"]["containerStatuses"] = [{"name": "worker", "state": waiting}]
+                self.cluster.update(path, obj)
+            return
+        address = f"10.0.{len(self.started) % 250}.{self.random.randint(1, 250)}"
+        obj["status"] = {"phase": "Running", "podIP": address}
+        self.cluster.update(path, obj)
+        self.agents[pod.name] = Agent(pod, pod.owner, address, silent=self.mute)
+
+    def _finish(self, path: str, obj: Object, pod: Pod) -> None:
+        ended = {"terminated": {"exitCode": 0, "finishedAt": format_time(self.now)}}
+        obj["status"] |= {"phase": "Succeeded", "containerStatuses": [{"name": "worker", "state": ended}]}
+        self.agents.pop(pod.name)
+        self.cluster.update(path, obj)
+
+    def _check_change(self, old: Object, new: Object) -> None:
+        """A gate may only come off when every pod of the gang is there."""
+        gates = [gate["name"] for gate in new["spec"].get("schedulingGates") or ()]
+        before = [gate["name"] for gate in old["spec"].get("schedulingGates") or ()]
+        if GANG_GATE in before and GANG_GATE not in gates:
+            pod = read_pod(old)
+            assert pod is not None
+            wanted = {entry["pod"] for entry in self.status(pod.job)["placement"]["workers"]}
+            there = {other.name for other in self.pods(pod.job)} | self.lost_unseen
+            assert wanted <= there, f"{pod.name} was started without {wanted - there}"
+
+    def _check_start(self, agent: Agent) -> None:
+        """At most one live set of ranks per worker and generation; and the generation is persisted."""
+        same = [
+            other.pod.name
+            for other in self.agents.values()
+            if (other.uid, other.pod.worker, other.generation) == (agent.uid, agent.pod.worker, agent.generation)
+        ]
+        assert len(same) == 1, f"two live ranks of one generation: {same}"
+        persisted = self.status(agent.pod.job)["mesh"]["generation"]
+        assert persisted >= agent.generation, f"generation {agent.generation} was announced before it was persisted"
+
+    def _check_pods(self) -> None:
+        """At most one live pod per worker, whatever its incarnation."""
+        live: dict[tuple[str, int], str] = {}
+        for pod in self.pods():
+            if not pod.terminal:
+                other = live.setdefault((pod.owner, pod.worker), pod.name)
+                assert other == pod.name, f"{other} and {pod.name} live at once"

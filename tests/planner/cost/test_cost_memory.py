@@ -1,0 +1,274 @@
+"""Memory: the textbook closed forms, what every choice does to it, and measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.api.spec import Precision
+from meshwright.layout import Layout
+from meshwright.models.counts import layer_counts, parameters
+from meshwright.models.families import family
+from meshwright.models.presets import PRESETS
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.activations import kept_bytes, layer_activations
+from meshwright.planner.cost.choices import Choices, ContextMethod, Numbers, Offload, Recompute, Schedule, Work
+from meshwright.planner.cost.memory import every_stage, worst_stage
+from meshwright.planner.cost.runtime import RUNTIMES, Runtime
+from meshwright.planner.cost.stages import stage_parameters, stages_of
+from meshwright.planner.memory import Workload
+from meshwright.planner.memory import worst_stage as counted
+
+GIB = 2.0**30
+MEGATRON = RUNTIMES["megatron-lm"]
+DEEPSPEED = RUNTIMES["megatron-deepspeed"]
+SEVEN = family("llama-2-7b")
+# 7.0 billion parameters, as in the ZeRO paper's example.
+ROUND_SEVEN = replace(SEVEN, vocab=64_000, name="7b")
+
+
+def work(model: Transformer = SEVEN, batch: int = 8, sequence: int = 2048) -> Work:
+    return Work(model, sequence, batch)
+
+
+def gpt(layers: int, hidden: int, heads: int) -> Transformer:
+    return Transformer(layers, hidden, heads, 4 * hidden, 51200, gated=False, biases=True, tie_embeddings=True)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 112.0), (1, 38.5), (2, 26.25), (3, 14.0)])
+def test_the_zero_papers_example(stage: int, gigabytes: float) -> None:
+    # ZeRO (arXiv 1910.02054, figure 1): 7 billion parameters; 16 bytes each, then sharded over 8.
+    data = 1 if stage == 0 else 8
+    memory = worst_stage(work(ROUND_SEVEN), Choices(data=data, zero_stage=stage), DEEPSPEED)
+    assert memory.states / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+# Korthikanti et al. (arXiv 2205.05198, figure 1): GiB per GPU.
+FIGURE_1 = [
+    (48, 6144, 64, 8, 1, 4, 1, 45.56, 59.25, 9.5625),
+    (96, 12288, 96, 8, 8, 1, 3, 45.56, 66.84, 12.35),
+    (105, 20480, 128, 8, 35, 1, 3, 31.64, 114.02, 23.08),
+    (128, 25600, 160, 8, 64, 1, 1, 32.96, 131.25, 26.56),
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "tp", "pp", "mbs", "vpp", "states", "none", "selective"), FIGURE_1
+)
+def test_figure_1_of_korthikanti(
+    layers: int,
+    hidden: int,
+    heads: int,
+    tp: int,
+    pp: int,
+    mbs: int,
+    vpp: int,
+    states: float,
+    none: float,
+    selective: float,
+) -> None:
+    model, tokens = gpt(layers, hidden, heads), 2048 * mbs
+    assert 18 * 12 * layers * hidden**2 / (tp * pp) / GIB == pytest.approx(states, rel=2e-4)
+    # The first stage holds L layers' worth of activations, and (p-1)/(p v) more when interleaved.
+    depth = layers * (1 + (pp - 1) / (pp * vpp) if vpp > 1 else 1)
+    for how, parallel, expected in ((Recompute.NONE, False, none), (Recompute.SELECTIVE, True, selective)):
+        choices = Choices(tensor=tp, recompute=how, sequence_parallel=parallel)
+        layer = layer_activations(model, False, 2048, tp, parallel, Numbers.FP16, MEGATRON)
+        ours = kept_bytes(layer, 1, choices, MEGATRON) * tokens * depth / GIB
+        assert ours == pytest.approx(expected, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "parallel", "percent"),
+    [
+        (Recompute.NONE, True, 66.84),
+        (Recompute.SELECTIVE, False, 49.42),
+        (Recompute.SELECTIVE, True, 16.18),
+        (Recompute.FULL, False, 7.64),
+    ],
+)
+def test_figure_7_of_korthikanti(recompute: Recompute, parallel: bool, percent: float) -> None:
+    # Activations of the 22B model relative to tensor parallelism alone, read off the figure.
+    model = gpt(48, 6144, 64)
+
+    def kept(how: Recompute, sequence_parallel: bool) -> float:
+        layer = layer_activations(model, False, 2048, 8, sequence_parallel, Numbers.FP16, MEGATRON)
+        return kept_bytes(layer, 48, Choices(tensor=8, recompute=how), MEGATRON)
+
+    assert 100 * kept(recompute, parallel) / kept(Recompute.NONE, False) == pytest.approx(percent, abs=1.0)
+
+
+@given(
+    st.sampled_from([SEVEN, family("deepseek-v2-lite")]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.sampled_from(list(Schedule)),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from(list(Recompute)),
+    st.sampled_from(sorted(RUNTIMES)),
+)
+def test_the_worst_stage_is_the_worst_of_all(
+    model: Transformer, split: list[int], schedule: Schedule, micro_batches: int, recompute: Recompute, runtime: str
+) -> None:
+    model = replace(model, layers=sum(split), name=f"{model.name} {sum(split)}")
+    choices = Choices(
+        pipeline=len(split),
+        layer_split=tuple(split),
+        schedule=schedule,
+        virtual_stages=2 if schedule in (Schedule.INTERLEAVED, Schedule.LOOPED_BFS) else 1,
+        micro_batches=micro_batches,
+        recompute=recompute,
+    )
+    every = every_stage(work(model), choices, RUNTIMES[runtime])
+    assert [memory.stage for memory in every] == list(range(len(split)))
+    assert worst_stage(work(model), choices, RUNTIMES[runtime]).total == max(memory.total for memory in every)
+
+
+def test_the_second_stage_can_be_the_worst() -> None:
+    # A first stage with fewer layers, as in Zero Bubble's runs.
+    choices = Choices(pipeline=4, micro_batches=16, layer_split=(4, 10, 10, 8))
+    assert worst_stage(work(), choices, MEGATRON).stage == 1
+
+
+models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"), family("deepseek-v2-lite")])
+
+
+@given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_stages_hold_every_parameter_once(model: Transformer, tensor: int, pipeline: int, expert: int) -> None:
+    untied = replace(model, tie_embeddings=False)
+    choices = Choices(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
+    held = [stage_parameters(untied, stage, tensor, expert) for stage in stages_of(untied, choices).every]
+    experts = sum(part.experts for part in held) * tensor * expert
+    if untied.experts is not None:
+        assert experts == pytest.approx(untied.mixtures(0, untied.layers) * layer_counts(untied, True).experts)
+    dense = sum(part.dense for part in held)
+    if tensor == 1:
+        assert dense + experts == pytest.approx(parameters(untied))
+    assert dense * tensor + experts >= parameters(untied)
+
+
+@given(models, st.sampled_from([2, 4, 8]), st.integers(1, 4))
+def test_more_sharding_never_holds_more(model: Transformer, data: int, micro_batches: int) -> None:
+    totals = [
+        worst_stage(
+            work(model), Choices(data=data, zero_stage=zero, micro_batches=micro_batches), RUNTIMES["meshwright"]
+        ).states
+        for zero in (0, 1, 2, 3)
+    ]
+    assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=lambda runtime: runtime.name)
+def test_what_saves_memory_saves_memory(runtime: Runtime) -> None:
+    base = Choices(tensor=2, pipeline=2, data=4, micro_batches=8)
+
+    def total(**changes: object) -> float:
+        return worst_stage(work(sequence=4096), replace(base, **changes), runtime).total
+
+    plain = total()
+    assert total(recompute=Recompute.FULL) < total(recompute=Recompute.SELECTIVE) <= plain
+    assert total(recompute=Recompute.FULL, recompute_layers=8) < plain
+    assert total(recompute=Recompute.FULL) < total(recompute=Recompute.FULL, recompute_layers=8)
+    assert total(sequence_parallel=False) > plain
+    assert total(context=2, data=2) < plain
+    assert total(zero_stage=1) < plain
+    assert total(offload_optimizer=Offload.CPU) < plain
+    assert total(offload_activations=Offload.CPU) < plain
+    assert total(schedule=Schedule.GPIPE) > plain
+    assert total(schedule=Schedule.ZB_H2) >= plain
+    assert total(schedule=Schedule.DUAL_PIPE) > plain
+    assert total(numbers=Numbers.FP32) > plain
+
+
+def test_groups_of_recomputed_layers_trade_inputs_for_work() -> None:
+    model = replace(SEVEN, layers=36, name="36 layers")
+    single = worst_stage(work(model), Choices(recompute=Recompute.FULL, micro_batch_size=4), MEGATRON)
+    root = worst_stage(work(model), Choices(recompute=Recompute.SQRT, micro_batch_size=4), MEGATRON)
+    assert single.activations / root.activations == pytest.approx(6)
+    assert root.working / single.working == pytest.approx(6)
+
+
+def test_experts_are_divided_over_their_group() -> None:
+    model = family("mixtral-8x7b")
+    whole = worst_stage(work(model), Choices(data=8), MEGATRON)
+    shared = worst_stage(work(model), Choices(data=8, expert=8), MEGATRON)
+    assert whole.parameters / shared.parameters > 5
+    assert shared.buffers > whole.buffers
+
+
+def test_context_parallelism_divides_what_tokens_need() -> None:
+    one = worst_stage(work(sequence=32768), Choices(), MEGATRON)
+    four = worst_stage(work(sequence=32768), Choices(context=4), MEGATRON)
+    assert four.logits * 4 == pytest.approx(one.logits)
+    assert four.parameters == one.parameters
+
+
+def test_gathered_keys_and_values_take_room() -> None:
+    held = {
+        method: worst_stage(work(sequence=32768), Choices(context=4, context_method=method), MEGATRON).buffers
+        for method in ContextMethod
+    }
+    assert held[ContextMethod.ULYSSES] < held[ContextMethod.RING] < held[ContextMethod.ALL_GATHER]
+    # Keys and values of 4 x 8192 tokens, 32 heads of 128 each, in 16 bits.
+    assert held[ContextMethod.ALL_GATHER] - held[ContextMethod.ULYSSES] == 4 * 8192 * 2 * 4096 * 2
+
+
+def test_fp8_keeps_copies_of_weights() -> None:
+    half, eight = (
+        worst_stage(work(), Choices(numbers=numbers), RUNTIMES["megatron-core"])
+        for numbers in (Numbers.BF16, Numbers.FP8)
+    )
+    assert eight.buffers - half.buffers == 2 * parameters(SEVEN)
+    assert eight.activations < half.activations
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "micro_batches", "zero", "data"),
+    [(1, 1, 1, 0, 1), (4, 2, 8, 0, 1), (8, 4, 16, 0, 1), (2, 2, 4, 2, 4), (2, 1, 4, 3, 4)],
+)
+def test_agreement_with_the_runtimes_own_count(
+    tensor: int, pipeline: int, micro_batches: int, zero: int, data: int, precision: Precision
+) -> None:
+    # `planner.memory` counts what this repository's modules keep, and is held to autograd. The general model must
+    # agree with it on the ranks of that runtime.
+    architecture = PRESETS["llama-2-7b"]
+    asked = Workload(architecture, 4096, 1, micro_batches, zero, precision)
+    exact = counted(asked, Layout(tensor, pipeline, data)).total
+    choices = Choices(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        zero_stage=zero,
+        micro_batches=micro_batches,
+        numbers=Numbers(precision.value),
+    )
+    runtime = RUNTIMES["meshwright"]
+    ours = worst_stage(Work(Transformer.of(architecture), 4096, micro_batches * data), choices, runtime)
+    assert ours.total - ours.context - ours.fragmentation == pytest.approx(exact, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tensor": 0}, "`tensor`"),
+        ({"expert": 3, "data": 4}, "`expert`"),
+        ({"zero_stage": 4}, "`zero_stage`"),
+        ({"micro_batch_size": 0}, "`micro_batch_size`"),
+        ({"recompute_every": 0}, "`recompute_every`"),
+    ],
+)
+def test_impossible_choices_are_refused(changes: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Choices(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("choices", "named"),
+    [(Choices(pipeline=64), "64 pipeline ranks"), (Choices(pipeline=2, layer_split=(30, 3)), "`layer_split`")],
+)
+def test_layers_that_cannot_be_split_are_refused(choices: Choices, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        worst_stage(work(), choices, MEGATRON)

@@ -1,0 +1,236 @@
+"""Every schedule is complete and runs, and the closed forms are what its simulation gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.schedules.actions import Action, Kind, Schedule
+from meshwright.schedules.automatic import automatic
+from meshwright.schedules.closed_forms import StageTimes, bubble, in_flight
+from meshwright.schedules.generate import NAMES, generate
+from meshwright.schedules.simulate import Costs, first_idle, simulate
+from meshwright.schedules.validate import problems
+
+CHUNKED = ("interleaved", "looped-bfs")
+EXACT = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1")
+"""Schedules whose closed form holds for any F, B and W with W the shortest."""
+
+
+def made(name: str, ranks: int, rounds: int) -> tuple[Schedule, int]:
+    """A schedule with enough micro-batches for every kind, and its chunks."""
+    chunks = 2 if name in CHUNKED else 1
+    return generate(name, ranks, rounds * ranks, chunks), chunks
+
+
+def held_chunks(name: str) -> int:
+    """Stages of a rank that together are its layers: DualPipe's two directions hold the same layers twice."""
+    return 2 if name in (*CHUNKED, "zb-v", "dualpipe-v") else 1
+
+
+shapes = st.tuples(st.sampled_from(NAMES), st.sampled_from([2, 4, 6]), st.integers(2, 5))
+
+
+@given(shapes)
+def test_every_schedule_is_complete_and_runs(shape: tuple[str, int, int]) -> None:
+    assert problems(made(*shape)[0]) == []
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "looped-bfs"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_steps_of_few_micro_batches_run_too(name: str, ranks: int) -> None:
+    for micro_batches in range(1, 2 * ranks + 2):
+        if name == "interleaved" and micro_batches % ranks:
+            continue
+        schedule = generate(name, ranks, micro_batches, 3)
+        assert problems(schedule) == []
+        peaks = simulate(schedule).in_flight
+        chunks = {"zb-v": 2, "interleaved": 3, "looped-bfs": 3}.get(name, 1)
+        for rank, peak in enumerate(peaks):
+            assert peak / chunks <= in_flight(name, ranks, micro_batches, chunks, rank) + 1e-9
+
+
+@given(shapes)
+def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> None:
+    name, ranks, rounds = shape
+    schedule, chunks = made(*shape)
+    peaks = simulate(schedule).in_flight
+    expected = [in_flight(name, ranks, schedule.micro_batches, chunks, rank) for rank in range(ranks)]
+    # ZB-V's and DualPipe's closed forms are those of the worst rank.
+    held = [peak / held_chunks(name) for peak in peaks]
+    if name in ("zb-v", "dualpipe", "dualpipe-v"):
+        assert max(held) == max(expected)
+    else:
+        assert held == expected
+
+
+@given(shapes)
+def test_ranks_wait_as_long_as_the_closed_form_says(shape: tuple[str, int, int]) -> None:
+    name, ranks, _ = shape
+    schedule, chunks = made(*shape)
+    parts = held_chunks(name)
+    run = simulate(schedule, Costs(1 / parts, 1 / parts, 1 / parts))
+    expected = bubble(name, ranks, schedule.micro_batches, chunks, StageTimes(1.0, 1.0, 1.0))
+    assert run.longest - 3 * schedule.micro_batches == pytest.approx(expected, abs=1e-9)
+
+
+@given(
+    st.sampled_from(EXACT),
+    st.sampled_from([2, 4, 6]),
+    st.integers(2, 4),
+    st.floats(0.5, 2),
+    st.floats(0.5, 2),
+    st.floats(0.05, 0.5),
+)
+def test_closed_forms_hold_for_unequal_halves(
+    name: str, ranks: int, rounds: int, forward: float, backward: float, weight: float
+) -> None:
+    schedule, chunks = made(name, ranks, rounds)
+    parts = held_chunks(name)
+    run = simulate(schedule, Costs(forward / parts, backward / parts, weight / parts))
+    times = StageTimes(forward, backward, weight)
+    waited = run.longest - schedule.micro_batches * times.total
+    assert waited == pytest.approx(bubble(name, ranks, schedule.micro_batches, chunks, times), rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 8), (8, 64), (16, 32)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_textbook_bubble(name: str, ranks: int, micro_batches: int) -> None:
+    run = simulate(generate(name, ranks, micro_batches))
+    assert run.bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize("costs", [(1.0, 1.2, 0.7), (1.2, 1.0, 0.7), (1.0, 1.0, 0.5)])
+def test_other_closed_forms_are_close(name: str, costs: tuple[float, float, float]) -> None:
+    ranks, parts = 8, held_chunks(name)
+    schedule, chunks = made(name, ranks, 4)
+    run = simulate(schedule, Costs(*(seconds / parts for seconds in costs)))
+    work = schedule.micro_batches * sum(costs)
+    expected = work + bubble(name, ranks, schedule.micro_batches, chunks, StageTimes(*costs))
+    assert run.longest == pytest.approx(expected, rel=0.03)
+
+
+# Published bubble rates of 1F1B from profiled times with communication (arXiv 2401.10241, table 5).
+PROFILED = [(8, 64, 0.124), (8, 24, 0.2347), (16, 48, 0.2552), (16, 128, 0.1251), (32, 128, 0.2168), (32, 256, 0.1352)]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "published"), PROFILED)
+def test_sends_explain_the_published_bubble(ranks: int, micro_batches: int, published: float) -> None:
+    run = simulate(generate("1f1b", ranks, micro_batches), hop=0.05)
+    assert run.bubble == pytest.approx(published, abs=0.03)
+    assert run.bubble > simulate(generate("1f1b", ranks, micro_batches)).bubble
+
+
+def test_published_order_of_schedules() -> None:
+    # The order of table 5 of arXiv 2401.10241.
+    longest = [simulate(generate(name, 8, 24)).longest for name in ("zb-h2", "zb-h1", "1f1b")]
+    assert longest == sorted(longest)
+    assert longest[0] < longest[1] < longest[2]
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    even, slow = Costs(), Costs(2.0, 2.0, 2.0)
+    schedule = generate("1f1b", 4, 32)
+    run = simulate(schedule, [even, even, slow, even])
+    assert run.busy(2) == 32 * 6
+    filled, drained = 2 * 1, 2 * 2  # the two ranks before it: forward, then both halves of backward
+    assert 32 * 6 + filled + drained <= run.makespan <= 32 * 6 + 3 * 3
+
+
+def test_overlapped_pairs_take_less_time() -> None:
+    schedule = generate("dualpipe", 8, 32)
+    apart, over = simulate(schedule), simulate(schedule, overlap=0.8)
+    assert over.makespan < 0.85 * apart.makespan
+    assert over.in_flight == apart.in_flight
+
+
+def test_waits_are_named() -> None:
+    run = simulate(generate("gpipe", 2, 2))
+    assert first_idle(run, 0) == [(2.0, 5.0, Action(Kind.BACKWARD, 0, 0))]
+
+
+def test_interleaving_takes_whole_rounds() -> None:
+    with pytest.raises(ValueError, match="multiple of 4 micro-batches"):
+        generate("interleaved", 4, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches", "text"),
+    [
+        ("dualpipe", 3, 12, "even"),
+        ("dualpipe", 4, 6, "at least 8"),
+        ("dualpipe-v", 4, 6, "at least 8"),
+        ("1f1b", 0, 4, "at least one rank"),
+        ("gpipe", 2, 0, "at least one"),
+        ("zero-bubble", 2, 2, "known are"),
+    ],
+)
+def test_impossible_schedules_are_refused(name: str, ranks: int, micro_batches: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        generate(name, ranks, micro_batches)
+
+
+def test_a_repeated_action_is_found() -> None:
+    good = generate("1f1b", 2, 2)
+    broken = replace(good, ranks=(good.ranks[0] + good.ranks[0][:1], good.ranks[1]))
+    assert problems(broken) == ["F0.0 stands 2 times"]
+
+
+def test_a_missing_action_is_found() -> None:
+    good = generate("zb-h1", 2, 2)
+    broken = replace(good, ranks=(good.ranks[0][:-1], good.ranks[1]))
+    assert problems(broken) == ["backward of stage 0, micro-batch 1 is neither whole nor in its two halves"]
+
+
+def test_a_deadlock_is_found() -> None:
+    good = generate("1f1b", 2, 2)
+    broken = replace(good, ranks=(good.ranks[0][::-1], good.ranks[1]))
+    assert problems(broken) == ["rank 0 waits for ever at B0.1", "rank 1 waits for ever at F1.0"]
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(broken)
+
+
+def test_activations_may_not_wander() -> None:
+    good = generate("gpipe", 2, 1)
+    forward, backward = good.ranks[0]
+    broken = replace(good, ranks=((forward,), good.ranks[1] + (backward,)))
+    assert problems(broken) == ["B0.0 is on rank 1, its forward pass on rank 0"]
+
+
+def test_costs_must_be_of_every_stage() -> None:
+    with pytest.raises(ValueError, match="1 costs for 2 stages"):
+        simulate(generate("gpipe", 2, 1), [Costs()])
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 14))
+def test_the_automatic_schedule_keeps_its_limit(ranks: int, rounds: int, limit: int) -> None:
+    schedule = automatic(ranks, rounds * ranks, limit)
+    assert problems(schedule) == []
+    assert max(simulate(schedule).in_flight) <= limit
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.1, 0.8), Costs(1.0, 0.9, 0.6)])
+def test_the_automatic_schedule_is_no_worse_than_the_handcrafted(costs: Costs) -> None:
+    for name, limit in (("zb-h1", 8), ("zb-h2", 15)):
+        known = simulate(generate(name, 8, 32), costs, hop=0.1).longest
+        assert simulate(automatic(8, 32, limit, costs, hop=0.1), costs, hop=0.1).longest <= known + 1e-9
+
+
+def test_more_memory_never_costs_time() -> None:
+    longest = [simulate(automatic(6, 24, limit)).longest for limit in (2, 4, 6, 8, 11)]
+    assert longest == sorted(longest, reverse=True)
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="`limit`"):
+        automatic(2, 2, 0)
+
+
+def test_a_schedule_reads_as_text() -> None:
+    assert generate("1f1b", 2, 2).render(0) == "F0.0 F0.1 B0.0 B0.1"
+    assert generate("zb-h1", 2, 1).render(1) == "F1.0 I1.0 W1.0"
+    assert "+" in generate("dualpipe", 2, 4).render(0)
