@@ -1,8 +1,11 @@
 """Rank <-> mesh coordinates: the one definition that planner, operator and worker share.
 
-The world is `data x pipeline x tensor`, tensor innermost. Consecutive ranks form a tensor-parallel group, so a worker
-that holds consecutive ranks keeps the group that talks most on one node; the stages of a replica follow each other;
-replicas are outermost (the order of Llama 3, arXiv 2407.21783, section 3.3.2). Ints only: nothing here knows torch.
+The world is `data x pipeline x context x tensor`, tensor innermost. Consecutive ranks form a tensor-parallel group, so
+a worker that holds consecutive ranks keeps the group that talks most on one node; the ranks that share a sequence come
+next, then the stages of a replica; replicas are outermost (the order of Llama 3, arXiv 2407.21783, section 3.3.2).
+
+Experts add no ranks: they are spread over those that hold the same dense parameters, which are `data x context` of one
+stage (arXiv 2408.04093 calls it folding). Ints only: nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -16,35 +19,45 @@ class Coordinates(NamedTuple):
 
     data: int
     pipeline: int
+    context: int
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parallel degrees of a run. Each is at least 1; their product is the world size.
+    """The parallel degrees of a run. Each is at least 1; all but `expert` multiply to the world size.
 
     Raises:
-        ValueError: a degree is below 1.
+        ValueError: a degree is below 1, or `expert` does not divide `data x context`.
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data"):
+        for name in ("tensor", "pipeline", "data", "context", "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+        if self.replicas % self.expert:
+            raise ValueError(f"`expert` ({self.expert}) must divide `data` x `context` ({self.data} x {self.context})")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.context * self.tensor
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one copy of the model together."""
-        return self.pipeline * self.tensor
+        """Ranks that work on one sample together."""
+        return self.pipeline * self.context * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense parameters: those that gradients are summed over and ZeRO shards over."""
+        return self.data * self.context
 
     def coordinates(self, rank: int) -> Coordinates:
         """The mesh coordinates of `rank`.
@@ -55,30 +68,46 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
         data, pipeline = divmod(rest, self.pipeline)
-        return Coordinates(data, pipeline, tensor)
+        return Coordinates(data, pipeline, context, tensor)
 
-    def rank(self, data: int, pipeline: int, tensor: int) -> int:
+    def rank(self, data: int, pipeline: int, context: int, tensor: int) -> int:
         """The rank at these coordinates: the inverse of `coordinates`."""
-        return (data * self.pipeline + pipeline) * self.tensor + tensor
+        return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
 
     def tensor_groups(self) -> list[list[int]]:
         """Every tensor-parallel group, as lists of ranks: the ones that must share an NVLink domain."""
-        return [
-            [self.rank(d, p, t) for t in range(self.tensor)] for d in range(self.data) for p in range(self.pipeline)
-        ]
+        return self._groups("tensor")
+
+    def context_groups(self) -> list[list[int]]:
+        """Every context-parallel group: ranks that hold slices of the same sequences."""
+        return self._groups("context")
 
     def pipeline_groups(self) -> list[list[int]]:
         """Every pipeline, as lists of ranks in stage order."""
-        return [
-            [self.rank(d, p, t) for p in range(self.pipeline)] for d in range(self.data) for t in range(self.tensor)
-        ]
+        return self._groups("pipeline")
 
     def data_groups(self) -> list[list[int]]:
-        """Every data-parallel group: ranks that hold the same shard and reduce its gradients."""
+        """Every data-parallel group: ranks that hold the same shard and see other samples."""
+        return self._groups("data")
+
+    def replica_groups(self) -> list[list[int]]:
+        """Every group of ranks that hold the same dense parameters, by data and then by context coordinate."""
         return [
-            [self.rank(d, p, t) for d in range(self.data)] for p in range(self.pipeline) for t in range(self.tensor)
+            [self.rank(d, p, c, t) for d in range(self.data) for c in range(self.context)]
+            for p in range(self.pipeline)
+            for t in range(self.tensor)
         ]
+
+    def expert_groups(self) -> list[list[int]]:
+        """Every expert-parallel group: ranks that hold different experts of the same layers, in the experts' order."""
+        size = self.expert
+        return [group[i : i + size] for group in self.replica_groups() for i in range(0, self.replicas, size)]
+
+    def expert_replica_groups(self) -> list[list[int]]:
+        """Every group of ranks that hold the same experts."""
+        return [group[i :: self.expert] for group in self.replica_groups() for i in range(self.expert)]
 
     def workers(self, gpus_per_worker: int) -> list[range]:
         """The consecutive ranks of each worker pod, by worker index.
@@ -89,6 +118,12 @@ class Layout:
         if gpus_per_worker < 1 or self.world_size % gpus_per_worker:
             raise ValueError(f"a world of {self.world_size} ranks does not divide into workers of {gpus_per_worker}")
         return [range(first, first + gpus_per_worker) for first in range(0, self.world_size, gpus_per_worker)]
+
+    def _groups(self, own: str) -> list[list[int]]:
+        found: dict[Coordinates, list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(self.coordinates(rank)._replace(**{own: 0}), []).append(rank)
+        return list(found.values())
 
 
 def split_layers(layers: int, stages: int) -> list[range]:

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.spec import CheckpointSpec, DataSpec, ParallelismSpec, TrainingSpec
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 
 PROTOCOL_VERSION = 1
@@ -69,6 +70,10 @@ class RunConfig(ApiModel):
     """Pipeline-parallel degree."""
     data_parallel: int
     """Data-parallel degree."""
+    context: int = 1
+    """Context-parallel degree: ranks that share each sequence."""
+    expert: int = 1
+    """Expert-parallel degree; divides data x context."""
     micro_batches: int
     """Micro-batches per replica and step."""
     parallelism: ParallelismSpec
@@ -83,6 +88,15 @@ class RunConfig(ApiModel):
     """Checkpoint interval and retention; None when the job keeps no checkpoints."""
     command: list[str] | None = None
     """The user's own command, run once per rank; None for Meshwright's runtime."""
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees as a layout.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        return Layout(self.tensor, self.pipeline, self.data_parallel, self.context, self.expert)
 
 
 class MeshRequest(ApiModel):

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from meshwright.layout import Coordinates, Layout, split_layers
 
 degrees = st.integers(1, 6)
-layouts = st.builds(Layout, tensor=degrees, pipeline=degrees, data=degrees)
+layouts = st.builds(Layout, tensor=degrees, pipeline=degrees, data=degrees, context=degrees)
 
 
 def test_tensor_is_innermost_and_data_outermost() -> None:
     layout = Layout(tensor=2, pipeline=2, data=2)
     assert [layout.coordinates(rank) for rank in range(8)] == [
-        Coordinates(data, pipeline, tensor) for data in range(2) for pipeline in range(2) for tensor in range(2)
+        Coordinates(data, pipeline, 0, tensor) for data in range(2) for pipeline in range(2) for tensor in range(2)
     ]
     assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.pipeline_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -34,7 +34,9 @@ def test_each_kind_of_group_covers_every_rank_once(layout: Layout) -> None:
     for groups, size in (
         (layout.tensor_groups(), layout.tensor),
         (layout.pipeline_groups(), layout.pipeline),
+        (layout.context_groups(), layout.context),
         (layout.data_groups(), layout.data),
+        (layout.replica_groups(), layout.replicas),
     ):
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
         assert {len(group) for group in groups} == {size}
@@ -42,7 +44,8 @@ def test_each_kind_of_group_covers_every_rank_once(layout: Layout) -> None:
 
 @given(layouts)
 def test_groups_differ_in_their_own_coordinate_alone(layout: Layout) -> None:
-    for groups, own in ((layout.tensor_groups(), 2), (layout.pipeline_groups(), 1), (layout.data_groups(), 0)):
+    dimensions = (layout.data_groups(), layout.pipeline_groups(), layout.context_groups(), layout.tensor_groups())
+    for own, groups in enumerate(dimensions):
         for group in groups:
             others = {tuple(v for i, v in enumerate(layout.coordinates(r)) if i != own) for r in group}
             assert len(others) == 1

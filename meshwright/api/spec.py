@@ -67,10 +67,11 @@ class DataSpec(ApiModel):
 
 
 class Precision(StrEnum):
-    """The number format of compute; parameters, gradients' reduction and optimizer state are fp32."""
+    """The number format of compute; parameters, gradients' reduction and optimizer state are fp32, or all fp64."""
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP64 = "fp64"
 
 
 class OptimizerSpec(ApiModel):
@@ -104,7 +105,7 @@ class TrainingSpec(ApiModel):
     seed: Annotated[int, Field(ge=0, le=2147483647)] = 0
     """Seed of initial weights and of the data order: the same seed gives the same run in every layout."""
     precision: Precision = Precision.FP32
-    """Number format of compute."""
+    """Number format of compute. `fp64` computes and keeps everything in it: slow, for comparing layouts."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
 

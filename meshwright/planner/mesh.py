@@ -58,7 +58,7 @@ class Mesh:
     @classmethod
     def of(cls, layout: Layout, gpus_per_worker: int) -> Mesh:
         """The mesh of a layout."""
-        return cls(layout.tensor, 1, layout.pipeline, layout.data, 1, gpus_per_worker)
+        return cls(layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, gpus_per_worker)
 
     @property
     def world_size(self) -> int:

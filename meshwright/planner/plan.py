@@ -88,6 +88,8 @@ class Plan:
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             data_parallel=self.layout.data,
+            context=self.layout.context,
+            expert=self.layout.expert,
             micro_batches=self.micro_batches,
             parallelism=spec.parallelism.model_copy(
                 update={

@@ -98,11 +98,13 @@ def test_the_environment_of_a_rank() -> None:
         "MESHWRIGHT_TENSOR_PARALLEL_RANK": "1",
         "MESHWRIGHT_PIPELINE_PARALLEL_SIZE": "2",
         "MESHWRIGHT_PIPELINE_PARALLEL_RANK": "1",
+        "MESHWRIGHT_CONTEXT_PARALLEL_SIZE": "1",
+        "MESHWRIGHT_CONTEXT_PARALLEL_RANK": "0",
         "MESHWRIGHT_DATA_PARALLEL_SIZE": "1",
         "MESHWRIGHT_DATA_PARALLEL_RANK": "0",
         "MESHWRIGHT_CHECKPOINT_DIR": "/c",
     }
-    with pytest.raises(ValueError, match="mesh has 5 ranks"):
+    with pytest.raises(ValueError, match="mesh has 5"):
         rank_environment(document.model_copy(update={"world_size": 5}), document.members[1], 3, settings())
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
+from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.corpus import open_corpus
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.failures import classify, describe
@@ -101,7 +102,7 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
         results = []
         for number in range(1, steps + 1):
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-            results.append(trainer.step(number, batch[first : first + share]))
+            results.append(trainer.step(number, Batch.of(batch[first : first + share])))
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
         return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
 

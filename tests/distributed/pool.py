@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def tasks_of(run: RunConfig, checkpoint_dir: str | None = None, data_dir: str | None = None) -> list[RankTask]:
-    world = run.tensor * run.pipeline * run.data_parallel
+    world = run.layout.world_size
     port = free_port()
     return [
         RankTask(

@@ -26,7 +26,11 @@ from meshwright_worker.task import RankTask
 
 log = logging.getLogger(__name__)
 
-DATA, PIPELINE, TENSOR = "data", "pipeline", "tensor"
+DATA, PIPELINE, CONTEXT, TENSOR = "data", "pipeline", "context", "tensor"
+REPLICA = "replica"
+"""The ranks that hold the same dense parameters: data x context."""
+EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
+"""The ranks that hold different experts of a layer, and those that hold the same ones: together, the replicas."""
 
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
@@ -40,7 +44,11 @@ class Mesh:
     rank: int
     device: torch.device
     devices: DeviceMesh
-    """Dimensions `data`, `pipeline`, `tensor`."""
+    """Dimensions `data`, `pipeline`, `context`, `tensor`."""
+    replicas: DeviceMesh
+    """The one dimension `replica`: `data` and `context` flattened."""
+    experts: DeviceMesh
+    """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are spread over them."""
     checkpoint_group: dist.ProcessGroup
     """All ranks, on gloo, for the thread that writes checkpoints while training uses the other groups."""
 
@@ -48,6 +56,13 @@ class Mesh:
     def coordinates(self) -> Coordinates:
         """Where this rank is."""
         return self.layout.coordinates(self.rank)
+
+    def group(self, dimension: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in `dimension` alone, one of this module's names."""
+        if dimension == REPLICA:
+            return self.replicas.get_group()
+        mesh = self.experts if dimension in (EXPERT, EXPERT_REPLICA) else self.devices
+        return mesh.get_group(dimension)
 
     @property
     def is_last_stage(self) -> bool:
@@ -94,13 +109,21 @@ def same_everywhere(text: str, mesh: Mesh) -> bool:
 
 
 def _mesh(task: RankTask, device: torch.device) -> Mesh:
-    layout = Layout(tensor=task.run.tensor, pipeline=task.run.pipeline, data=task.run.data_parallel)
+    layout = task.run.layout
     if layout.world_size != task.world_size:
         raise ValueError(f"{layout} needs {layout.world_size} ranks, but the generation has {task.world_size}")
-    shape = (layout.data, layout.pipeline, layout.tensor)
-    devices = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, PIPELINE, TENSOR))
+    shape = (layout.data, layout.pipeline, layout.context, layout.tensor)
+    devices = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
+    # Only a sequence that is split makes replicas anything but the data dimension.
+    replicas = devices[DATA, CONTEXT]._flatten(REPLICA) if layout.context > 1 else devices[DATA]
     checkpoint_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-    return Mesh(layout, task.rank, device, devices, checkpoint_group)
+    return Mesh(layout, task.rank, device, devices, replicas, _experts(layout, device), checkpoint_group)
+
+
+def _experts(layout: Layout, device: torch.device) -> DeviceMesh:
+    ranks = torch.arange(layout.world_size).view(layout.data, layout.pipeline, layout.context, layout.tensor)
+    spread = ranks.transpose(1, 2).reshape(-1, layout.expert, layout.pipeline, layout.tensor)
+    return DeviceMesh(device.type, spread, mesh_dim_names=(EXPERT_REPLICA, EXPERT, PIPELINE, TENSOR))
 
 
 def _pin_interface(address: str) -> None:

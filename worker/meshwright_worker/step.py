@@ -11,14 +11,14 @@ import torch.distributed as dist
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
-from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.optimizer import AdamW, learning_rate
-from meshwright_worker.parallel.apply import build_stage
-from meshwright_worker.parallel.gradients import clip, reduce_gradients, square_sum
-from meshwright_worker.parallel.shards import shards_of
+from meshwright_worker.parallel.apply import BuiltStage, build_stages
+from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
+from meshwright_worker.parallel.shards import Shard, shards_of
 from meshwright_worker.pipeline.accumulate import Accumulation
-from meshwright_worker.pipeline.executor import Executor
+from meshwright_worker.pipeline.executor import Executor, tokens_of_step
 from meshwright_worker.pipeline.one_f_one_b import OneForwardOneBackward
 
 
@@ -31,7 +31,7 @@ class StepResult:
     """What a step came to; the same numbers on every rank."""
 
     loss: float
-    """Mean loss per token of the global batch, before the update."""
+    """Mean loss over the global batch's targets, before the update."""
     gradient_norm: float
     """Global norm, before clipping."""
     learning_rate: float
@@ -40,18 +40,20 @@ class StepResult:
 
 
 class Trainer:
-    """The model's stage, its optimizer and the way to run them on this rank."""
+    """The model's stages, their optimizer and the way to run them on this rank."""
 
     def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
         self._mesh = mesh
         self._training = training
-        self.stage, distributed = build_stage(run, model, mesh)
-        self.shards = shards_of(self.stage, distributed, run, mesh)
+        self.stages = build_stages(run, model, mesh)
+        self.shards: list[Shard] = [
+            shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
+        ]
         self.optimizer = AdamW(self.shards, training.optimizer)
-        self._executor = _executor(self.stage, run, model, mesh)
+        self._executor = _executor(self.stages, run, model, mesh)
 
-    def step(self, number: int, samples: torch.Tensor, *, stop: bool = False) -> StepResult:
-        """Train on this replica's samples of step `number` (from 1), int64 [batch, sequence_length + 1].
+    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
+        """Train on this replica's batch of step `number` (from 1).
 
         `stop` is this rank's wish to stop after the step; the result says whether any rank has it, so all ranks act
         alike.
@@ -59,32 +61,42 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
-        replica_loss = self._executor.run(samples.to(self._mesh.device))
+        batch = batch.to(self._mesh.device)
+        replica_loss = self._executor.run(batch)
         gradients = reduce_gradients(self.shards, self._mesh)
-        loss, norm, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), stop)
+        # Losses were divided by the tokens that a step may have; this many of them had a target.
+        loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)
+        share = tokens_of_step(self._training) / max(1.0, tokens)
+        loss, norm = loss * share, norm * share
         if not math.isfinite(loss + norm):
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
             )
         optimizer = self._training.optimizer
-        clip(gradients, norm, optimizer.gradient_clip)
+        rescale(gradients, share, norm, optimizer.gradient_clip)
         rate = learning_rate(number, self._training.steps, optimizer)
         self.optimizer.step(gradients, rate)
         return StepResult(loss, norm, rate, stopping)
 
-    def _agree(self, replica_loss: torch.Tensor, squares: torch.Tensor, stop: bool) -> tuple[float, float, bool]:
-        # Loss, squared norm and the stop flag travel in one reduction: one small collective a step.
+    def _agree(
+        self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
+    ) -> tuple[float, float, float, bool]:
+        # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step.
         mesh = self._mesh
         counts = mesh.is_last_stage and mesh.coordinates.tensor == 0
-        loss = replica_loss.double() / mesh.layout.data if counts else torch.zeros_like(squares)
-        sums = torch.stack([loss, squares, torch.full_like(squares, float(stop))])
+        zero = torch.zeros_like(squares)
+        loss = replica_loss.double() if counts else zero
+        targets = (batch.targets != IGNORED).sum().double() if counts else zero
+        sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
         dist.all_reduce(sums)
-        total_loss, total_squares, stops = sums.tolist()
-        return total_loss, math.sqrt(total_squares), stops > 0
+        total_loss, total_squares, tokens, stops = sums.tolist()
+        return total_loss, math.sqrt(total_squares), tokens, stops > 0
 
 
-def _executor(stage: DecoderStage, run: RunConfig, model: Architecture, mesh: Mesh) -> Executor:
+def _executor(stages: list[BuiltStage], run: RunConfig, model: Architecture, mesh: Mesh) -> Executor:
+    if run.training is None:
+        raise ValueError("`training` is required")
     if run.pipeline == 1:
-        return Accumulation(stage, run.micro_batches)
-    return OneForwardOneBackward(stage, run, model, mesh)
+        return Accumulation(stages[0].module, run.micro_batches, tokens_of_step(run.training))
+    return OneForwardOneBackward(stages[0].module, run, model, mesh)

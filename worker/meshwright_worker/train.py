@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from meshwright.api.spec import TrainingSpec
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
+from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.corpus import CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.stream import SampleStream
@@ -118,8 +119,8 @@ class _Loop:
         mine = state.samples + coordinates.data * share
         samples = self._stream.batch(mine, share)
         read = time.monotonic()
-        result = self._trainer.step(number, samples, stop=self._events.stop_requested())
-        if coordinates.pipeline == 0 and coordinates.tensor == 0:
+        result = self._trainer.step(number, Batch.of(samples), stop=self._events.stop_requested())
+        if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
         self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))

@@ -37,6 +37,8 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         labels.ENV_TENSOR_RANK: where.tensor,
         labels.ENV_PIPELINE_SIZE: layout.pipeline,
         labels.ENV_PIPELINE_RANK: where.pipeline,
+        labels.ENV_CONTEXT_SIZE: layout.context,
+        labels.ENV_CONTEXT_RANK: where.context,
         labels.ENV_DATA_SIZE: layout.data,
         labels.ENV_DATA_RANK: where.data,
     }
@@ -95,7 +97,7 @@ def rank_task(document: MeshDocument, member: MeshMember, rank: int, settings: S
 
 
 def _layout(run: RunConfig, world_size: int) -> Layout:
-    layout = Layout(tensor=run.tensor, pipeline=run.pipeline, data=run.data_parallel)
+    layout = run.layout
     if layout.world_size != world_size:
-        raise ValueError(f"tensor x pipeline x data is {layout.world_size}, but the mesh has {world_size} ranks")
+        raise ValueError(f"the run's degrees make {layout.world_size} ranks, but the mesh has {world_size}")
     return layout

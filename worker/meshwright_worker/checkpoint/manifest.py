@@ -31,6 +31,10 @@ class LayoutRecord(ApiModel):
     """Pipeline-parallel degree."""
     data: int
     """Data-parallel degree."""
+    context: int = 1
+    """Context-parallel degree."""
+    expert: int = 1
+    """Expert-parallel degree."""
     zero_stage: int
     """ZeRO stage."""
 

@@ -102,6 +102,8 @@ def blank_manifest(
         tensor=mesh.layout.tensor,
         pipeline=mesh.layout.pipeline,
         data=mesh.layout.data,
+        context=mesh.layout.context,
+        expert=mesh.layout.expert,
         zero_stage=task.run.parallelism.zero_stage,
     )
     return Manifest(

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright.models.architecture import Architecture
+from meshwright_worker.data.batch import IGNORED, Places
+from meshwright_worker.precision import wide
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -46,7 +48,7 @@ class TokenEmbedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square, computed in fp32 (arXiv 1910.07467)."""
+    """Division by the root mean square, computed in at least fp32 (arXiv 1910.07467)."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> [..., width]."""
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.epsilon)
+        normed = F.rms_norm(wide(x), x.shape[-1:], eps=self.epsilon)
         return normed.to(x.dtype) * local(self.weight).to(x.dtype)
 
 
@@ -71,9 +73,9 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate x, [batch, positions, heads, head_size], by its positions 0, 1, ..."""
-        cosine, sine = self._for(x)
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Rotate x, [batch, length, heads, head_size], by `positions`, int64 [batch, length]; None for 0, 1, ..."""
+        cosine, sine = self._for(x) if positions is None else self._at(positions, x)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
@@ -81,10 +83,43 @@ class RotaryEmbedding(nn.Module):
         positions = x.shape[1]
         table = self._table
         if table is None or table[0].shape[0] != positions or table[0].dtype != x.dtype or table[0].device != x.device:
-            exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
-            angles = torch.outer(torch.arange(positions, device=x.device), self.theta**-exponents).unsqueeze(1)
-            table = self._table = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+            table = self._table = self._at(torch.arange(positions, device=x.device), x)
         return table
+
+    def _at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, each [*positions.shape, 1, head_size / 2]."""
+        exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
+        angles = (positions.unsqueeze(-1) * self.theta**-exponents).unsqueeze(-2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class AttentionCore(nn.Module):
+    """Causal attention, each document of a row on its own. A module, so that context parallelism can replace it."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
+        """Mix values.
+
+        Args:
+            query: [batch, length, heads, head_size].
+            key: [batch, length, key and value heads, head_size].
+            value: like `key`, of any head size.
+            places: where the tokens stand.
+
+        Returns:
+            [batch, length, heads, value's head size].
+        """
+        mask = None
+        if places.documents is not None:
+            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).tril().unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return mixed.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -98,17 +133,15 @@ class Attention(nn.Module):
         self.value = Linear(model.hidden_size, model.kv_heads * model.head_size)
         self.output = Linear(model.heads * model.head_size, model.hidden_size)
         self.rotary = rotary
+        self.core = AttentionCore()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
         query, key, value = (
             projected.unflatten(-1, (-1, self.head_size)) for projected in (self.query(x), self.key(x), self.value(x))
         )
-        query, key = self.rotary(query), self.rotary(key)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        projected: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        query, key = self.rotary(query, places.positions), self.rotary(key, places.positions)
+        projected: torch.Tensor = self.output(self.core(query, key, value, places).flatten(2))
         return projected
 
 
@@ -137,16 +170,16 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
         self.feed_forward = FeedForward(model)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), places)
         mixed: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return mixed
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy in fp32, summed over tokens. A module, so that tensor parallelism can replace it."""
+    """Cross-entropy in at least fp32, summed over the targets that count. A module: tensor parallelism replaces it."""
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits [batch, positions, vocabulary] and targets [batch, positions] -> []."""
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten(), reduction="sum", ignore_index=IGNORED)

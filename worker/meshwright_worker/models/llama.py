@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
+from meshwright_worker.data.batch import Places
 from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
 
 
@@ -51,22 +52,25 @@ class DecoderStage(nn.Module):
             )
         self.output.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, places: Places | None = None
+    ) -> torch.Tensor:
         """Run the stage on one micro-batch.
 
         Args:
             x: tokens, int64 [batch, positions], for the first stage; otherwise the previous stage's output, hidden
                 states [batch, positions, hidden] (a slice of the positions under sequence parallelism).
             targets: the tokens to predict, [batch, positions]; for the last stage alone.
+            places: where the tokens stand; None for one document a row, from position 0 on.
 
         Returns:
-            Hidden states; from the last stage the loss summed over all tokens, fp32 [], if it was given targets, and
+            Hidden states; from the last stage the loss summed over all targets, fp32 [], if it was given targets, and
             logits [batch, positions, vocabulary] otherwise.
         """
         if self.is_first:
             x = self.embedding(x).to(self.compute)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x, places or Places())
         if not self.is_last:
             return x
         logits: torch.Tensor = self.output(self.norm(x))

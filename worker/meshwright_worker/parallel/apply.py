@@ -1,4 +1,4 @@
-"""A stage in the layout of its mesh. The order of the steps stands here and nowhere else.
+"""The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
 1. build on the meta device: no memory yet;
 2. split over the tensor group: matrices become DTensors;
@@ -12,47 +12,61 @@ step 3 would have to fit into one rank.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import DATA, TENSOR, Mesh
+from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
-from meshwright_worker.precision import compute_dtype
+from meshwright_worker.precision import compute_dtype, parameter_dtype
 
 
-def build_stage(run: RunConfig, model: Architecture, mesh: Mesh) -> tuple[DecoderStage, dict[str, DTensor]]:
-    """This rank's shard of this rank's pipeline stage, with initial weights.
+@dataclass(frozen=True)
+class BuiltStage:
+    """One stage as this rank holds it."""
 
-    Returns:
-        The stage, and by name those of its parameters that are parts of a larger one, as DTensors.
+    index: int
+    """Which of the model's stages."""
+    module: DecoderStage
+    distributed: dict[str, DTensor]
+    """By name, those of its parameters that are parts of a larger one."""
+
+
+def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[BuiltStage]:
+    """This rank's shards of the stages that it holds, with initial weights.
 
     Raises:
         ValueError: `run` is not a run of this runtime.
     """
+    return [_build(run, model, mesh, index, mesh.layout.pipeline) for index in [mesh.coordinates.pipeline]]
+
+
+def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int) -> BuiltStage:
     if run.training is None:
         raise ValueError("`training` is required")
+    precision = run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(
-            model, compute_dtype(run.training.precision), mesh.coordinates.pipeline, mesh.layout.pipeline
-        )
+        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
-        shard_over_replicas(
-            stage, mesh.devices[DATA], zero_stage=run.parallelism.zero_stage, precision=run.training.precision
-        )
+        shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
     initialize(stage, model, run.training.seed, mesh.device)
     if not shards_over_replicas(run):
-        return stage, compute_on_local(stage)
+        return BuiltStage(index, stage, compute_on_local(stage))
     settle(stage)
-    return stage, {name: value for name, value in stage.named_parameters() if isinstance(value, DTensor)}
+    distributed: dict[str, DTensor] = {
+        name: value for name, value in stage.named_parameters() if isinstance(value, DTensor)
+    }
+    return BuiltStage(index, stage, distributed)
 
 
 def shards_over_replicas(run: RunConfig) -> bool:
     """Whether parameters are sharded over replicas; a single replica has nobody to share with."""
-    return run.parallelism.zero_stage > 0 and run.data_parallel > 1
+    return run.parallelism.zero_stage > 0 and run.layout.replicas > 1

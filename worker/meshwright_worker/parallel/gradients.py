@@ -1,6 +1,7 @@
-"""The gradients of a step made whole: summed over the tensor group where partial, averaged over replicas, clipped.
+"""The gradients of a step made whole: summed over the tensor group where partial, summed over replicas, clipped.
 
-Replicas that hold all of their parameters (ZeRO 0) average gradients here, in fp32 and in a few large buckets, once a
+Every loss is divided by the tokens of the whole step before its backward pass, so what is left to do is to add up.
+Replicas that hold all of their parameters (ZeRO 0) add gradients here, in fp32 and in a few large buckets, once a
 step after the last micro-batch. That is what DDP does under `no_sync`, without its hooks, which see neither DTensors
 nor the pipeline's own calls of backward.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.mesh import DATA, TENSOR, Mesh
+from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
 from meshwright_worker.parallel.shards import Shard
 
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
@@ -23,11 +24,10 @@ def reduce_gradients(shards: Sequence[Shard], mesh: Mesh) -> list[torch.Tensor]:
     gradients = [shard.gradient() for shard in shards]
     partial = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.partial]
     if mesh.layout.tensor > 1:
-        _all_reduce(partial, mesh.devices.get_group(TENSOR))
+        _all_reduce(partial, mesh.group(TENSOR))
     replicated = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.replicated]
-    if mesh.layout.data > 1 and replicated:
-        torch._foreach_div_(replicated, mesh.layout.data)
-        _all_reduce(replicated, mesh.devices.get_group(DATA))
+    if mesh.layout.replicas > 1 and replicated:
+        _all_reduce(replicated, mesh.group(REPLICA))
     return gradients
 
 
@@ -42,10 +42,15 @@ def square_sum(shards: Sequence[Shard], gradients: Sequence[torch.Tensor]) -> to
     return torch.stack(list(norms)).double().square().sum()
 
 
-def clip(gradients: Sequence[torch.Tensor], norm: float, limit: float) -> None:
-    """Scale gradients in place so that their global norm is at most `limit`; 0 clips nothing."""
+def rescale(gradients: Sequence[torch.Tensor], factor: float, norm: float, limit: float) -> None:
+    """Scale gradients in place by `factor`, and so that their global norm, `norm` after it, is at most `limit`.
+
+    A limit of 0 clips nothing.
+    """
     if limit and norm > limit:
-        torch._foreach_mul_(list(gradients), limit / norm)
+        factor *= limit / norm
+    if factor != 1.0:
+        torch._foreach_mul_(list(gradients), factor)
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -36,7 +36,7 @@ class Shard:
     partial: bool
     """Whether gradients are still to be summed over the tensor group."""
     replicated: bool
-    """Whether gradients are still to be averaged over replicas."""
+    """Whether gradients are still to be summed over replicas."""
 
     def gradient(self) -> torch.Tensor:
         """This rank's part of the gradient, in the gradient's memory.
@@ -51,15 +51,15 @@ class Shard:
 
 
 def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
-    """The shards of every parameter of a stage from `build_stage`, in the order of its parameters."""
+    """The shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
     sharded = shards_over_replicas(run)
-    data, _, tensor = mesh.coordinates
+    data, _, context, tensor = mesh.coordinates
     sequence = run.parallelism.sequence and mesh.layout.tensor > 1
     partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
     shards = []
     for name, parameter in stage.named_parameters():
         # Matrices are split over the tensor group; what has one dimension, a norm, is whole on each of its ranks.
-        counted = (parameter.ndim > 1 or tensor == 0) and (sharded or data == 0)
+        counted = (parameter.ndim > 1 or tensor == 0) and (sharded or data == context == 0)
         local, _ = local_shard(parameter)
         whole = distributed.get(name)
         shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded))

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_worker.data.batch import IGNORED
 from meshwright_worker.models.layers import TokenLoss
+from meshwright_worker.precision import wide
 
 
 class SplitTokenLoss(TokenLoss):
@@ -25,7 +27,7 @@ class SplitTokenLoss(TokenLoss):
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits [batch, positions, own part of the vocabulary] and targets [batch, positions] -> [], on every rank."""
         loss: torch.Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, 1).float(), targets.flatten(), self._first, self._group
+            wide(logits.flatten(0, 1)), targets.flatten(), self._first, self._group
         )
         return loss
 
@@ -45,12 +47,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), wanted])
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), column, elsewhere)
-        return (sums[0].log() - sums[1]).sum()
+        counts = targets != IGNORED
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), column, elsewhere, counts)
+        return (sums[0].log() - sums[1]).masked_fill_(~counts, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probabilities, column, elsewhere = ctx.saved_tensors
+        probabilities, column, elsewhere, counts = ctx.saved_tensors
         (gradient,) = gradients
         ones = torch.ones_like(column, dtype=probabilities.dtype).masked_fill_(elsewhere, 0.0)
-        return probabilities.scatter_add(-1, column, -ones) * gradient, None, None, None
+        return probabilities.scatter_add(-1, column, -ones) * (gradient * counts.unsqueeze(-1)), None, None, None

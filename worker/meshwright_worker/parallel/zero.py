@@ -14,13 +14,15 @@ def shard_over_replicas(stage: DecoderStage, replicas: DeviceMesh, *, zero_stage
     """Shard every parameter of a stage, layer by layer, in place.
 
     Stage 2 keeps a layer's gathered parameters from its forward to its backward pass; stage 3 frees them in between and
-    gathers twice. Gradients are averaged over replicas once a step, after the last micro-batch.
+    gathers twice. Gradients are summed over replicas once a step, after the last micro-batch.
     """
     policy = sharding_policy(precision)
     free = zero_stage == 3
-    for block in stage.layers.values():
-        fully_shard(block, mesh=replicas, reshard_after_forward=free, mp_policy=policy)
-    fully_shard(stage, mesh=replicas, reshard_after_forward=free, mp_policy=policy)
+    for module in [*stage.layers.values(), stage]:
+        unit = fully_shard(module, mesh=replicas, reshard_after_forward=free, mp_policy=policy)
+        # Losses are divided by the tokens of all replicas already; and gloo has no other reduction than a plain sum.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def settle(stage: DecoderStage) -> None:

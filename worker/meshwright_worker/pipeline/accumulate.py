@@ -5,27 +5,33 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.llama import DecoderStage
 
 
 class Accumulation:
-    """Adds up gradients over micro-batches; those of FSDP are reduced with the last one alone."""
+    """Adds up gradients over micro-batches; those of FSDP are reduced with the last one alone.
 
-    def __init__(self, stage: DecoderStage, micro_batches: int) -> None:
+    Args:
+        stage: the whole model.
+        micro_batches: how many.
+        tokens: what the summed loss is divided by, `tokens_of_step`.
+    """
+
+    def __init__(self, stage: DecoderStage, micro_batches: int, tokens: int) -> None:
         self._stage = stage
         self._micro_batches = micro_batches
+        self._tokens = tokens
 
-    def run(self, samples: torch.Tensor) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         """See `Executor.run`."""
-        inputs, targets = samples[:, :-1], samples[:, 1:]
-        total = torch.zeros((), device=samples.device)
-        parts = zip(inputs.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
-        for number, (tokens, wanted) in enumerate(parts, start=1):
+        total = torch.zeros((), device=batch.tokens.device)
+        for number, part in enumerate(batch.chunk(self._micro_batches), start=1):
             if isinstance(self._stage, FSDPModule):
                 last = number == self._micro_batches
                 self._stage.set_requires_gradient_sync(last)
                 self._stage.set_is_last_backward(last)
-            loss = self._stage(tokens, targets=wanted) / targets.numel()
+            loss = self._stage(part.tokens, targets=part.targets, places=part.places) / self._tokens
             loss.backward()
-            total += loss.detach()
+            total = total + loss.detach()
         return total

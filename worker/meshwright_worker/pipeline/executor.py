@@ -6,16 +6,28 @@ from typing import Protocol
 
 import torch
 
+from meshwright.api.spec import TrainingSpec
+from meshwright_worker.data.batch import Batch
+
 
 class Executor(Protocol):
     """Runs forward and backward of one replica's batch and leaves gradients in the parameters."""
 
-    def run(self, samples: torch.Tensor) -> torch.Tensor:
-        """Add the gradient of the replica's mean loss per token.
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Add the gradient of the replica's summed loss over `tokens_of_step`.
 
         Args:
-            samples: tokens, int64 [replica's batch, sequence_length + 1], on the rank's device.
+            batch: the replica's, on the rank's device.
 
         Returns:
-            That mean, fp32 []; 0 on ranks that do not compute the loss.
+            That quotient, fp32 []; 0 on ranks that do not compute the loss.
         """
+
+
+def tokens_of_step(training: TrainingSpec) -> int:
+    """Tokens of a step when each is predicted: what every loss is divided by before its backward pass.
+
+    How many of a step's tokens really are predicted is known only after a reduction over the mesh; until then this
+    number keeps gradients in a range that any format holds, and the step corrects it (`Trainer.step`).
+    """
+    return training.global_batch_size * training.sequence_length

@@ -11,8 +11,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.data.batch import Batch
 from meshwright_worker.mesh import PIPELINE, Mesh
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.pipeline.executor import tokens_of_step
 
 
 class OneForwardOneBackward:
@@ -24,7 +26,7 @@ class OneForwardOneBackward:
         self._stage = stage
         length = run.training.sequence_length
         batch = run.training.global_batch_size // run.data_parallel // run.micro_batches
-        self._tokens = batch * length * run.micro_batches
+        self._tokens = tokens_of_step(run.training)
         slices = run.tensor if run.parallelism.sequence else 1
         shape = (batch, length // slices, model.hidden_size)
         hidden = torch.empty(shape, dtype=stage.compute, device="meta", requires_grad=True)
@@ -38,23 +40,23 @@ class OneForwardOneBackward:
             output_args=torch.empty((), device="meta", requires_grad=True) if stage.is_last else hidden,
             group=mesh.devices.get_group(PIPELINE),
         )
-        # The loss is scaled here, by all tokens of the replica's batch; the schedule must not divide gradients again.
+        # The loss is scaled here, by all tokens of the step; the schedule must not divide gradients again.
         self._schedule = Schedule1F1B(pipeline_stage, run.micro_batches, loss_fn=self._mean, scale_grads=False)
 
-    def run(self, samples: torch.Tensor) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         """See `Executor.run`."""
         losses: list[torch.Tensor] = []
         try:
-            self._run_schedule(samples, losses)
+            self._run_schedule(batch, losses)
         except RuntimeError as error:
             # torch wraps what a stage raised in a text about its shapes; a lost peer would look like a fault of ours.
             raise _root_of(error) from None
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=samples.device)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=batch.tokens.device)
 
-    def _run_schedule(self, samples: torch.Tensor, losses: list[torch.Tensor]) -> None:
-        targets = samples[:, 1:]
+    def _run_schedule(self, batch: Batch, losses: list[torch.Tensor]) -> None:
+        targets = batch.targets
         if self._stage.is_first:
-            self._schedule.step(samples[:, :-1], return_outputs=False)
+            self._schedule.step(batch.tokens, return_outputs=False)
         elif self._stage.is_last:
             self._schedule.step(targets=targets, target=targets, losses=losses, return_outputs=False)
         else:

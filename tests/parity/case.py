@@ -1,0 +1,45 @@
+"""A row of the parity matrix: a technique in a layout, held to one process with the same seed and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.protocol import RunConfig
+from tests.distributed.configs import small_run
+
+
+@dataclass(frozen=True)
+class Case:
+    """`layout` and `common` are arguments of `small_run`; one process runs `common` alone.
+
+    A case with `refused` is an illegal combination: `validate` must raise an error that holds this text.
+    """
+
+    technique: str
+    """What the row is about, as a reader would look it up: `ring attention (zig-zag)`."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    smoke: bool = False
+    """Whether the case is in the part that every test run has."""
+    exact: bool = True
+    """Whether one process computes the same numbers but for rounding; False for techniques that round on purpose
+    (bf16, fp8, compressed gradients), which are then held to `tolerance`."""
+    tolerance: float = 1e-5
+    """Largest error of loss and of any gradient tensor, relative to the tensor's largest element, in fp32."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the cases."""
+        options = {**self.common, **self.layout}
+        return " ".join([self.technique, *(f"{key}={value}" for key, value in options.items())])
+
+    def run(self, **more: Any) -> RunConfig:
+        """The run of the case in its layout."""
+        return small_run(**{**self.common, **self.layout, **more})
+
+    def reference(self, **more: Any) -> RunConfig:
+        """The run in one process."""
+        return small_run(**{**self.common, **more})

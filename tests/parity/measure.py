@@ -1,0 +1,86 @@
+"""Running a case and one process, and how far they are apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.api.spec import Precision
+from meshwright_worker.validate import InvalidRunError, validate
+from tests.distributed.cases import Trained, train_on_random_tokens
+from tests.distributed.pool import RankPool
+from tests.parity.case import Case
+
+STEPS = 3
+LIMITS = {Precision.FP32: (1e-5, 1e-3), Precision.FP64: (1e-12, 1e-10)}
+"""Of loss and gradients, and of parameters after `STEPS` optimizer steps. Adam divides by the gradient's own size,
+which blows up rounding where a gradient is almost 0: fp32 says little about parameters, fp64 much."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest errors over all ranks, relative to the largest element of each tensor."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    worst: str
+    """The tensor with the largest error of the gradient."""
+
+    def within(self, gradient: float, parameter: float) -> bool:
+        """Whether no error is larger."""
+        return self.loss <= gradient and self.gradient <= gradient and self.parameter <= parameter
+
+
+class Oracle:
+    """What one process computes, once for every different run."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+        self._known: dict[str, Trained] = {}
+
+    def of(self, case: Case, **more: Any) -> Trained:
+        """The reference of a case."""
+        run = case.reference(**more)
+        key = json.dumps(run.model_dump(mode="json"), sort_keys=True)
+        if key not in self._known:
+            (self._known[key],) = self._pool.run(train_on_random_tokens, run, STEPS)
+        return self._known[key]
+
+
+def measure(case: Case, pool: RankPool, oracle: Oracle, precision: Precision) -> Errors:
+    """Run the case on the pool's ranks.
+
+    Raises:
+        AssertionError: a rank failed, or the ranks together do not have the model's parameters.
+    """
+    want = oracle.of(case, precision=precision)
+    ranks = pool.run(train_on_random_tokens, case.run(precision=precision), STEPS)
+    missing = set(want.gradients) ^ set().union(*(rank.gradients for rank in ranks))
+    assert not missing, f"{case.name}: gradients of {sorted(missing)} on one side alone"
+    gradients = [_largest(rank.gradients, want.gradients) for rank in ranks]
+    parameters = [_largest(rank.parameters, want.parameters) for rank in ranks]
+    losses = [
+        abs(got.loss - expected.loss) / abs(expected.loss)
+        for rank in ranks
+        for got, expected in zip(rank.results, want.results, strict=True)
+    ]
+    gradient, worst = max(gradients)
+    return Errors(max(losses), gradient, max(parameters)[0], worst)
+
+
+def check_refused(case: Case) -> None:
+    """Hold an illegal combination to its error, raised before any process group forms."""
+    assert case.refused is not None
+    with pytest.raises(InvalidRunError, match=re.escape(case.refused)):
+        validate(case.run())
+
+
+def _largest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    errors = [(float((got[name] - want[name]).abs().max() / want[name].abs().max()), name) for name in got]
+    return max(errors, default=(0.0, ""))

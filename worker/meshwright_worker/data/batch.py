@@ -1,0 +1,75 @@
+"""What a replica trains on in one step: tokens, what to predict, and where each token stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import torch
+
+IGNORED = -100
+"""A target that is not predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tokens of a batch stand. Every stage has them: they are not sent along a pipeline."""
+
+    positions: torch.Tensor | None = None
+    """int64 [batch, length], what rotary embedding turns by; None for 0, 1, ... in each row."""
+    documents: torch.Tensor | None = None
+    """int64 [batch, length], which document of its row a token belongs to: attention stays inside. None for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of a step, or of one of its micro-batches."""
+
+    tokens: torch.Tensor
+    """int64 [batch, length]."""
+    targets: torch.Tensor
+    """The tokens to predict, int64 [batch, length]; `IGNORED` where there is none."""
+    positions: torch.Tensor | None = None
+    """See `Places`."""
+    documents: torch.Tensor | None = None
+    """See `Places`."""
+
+    @classmethod
+    def of(cls, samples: torch.Tensor) -> Self:
+        """The batch that predicts each next token of samples, int64 [batch, length + 1]."""
+        return cls(samples[:, :-1], samples[:, 1:])
+
+    @property
+    def places(self) -> Places:
+        """What the layers are told of the tokens."""
+        return Places(self.positions, self.documents)
+
+    def chunk(self, count: int) -> list[Self]:
+        """`count` micro-batches of the same number of rows.
+
+        Raises:
+            ValueError: the rows do not divide.
+        """
+        rows, rest = divmod(len(self.tokens), count)
+        if rest:
+            raise ValueError(f"{len(self.tokens)} rows do not divide into {count} micro-batches")
+        return [self.each(partial(_rows, first=index * rows, count=rows)) for index in range(count)]
+
+    def to(self, device: torch.device) -> Self:
+        """The batch on a device."""
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The batch with every tensor that it has changed alike."""
+        return type(self)(
+            change(self.tokens),
+            change(self.targets),
+            None if self.positions is None else change(self.positions),
+            None if self.documents is None else change(self.documents),
+        )
+
+
+def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor[first : first + count]
