@@ -177,7 +177,7 @@ def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> 
 
 
 def _in_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
-    numbers = architecture.model_dump(exclude={"name", "rope_theta", "norm_epsilon"})
+    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
     return spec.model_copy(update={"model": ModelSpec(**numbers)})
 
 

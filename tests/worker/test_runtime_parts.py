@@ -14,8 +14,9 @@ from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker import generate
 from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.layers import RMSNorm, RotaryEmbedding, TokenLoss
+from meshwright_worker.models.layers import RMSNorm, TokenLoss
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.rotary import RotaryEmbedding
 from meshwright_worker.network import interface_of
 
 MODEL = Architecture(layers=3, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=257)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from meshwright.api.shape import Norm
 from meshwright.api.spec import DataSpec, Tokenizer, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
@@ -28,6 +29,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         raise InvalidRunError("`model`, `data` and `training` are required unless `runtime.command` is set")
     problems = [
         *_model_problems(run.architecture),
+        *_length_problems(run.architecture, run.training),
         *_tensor_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
@@ -47,12 +49,24 @@ def nearest(value: int, works: Callable[[int], bool], limit: int) -> str:
 
 def _model_problems(model: Architecture) -> Iterator[str]:
     hidden, heads = model.hidden_size, model.heads
-    if hidden % heads or model.head_size % 2:
+    if model.head_size == hidden // heads and (hidden % heads or model.head_size % 2):
         fits = nearest(heads, lambda n: hidden % n == 0 and hidden // n % 2 == 0, hidden)
         yield f"`model.heads: {heads}` must divide `model.hiddenSize: {hidden}` into even widths; nearest: {fits}"
     if heads % model.kv_heads:
         fits = nearest(model.kv_heads, lambda n: heads % n == 0, heads)
         yield f"`model.kvHeads: {model.kv_heads}` must divide `model.heads: {heads}`; nearest: {fits}"
+    if model.rope_size % 2:
+        name = "model.latent.ropeSize" if model.latent else "model.headSize"
+        yield f"`{name}: {model.rope_size}` must be even; nearest: {model.rope_size - 1}, {model.rope_size + 1}"
+    if model.biases and model.norm is not Norm.LAYER_NORM:
+        yield f"`model.biases: true` needs `model.norm: LayerNorm`, not `{model.norm}`"
+    if model.latent and (model.kv_heads != heads or model.biases or model.attention_biases or model.query_key_norms):
+        yield (
+            f"`model.latent` needs `model.kvHeads: {heads}`, and excludes `model.biases`, `model.attentionBiases` and "
+            "`model.queryKeyNorms`"
+        )
+    if model.positions and (model.latent or model.rope_scaling):
+        yield "`model.positions` excludes `model.latent` and `model.ropeScaling`: both turn by rotary positions"
 
 
 def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
@@ -96,6 +110,14 @@ def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         yield (
             f"`training.optimizer.minLearningRate: {optimizer.min_learning_rate}` must not be above "
             f"`training.optimizer.learningRate: {optimizer.learning_rate}`"
+        )
+
+
+def _length_problems(model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    if 0 < model.positions < training.sequence_length:
+        yield (
+            f"`training.sequenceLength: {training.sequence_length}` must be at most "
+            f"`model.positions: {model.positions}`: each position needs a row"
         )
 
 

@@ -28,8 +28,8 @@ def materialize(stage: DecoderStage, device: torch.device) -> None:
 def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torch.device) -> None:
     """Give a stage that was built on the meta device its memory on `device` and its initial weights.
 
-    Norms are 1. Matrices are normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that
-    write to the residual stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed
+    Norms are 1, biases 0. Matrices are normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX),
+    those that write to the residual stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed
     0.02 makes narrow models lose their first hundred steps.
     """
     materialize(stage, device)
@@ -54,6 +54,8 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
 
 
 def _draw(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
+    if name.endswith(".bias"):
+        return torch.zeros(shape, dtype=PARAMETER_DTYPE)
     if len(shape) == 1:
         return torch.ones(shape, dtype=PARAMETER_DTYPE)
     hashed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import Mesh
+from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.apply import shards_over_replicas
@@ -58,9 +58,13 @@ def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConf
     partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
     shards = []
     for name, parameter in stage.named_parameters():
-        # Matrices are split over the tensor group; what has one dimension, a norm, is whole on each of its ranks.
-        counted = (parameter.ndim > 1 or tensor == 0) and (sharded or data == context == 0)
         local, _ = local_shard(parameter)
         whole = distributed.get(name)
+        # What is not split over the tensor group, such as a norm, is whole on each of its ranks.
+        counted = (_is_split(whole) or tensor == 0) and (sharded or data == context == 0)
         shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded))
     return shards
+
+
+def _is_split(whole: DTensor | None) -> bool:
+    return whole is not None and TENSOR in (whole.device_mesh.mesh_dim_names or ())
