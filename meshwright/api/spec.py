@@ -90,6 +90,8 @@ class DataSpec(ApiModel):
     """PersistentVolumeClaim that holds the files, mounted read-only. Required when `source` is `Files`."""
     pattern: Annotated[str, Field(min_length=1, max_length=253)] = "**/*"
     """Glob, relative to the volume's root, of the files to read when `source` is `Files`."""
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the documents that is never trained on, by a hash of their names, for `training.evaluation`."""
     tokenizer: Tokenizer = Tokenizer.BYTE
     """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257."""
 
@@ -121,6 +123,40 @@ class OptimizerSpec(ApiModel):
     """Largest global gradient norm, over all dimensions of the mesh; 0 clips nothing."""
 
 
+class LoraTarget(StrEnum):
+    """A matrix of a layer that gets an adapter."""
+
+    QUERY = "Query"
+    KEY = "Key"
+    VALUE = "Value"
+    OUTPUT = "Output"
+    GATE = "Gate"
+    UP = "Up"
+    DOWN = "Down"
+
+
+class LoraSpec(ApiModel):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685): the model's own weights stay, two narrow matrices beside some of
+    them are trained.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Width of the adapters."""
+    alpha: Annotated[float, Field(gt=0, le=1000000)] = 16.0
+    """An adapter's output is scaled by `alpha / rank`."""
+    targets: Annotated[list[LoraTarget], Field(min_length=1, max_length=7)] = [LoraTarget.QUERY, LoraTarget.VALUE]
+    """The matrices that get an adapter, in every layer."""
+
+
+class EvaluationSpec(ApiModel):
+    """A loss on documents that are never trained on (`data.heldOut`)."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
+    """Steps between evaluations; the last step is followed by one too."""
+    samples: Annotated[int, Field(ge=1, le=16777216)] = 64
+    """Sequences of an evaluation, the same ones each time; rounded up to whole batches."""
+
+
 class TrainingSpec(ApiModel):
     """How long and how to train."""
 
@@ -136,6 +172,13 @@ class TrainingSpec(ApiModel):
     """Number format of compute. `fp64` computes and keeps everything in it: slow, for comparing layouts."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
+    initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
+    """Directory to begin from, as worker containers see it (a volume of `workers.volumes`): a Hugging Face
+    `config.json` of the same shape as `model`, and safetensors files. Random weights by `seed` when left out."""
+    lora: LoraSpec | None = None
+    """Train low-rank adapters alone; every parameter when left out."""
+    evaluation: EvaluationSpec | None = None
+    """Evaluate while training; needs `data.heldOut`. Not at all when left out."""
 
 
 class PipelineSchedule(StrEnum):

@@ -112,7 +112,7 @@ def _llama(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture
     slides = kind == "mistral" or fields.flag("use_sliding_window", False)
     if slides and fields.number("sliding_window", 0):
         raise ConfigError(
-            "`sliding_window` is not built by this runtime: set it to null where sequences are no longer than the window"
+            "`sliding_window` is not built by this runtime: set it to null if no sequence is longer than the window"
         )
     if fields.flag("attention_bias", False) or fields.flag("mlp_bias", False):
         raise ConfigError("`attention_bias` and `mlp_bias` are not built by this runtime for these model types")

@@ -116,6 +116,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("data.claimName", {"data": {}}),
     ("data.claimName", {"data": {"source": "Files"}}),
     ("data.pattern", {"data.pattern": "*.py"}),
+    ("training.evaluation", {"training.evaluation": {}}),
     ("training.optimizer.warmupSteps", {"training.optimizer.warmupSteps": 101}),
     ("training.optimizer.minLearningRate", {"training.optimizer.minLearningRate": 0.01}),
     ("training.optimizer.minLearningRate", {"training.optimizer": {"learningRate": 0.5, "minLearningRate": 1}}),

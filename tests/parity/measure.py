@@ -94,5 +94,7 @@ def _check_vanishing(case: Case, trained: list[Trained], limit: float) -> None:
 
 
 def _largest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    errors = [(float((got[name] - want[name]).abs().max() / want[name].abs().max()), name) for name in got]
+    # An adapter's first gradient is exactly 0: its other matrix still is.
+    scales = {name: float(want[name].abs().max()) or 1.0 for name in got}
+    errors = [(float((got[name] - want[name]).abs().max()) / scales[name], name) for name in got]
     return max(errors, default=(0.0, ""))

@@ -46,9 +46,9 @@ class Trainer:
         self._mesh = mesh
         self._training = training
         self.stages = build_stages(run, model, mesh)
-        self.shards: list[Shard] = [
-            shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
-        ]
+        shards = [shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)]
+        self.shards: list[Shard] = [shard for shard in shards if shard.parameter.requires_grad]
+        self.frozen: list[Shard] = [shard for shard in shards if not shard.parameter.requires_grad]
         self.optimizer = AdamW(self.shards, training.optimizer)
         self._executor = _executor(self.stages, run, model, mesh)
 

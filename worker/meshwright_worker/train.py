@@ -16,8 +16,10 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from meshwright.api.spec import TrainingSpec
+from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.batch import Batch
@@ -25,6 +27,9 @@ from meshwright_worker.data.corpus import CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.pretrained.files import PretrainedError
+from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
 from meshwright_worker.validate import validate
@@ -44,6 +49,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
+        PretrainedError: the weights to begin from cannot be used.
         CorpusError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
@@ -65,9 +71,24 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             blank = blank_manifest(task, architecture, training, stream.identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
+            begin_from_weights(trainer, architecture, training, mesh)
             state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
         events.running(state.step)
         return _Loop(trainer, stream, session, mesh, training, events).run(state)
+
+
+def begin_from_weights(trainer: Trainer, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+    """Fill the model from `training.initialWeights`, if there is any. A checkpoint of adapters holds nothing else.
+
+    Raises:
+        PretrainedError: the files hold another model, are damaged, or are not the same on every rank.
+    """
+    if training.initial_weights is None:
+        return
+    shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
+    fingerprint = load_pretrained(shards, model, Path(training.initial_weights))
+    if not same_everywhere(fingerprint, mesh):
+        raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
 
 
 class _Loop:

@@ -44,6 +44,9 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "tp-pp-dp": {"tensor": 2, "pipeline": 2, "data": 2, "sequence": False},
     "tp-sp-pp-zero2": {"tensor": 2, "pipeline": 2, "data": 2, "zero": 2},
 }
+_LORA: dict[str, Any] = {
+    "training": {"lora": {"rank": 3, "targets": ["Query", "Key", "Value", "Output", "Gate", "Up", "Down"]}}
+}
 _SMOKE = {
     ("GPT", "tp"),
     ("GPT", "tp-sp"),
@@ -65,6 +68,11 @@ CASES = [
     for family, model in _FAMILIES.items()
     for name, layout in _LAYOUTS.items()
     if not (model.get("tie_embeddings") and "pipeline" in layout)
+]
+CASES += [
+    Case("LoRA", layout, {**_LORA, **model}, smoke=not model and name in ("tp", "tp-sp", "zero3", "pp"))
+    for model in ({}, {"attention_biases": True, "query_key_norms": True})
+    for name, layout in _LAYOUTS.items()
 ]
 CASES += [
     Case("biases without LayerNorm", {}, {"biases": True}, refused="`model.norm: LayerNorm`"),

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import DOWN, UP
 from meshwright_worker.precision import PARAMETER_DTYPE
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
@@ -28,13 +29,14 @@ def materialize(stage: DecoderStage, device: torch.device) -> None:
 def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torch.device) -> None:
     """Give a stage that was built on the meta device its memory on `device` and its initial weights.
 
-    Norms are 1, biases 0. Matrices are normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX),
-    those that write to the residual stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed
-    0.02 makes narrow models lose their first hundred steps.
+    Norms are 1, biases 0; of an adapter one matrix is 0 and the other has deviation 1 / sqrt(inputs). Matrices are
+    normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that write to the residual
+    stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed 0.02 makes narrow models lose
+    their first hundred steps.
     """
     materialize(stage, device)
     for name, parameter in stage.named_parameters():
-        whole = _draw(name, parameter.shape, model, seed)
+        whole = draw(name, parameter.shape, model, seed)
         with torch.no_grad():
             local, box = local_shard(parameter)
             local.copy_(whole[box])
@@ -53,14 +55,19 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
     return local, box
 
 
-def _draw(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
+def draw(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
+    """The initial value of the whole parameter of that name, in the format of parameters."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=PARAMETER_DTYPE)
     if len(shape) == 1:
         return torch.ones(shape, dtype=PARAMETER_DTYPE)
+    if name.endswith(UP):
+        return torch.zeros(shape, dtype=PARAMETER_DTYPE)
     hashed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
     deviation = math.sqrt(0.4 / model.hidden_size)
-    if name.endswith(_RESIDUAL_OUTPUTS):
+    if name.endswith(DOWN):
+        deviation = shape[1] ** -0.5
+    elif name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * model.layers)
     return torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)

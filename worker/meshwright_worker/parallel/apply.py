@@ -1,6 +1,6 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
-1. build on the meta device: no memory yet;
+1. build on the meta device, with adapters if any: no memory yet;
 2. split over the tensor group: matrices become DTensors;
 3. shard over replicas (ZeRO 2 and 3): shards of those shards;
 4. take memory for what is left and fill it with initial weights;
@@ -22,6 +22,7 @@ from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import adapt
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, parameter_dtype
@@ -53,6 +54,8 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
     precision = run.training.precision
     with torch.device("meta"):
         stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
+    if run.training.lora is not None:
+        adapt(stage, run.training.lora)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwright_worker.models.layers import Linear, PositionEmbedding, local
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
 from meshwright_worker.parallel.collectives import enter, leave
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
@@ -29,6 +30,8 @@ _SUMMED = ("output", "down")
 """Matrices of a sub-layer that are split by columns: ranks hold parts of a sum, to which the bias is added once."""
 _WHOLE = ("query_down", "kv_down", "query_norm", "key_norm", "kv_norm")
 """What every rank of a tensor group holds whole, and uses for its own heads."""
+_WHOLE_OF_ADAPTER = (DOWN, UP)
+"""Of an adapter, what stays whole beside a matrix that is split by rows, and by columns."""
 
 
 def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence: bool) -> None:
@@ -62,7 +65,8 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
     """The parameters of which each rank of a tensor group has a part of the gradient alone: it has to be summed there.
 
     Inside attention these are the norms of heads and what makes latents: whole on every rank, used for its own heads
-    alone. Under sequence parallelism, further, what works on the residual stream and sees a slice of the positions.
+    alone; of an adapter it is the matrix that is not split. Under sequence parallelism, further, what works on the
+    residual stream and sees a slice of the positions.
     """
     inside = [
         parameter
@@ -71,7 +75,15 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
         if name in _WHOLE
         for parameter in module.parameters()
     ]
-    return inside + (_on_residual_stream(stage) if sequence else [])
+    return inside + _of_adapters(stage) + (_on_residual_stream(stage) if sequence else [])
+
+
+def _of_adapters(stage: DecoderStage) -> list[nn.Parameter]:
+    return [
+        module.get_parameter(_WHOLE_OF_ADAPTER[path.rpartition(".")[2] in _SUMMED])
+        for path, module in stage.named_modules()
+        if isinstance(module, AdaptedLinear)
+    ]
 
 
 def _on_residual_stream(stage: DecoderStage) -> list[nn.Parameter]:
@@ -95,7 +107,8 @@ def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:
     distributed: dict[str, DTensor] = {n: p for n, p in stage.named_parameters() if isinstance(p, DTensor)}
     for name, value in distributed.items():
         path, _, leaf = name.rpartition(".")
-        stage.get_submodule(path).register_parameter(leaf, nn.Parameter(value.to_local().detach()))
+        part = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
+        stage.get_submodule(path).register_parameter(leaf, part)
     stage.tie()
     return distributed
 
@@ -116,11 +129,11 @@ def _split_sublayer(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> No
 
 def _split(module: nn.Module, tensor: DeviceMesh, placement: Shard) -> None:
     for name, whole in list(module.named_parameters(recurse=False)):
-        if whole.ndim <= placement.dim:
+        if whole.ndim <= placement.dim or name == _WHOLE_OF_ADAPTER[placement == _COLUMNS]:
             continue
         # No source rank: every rank takes its own part of what it has, and weights are drawn later.
         split = distribute_tensor(whole.detach(), tensor, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(split))
+        module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def _enter_before(module: nn.Module, group: dist.ProcessGroup, sequence: bool) -> None:
