@@ -1,4 +1,4 @@
-"""Published weights in the runtime's modules: the logits of the published model, and the same files when written again."""
+"""Published weights in the runtime's modules give the logits of the published model."""
 
 from __future__ import annotations
 

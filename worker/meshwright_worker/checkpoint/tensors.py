@@ -18,12 +18,16 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 def checkpoint_tensors(shards: Sequence[Shard], optimizer: AdamW) -> dict[str, torch.Tensor]:
     """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
-    tensors = {}
+    tensors = model_tensors(shards)
     for shard in shards:
-        tensors[f"{MODEL}.{shard.name}"] = _distributed(shard, shard.local)
         for moment, local in optimizer.moments(shard).items():
             tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = _distributed(shard, local)
     return tensors
+
+
+def model_tensors(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
+    """The parameters alone, by name, sharing memory with the model."""
+    return {f"{MODEL}.{shard.name}": _distributed(shard, shard.local) for shard in shards}
 
 
 def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
