@@ -66,7 +66,7 @@ def page(reference: list[float], found: Mapping[str, list[float]]) -> str:
         "# Loss curves",
         "",
         f"A small decoder trains {STEPS} steps on the source of the Python standard library, in one process and in",
-        f"each layout. Every step's loss must be within {LIMIT:.0%} of the one process's. `make parity` writes this page.",
+        f"each layout. Every step must be within {LIMIT:.0%} of the one process. `make parity` writes this page.",
         "",
         f"One process: {first:.4f} over the first ten steps, {last:.4f} over the last ten.",
         "",
