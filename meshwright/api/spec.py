@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.data import DataSpec
 from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
@@ -66,34 +67,6 @@ class ModelSpec(ApiModel):
     """Multi-head latent attention (DeepSeek); full keys and values when left out."""
     rope_scaling: RopeScalingSpec | None = None
     """Rescaling of rotary frequencies for long contexts (Llama 3.1); none when left out."""
-
-
-class DataSource(StrEnum):
-    """Where training text comes from."""
-
-    PYTHON_STDLIB = "PythonStdlib"
-    FILES = "Files"
-
-
-class Tokenizer(StrEnum):
-    """How text becomes tokens."""
-
-    BYTE = "Byte"
-
-
-class DataSpec(ApiModel):
-    """The text to train on."""
-
-    source: DataSource = DataSource.FILES
-    """`PythonStdlib`: the source code of the Python standard library in the image. `Files`: the files of a volume."""
-    claim_name: ShortText | None = None
-    """PersistentVolumeClaim that holds the files, mounted read-only. Required when `source` is `Files`."""
-    pattern: Annotated[str, Field(min_length=1, max_length=253)] = "**/*"
-    """Glob, relative to the volume's root, of the files to read when `source` is `Files`."""
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the documents that is never trained on, by a hash of their names, for `training.evaluation`."""
-    tokenizer: Tokenizer = Tokenizer.BYTE
-    """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257."""
 
 
 class Precision(StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,19 @@ class Trainer:
         rate = learning_rate(number, self._training.steps, optimizer)
         self.optimizer.step(gradients, rate)
         return StepResult(loss, norm, rate, stopping)
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        counts = self._mesh.is_last_stage and self._mesh.coordinates.tensor == 0
+        sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        for batch in batches:
+            batch = batch.to(self._mesh.device)
+            loss = self._executor.evaluate(batch)
+            if counts:
+                sums += torch.stack([loss.double(), (batch.targets != IGNORED).sum().double()])
+        dist.all_reduce(sums)
+        total, targets = sums.tolist()
+        return float(total / max(1.0, targets))
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from meshwright.api.data import DataSpec, Tokenizer
 from meshwright.api.shape import Norm
-from meshwright.api.spec import DataSpec, Tokenizer, TrainingSpec
+from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
@@ -30,6 +31,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
     problems = [
         *_model_problems(run.architecture),
         *_length_problems(run.architecture, run.training),
+        *_evaluation_problems(run.training, run.data),
         *_tensor_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
@@ -119,6 +121,11 @@ def _length_problems(model: Architecture, training: TrainingSpec) -> Iterator[st
             f"`training.sequenceLength: {training.sequence_length}` must be at most "
             f"`model.positions: {model.positions}`: each position needs a row"
         )
+
+
+def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str]:
+    if training.evaluation is not None and not data.held_out:
+        yield "`training.evaluation` needs `data.heldOut` above 0: it is measured on documents that are not trained on"
 
 
 def _data_problems(model: Architecture, data: DataSpec) -> Iterator[str]:

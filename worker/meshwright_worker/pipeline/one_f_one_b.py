@@ -15,6 +15,7 @@ from meshwright_worker.data.batch import Batch
 from meshwright_worker.mesh import PIPELINE, Mesh
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.pipeline.executor import tokens_of_step
+from meshwright_worker.pipeline.forward import forward_through
 
 
 class OneForwardOneBackward:
@@ -24,6 +25,8 @@ class OneForwardOneBackward:
         if run.training is None:
             raise ValueError("`training` is required")
         self._stage = stage
+        self._micro_batches, self._hidden, self._mesh = run.micro_batches, model.hidden_size, mesh
+        self._sequence = run.parallelism.sequence
         length = run.training.sequence_length
         batch = run.training.global_batch_size // run.data_parallel // run.micro_batches
         self._tokens = tokens_of_step(run.training)
@@ -42,6 +45,16 @@ class OneForwardOneBackward:
         )
         # The loss is scaled here, by all tokens of the step; the schedule must not divide gradients again.
         self._schedule = Schedule1F1B(pipeline_stage, run.micro_batches, loss_fn=self._mean, scale_grads=False)
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """See `Executor.evaluate`."""
+        total = torch.zeros((), device=batch.tokens.device)
+        for part in batch.chunk(self._micro_batches):
+            loss = forward_through(
+                self._stage, part.tokens, part.places, part.targets, self._hidden, self._mesh, sequence=self._sequence
+            )
+            total = total if loss is None else total + loss
+        return total
 
     def run(self, batch: Batch) -> torch.Tensor:
         """See `Executor.run`."""
