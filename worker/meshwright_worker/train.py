@@ -26,6 +26,7 @@ from meshwright_worker.checkpoint.session import CheckpointSession, blank_manife
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.evaluate import Evaluation
@@ -102,7 +103,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        stream: SampleStream | MixedStream,
+        stream: SampleStream | InstructionStream | MixedStream,
         session: CheckpointSession | None,
         evaluation: Evaluation | None,
         mesh: Mesh,
