@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from meshwright_worker.data.tokenizer import decode, encode
 from meshwright_worker.generation.model import load_split, load_whole, run_of
 from meshwright_worker.generation.sample import sample
 from meshwright_worker.mesh import joined
-from meshwright_worker.task import RankTask
+from meshwright_worker.torchrun import task_from_environment
 
 
 def main() -> None:
@@ -46,46 +45,10 @@ def _write(arguments: argparse.Namespace, checkpoint: Path, manifest: Manifest) 
     if layout.world_size == 1:
         whole = load_whole(checkpoint, manifest, precision, capacity)
         return sample(whole, prompt, arguments.tokens, arguments.temperature, arguments.seed)
-    task = _task(manifest, layout, precision)
+    task = task_from_environment(run_of(manifest, layout, precision))
     with joined(task) as mesh:
         split = load_split(checkpoint, manifest, task.run, mesh, capacity)
         return sample(split, prompt, arguments.tokens, arguments.temperature, arguments.seed)
-
-
-def _task(manifest: Manifest, layout: Layout, precision: Precision) -> RankTask:
-    """This process' place, as torchrun's environment says it.
-
-    Raises:
-        ValueError: there is no such environment, or it has another number of ranks.
-    """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != layout.world_size:
-        raise ValueError(
-            f"`--tensor`, `--pipeline` and `--expert` ask for {layout.world_size} ranks, but there are {world}: start "
-            f"them with `torchrun --nproc-per-node {layout.world_size} -m meshwright_worker.generate`"
-        )
-    return RankTask(
-        run=run_of(manifest, layout, precision),
-        generation=1,
-        rank=int(os.environ["RANK"]),
-        world_size=world,
-        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
-        worker=0,
-        master_address=os.environ["MASTER_ADDR"],
-        # torchrun's own store listens on MASTER_PORT; the mesh has one of its own beside it.
-        master_port=int(os.environ["MASTER_PORT"]) + 1,
-        pod_address=_own_address(os.environ["MASTER_ADDR"]),
-        checkpoint_dir=None,
-        data_dir=None,
-    )
-
-
-def _own_address(master: str) -> str:
-    """The address of this machine's interface towards the master. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
-        return str(probe.getsockname()[0])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -127,8 +127,8 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
         expected = tokenizer_of(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
-                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` and "
-                "`data.tokenizerFile` must be what wrote them"
+                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
+                "and `data.tokenizerFile` must be what wrote them"
             )
         return shards
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:

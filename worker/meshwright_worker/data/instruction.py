@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ def _pair(line: bytes, where: str, tokenizer: Tokenizer, length: int) -> Pair | 
         record = json.loads(line)
     except ValueError as error:
         return CorruptRecordError(f"{where}: not JSON ({error})")
-    texts = [record.get(key) for key in ("prompt", "completion")] if isinstance(record, dict) else [None]
+    texts: list[Any] = [record.get(key) for key in ("prompt", "completion")] if isinstance(record, dict) else [None]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
         return CorruptRecordError(f"{where}: a record needs the texts `prompt` and `completion`")
     prompt, completion = tokenizer.encode(texts)

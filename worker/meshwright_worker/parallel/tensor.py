@@ -104,12 +104,18 @@ def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:
     Autograd through a DTensor costs the host a third of a millisecond for every use of a parameter. FSDP needs its
     parameters distributed; where there is none, nothing does.
     """
-    distributed: dict[str, DTensor] = {n: p for n, p in stage.named_parameters() if isinstance(p, DTensor)}
+    distributed = hold_local_parts(stage)
+    stage.tie()
+    return distributed
+
+
+def hold_local_parts(module: nn.Module) -> dict[str, DTensor]:
+    """`compute_on_local` for any module."""
+    distributed: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
     for name, value in distributed.items():
         path, _, leaf = name.rpartition(".")
         part = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
-        stage.get_submodule(path).register_parameter(leaf, part)
-    stage.tie()
+        module.get_submodule(path).register_parameter(leaf, part)
     return distributed
 
 
