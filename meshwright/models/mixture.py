@@ -34,8 +34,8 @@ def capacity(mixture: MixtureSpec, length: int) -> int | None:
     return math.ceil(mixture.capacity_factor * length * mixture.per_token / mixture.experts)
 
 
-def contradictions(mixture: MixtureSpec) -> Iterator[tuple[str, str]]:
-    """Fields of `model.mixture` that contradict each other: the field, and what must hold."""
+def contradictions(mixture: MixtureSpec, layers: int) -> Iterator[tuple[str, str]]:
+    """Fields of `model.mixture` that contradict each other or the number of layers: the field, and what must hold."""
     experts, groups = mixture.experts, mixture.groups
     if mixture.per_token > experts:
         yield "perToken", f"must be at most `model.mixture.experts: {experts}`"
@@ -50,3 +50,5 @@ def contradictions(mixture: MixtureSpec) -> Iterator[tuple[str, str]]:
         yield "renormalize", "must be false with `perToken: 1`: a weight of always 1 gives the router no gradient"
     if mixture.auxiliary_weight is not None and mixture.balancing is Balancing.NONE:
         yield "auxiliaryWeight", "needs `balancing: Auxiliary` or `Bias`"
+    if not mixture_layers(mixture, layers):
+        yield "denseLayers", f"plus `every` must be at most `model.layers: {layers}`: some layer has to be a mixture"

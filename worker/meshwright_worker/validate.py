@@ -84,7 +84,7 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
             yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
     if mixture is None:
         return
-    yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture))
+    yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
     widths = {
         "model.mixture.intermediateSize": mixture.intermediate_size,
         "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,

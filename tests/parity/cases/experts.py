@@ -75,8 +75,8 @@ def _cases() -> list[Case]:
         "unbalanced": ("experts x data",),
     }
     cases, smoke = [], set(_SMOKE)
-    for mixture, run in techniques.items():
-        for technique, layout in layouts:
+    for technique, layout in sorted(layouts, key=lambda one: [name for name, _ in layouts].index(one[0])):
+        for mixture, run in techniques.items():
             if technique in run:
                 cases.append(Case(technique, layout, {"mixture": mixture}, smoke=(mixture, technique) in smoke))
                 smoke.discard((mixture, technique))
