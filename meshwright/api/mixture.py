@@ -57,9 +57,9 @@ class MixtureSpec(ApiModel):
     """An expert takes at most this times `sequenceLength` times `perToken` / `experts` tokens of a sequence, the first
     ones in order; of others it drops, the residual passes. When left out no token is dropped."""
     balancing: Balancing = Balancing.AUXILIARY
-    """`Auxiliary`: a loss on the product of load and mean score of each expert, over each sequence (Switch; DeepSeek-V3,
-    section 2.1.2). `Bias`: a number per expert is added to scores for the choice alone and moved after each step against
-    the step's load (arXiv 2408.15664). `None`: neither."""
+    """`Auxiliary`: a loss on the product of load and mean score of each expert, over each sequence (Switch;
+    DeepSeek-V3, section 2.1.2). `Bias`: a number per expert is added to scores for the choice alone and moved after
+    each step against the step's load (arXiv 2408.15664). `None`: neither."""
     auxiliary_weight: Annotated[float, Field(ge=0, le=1000)] | None = None
     """Weight of each mixture's auxiliary loss. When left out: 0.01 with `balancing: Auxiliary`, 0 with `Bias`, beside
     which DeepSeek-V3 keeps 0.0001. Not allowed with `None`."""

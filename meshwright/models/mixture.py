@@ -20,11 +20,15 @@ def mixture_layers(mixture: MixtureSpec | None, layers: int) -> list[int]:
     return [layer for layer in range(layers) if is_mixture(mixture, layer)]
 
 
+def router_parameters(mixture: MixtureSpec, hidden: int) -> int:
+    """Parameters of one router, with its balancing bias."""
+    return mixture.experts * (hidden + (mixture.balancing is Balancing.BIAS))
+
+
 def feed_forward_parameters(mixture: MixtureSpec, hidden: int, *, active: bool = False) -> int:
     """Parameters of one mixture: router, its balancing bias, routed and shared experts; `active`: what a token uses."""
     routed = (mixture.per_token if active else mixture.experts) * mixture.intermediate_size
-    router = mixture.experts * (hidden + (mixture.balancing is Balancing.BIAS))
-    return router + 3 * hidden * (routed + mixture.shared_intermediate_size)
+    return router_parameters(mixture, hidden) + 3 * hidden * (routed + mixture.shared_intermediate_size)
 
 
 def capacity(mixture: MixtureSpec, length: int) -> int | None:

@@ -7,8 +7,8 @@ feeds both the same specs. A degree that is left out is chosen later, so a rule 
 
 from __future__ import annotations
 
-from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.mixture import MIXTURE_RULES
+from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
 from meshwright.api.rules.policy import POLICY_RULES
 from meshwright.api.rules.rule import Rule

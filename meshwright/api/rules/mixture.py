@@ -122,8 +122,7 @@ MIXTURE_RULES = (
     Rule(
         "parallelism.tensor",
         "must divide `model.mixture.intermediateSize`: every expert is split by its width",
-        _NONE + "!has(self.parallelism.tensor)"
-        " || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
+        _NONE + "!has(self.parallelism.tensor) || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
         _widths_split,
     ),
     Rule(

@@ -1,7 +1,7 @@
 """A mixture of experts as a feed-forward layer: route, send rows to the experts, compute, bring them back, add up.
 
-The steps are methods of their own, so that a schedule can run `Journey`s of one micro-batch while it computes another.
-Where experts are computed is the dispatcher's affair: here (`HereDispatcher`), or spread over ranks (`parallel/expert`).
+The steps are methods of their own, so that a schedule can run the `Journey` of one micro-batch while it computes
+another. Where experts are computed is the dispatcher's affair: here, or spread over ranks (`parallel/expert`).
 """
 
 from __future__ import annotations

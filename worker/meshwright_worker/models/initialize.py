@@ -1,6 +1,6 @@
 """Initial weights that depend on the seed and the parameter's name alone, so that every layout starts from the same.
 
-Each parameter has its own generator, and so has each expert of a mixture. A rank draws the whole parameter, one at a time
+Each parameter has its own generator, and so has each expert of a mixture. A rank draws the whole matrix, one at a time
 on the CPU, and keeps its shard: no communication, and never more than one whole matrix in memory.
 """
 

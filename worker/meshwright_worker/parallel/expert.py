@@ -62,7 +62,7 @@ class SharedSequences(Sequences):
 
 
 def spread_experts(stage: DecoderStage, mesh: Mesh, *, sequence: bool) -> None:
-    """Split every mixture's experts over the expert and tensor groups, in place. On the meta device it sends nothing."""
+    """Split every mixture's experts over the expert and tensor groups, in place."""
     layout = mesh.layout
     for _, mixture in mixtures_of(stage):
         slices = sequence and layout.tensor > 1 and layout.expert > 1

@@ -26,7 +26,9 @@ def reduce_gradients(shards: Sequence[Shard], mesh: Mesh) -> list[torch.Tensor]:
     if mesh.layout.tensor > 1:
         _all_reduce(partial, mesh.group(TENSOR))
     for group, spread in ((REPLICA, False), (EXPERT_REPLICA, True)):
-        replicated = [g for g, shard in zip(gradients, shards, strict=True) if shard.replicated and shard.expert is spread]
+        replicated = [
+            g for g, shard in zip(gradients, shards, strict=True) if shard.replicated and shard.expert is spread
+        ]
         if replicated and mesh.group(group).size() > 1:
             _all_reduce(replicated, mesh.group(group))
     return gradients
