@@ -25,8 +25,9 @@ from meshwright_worker.models.router import ExpertRouter
 class Journey(Protocol):
     """The way of one micro-batch's rows to the ranks of their experts and back. Autograd goes through both."""
 
-    counts: torch.Tensor
-    """int64 [experts here]: rows that arrive for each."""
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [experts here]: rows that arrive for each."""
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, [rows, hidden] -> the rows of the experts here, sorted by expert."""
@@ -155,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         """Add up what came back, the rows of `routed` from their experts, and the shared experts' output."""
         tokens, per_token = routed.weights.shape
         slots = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.slots, rows)
-        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), slots.unflatten(0, (tokens, per_token)))
+        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), slots.view(tokens, per_token, -1))
         y = mixed.view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)

@@ -36,7 +36,7 @@ def by_kernel(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) ->
 
 def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """`grouped_linear` as a loop over the groups."""
-    parts = rows.split(counts.tolist())
+    parts = torch.split(rows, counts.tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
 
 

@@ -75,7 +75,7 @@ def chosen(scores: torch.Tensor, mixture: MixtureSpec, bias: torch.Tensor | None
     """
     wanted = scores if bias is None else scores + bias
     if mixture.groups > 1:
-        grouped = wanted.unflatten(-1, (mixture.groups, -1))
+        grouped = wanted.reshape(*wanted.shape[:-1], mixture.groups, -1)
         counted = 1 if mixture.router is Router.SOFTMAX else min(2, grouped.shape[-1])
         best = grouped.topk(counted, dim=-1).values.sum(dim=-1).topk(mixture.groups_per_token, dim=-1).indices
         closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)

@@ -95,7 +95,7 @@ class RowGather:
         """[all rows, hidden] on each rank -> of their sum the own rows. No gradient flows. Collective."""
         most, width = max(self.sizes), rows.shape[1]
         parts = rows.new_zeros(len(self.sizes), most, width)
-        for part, own in zip(parts, rows.split(self.sizes), strict=True):
+        for part, own in zip(parts, torch.split(rows, self.sizes), strict=True):
             part[: own.shape[0]] = own
         summed = rows.new_empty(most, width)
         reduce_scatter(summed, parts.flatten(0, 1), group=self.group)

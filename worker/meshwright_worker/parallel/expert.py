@@ -11,6 +11,8 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -126,7 +128,7 @@ def _split(experts: Experts, mesh: Mesh) -> None:
         experts.register_parameter(name, nn.Parameter(split))
 
 
-def _placement(experts: Experts, replicas: int) -> object:
+def _placement(experts: Experts, replicas: int) -> Callable[[nn.Parameter], Shard | None]:
     """By experts where their number divides, else along the residual stream, which nothing else splits."""
     widths = {id(parameter): _WIDTH[name] for name, parameter in experts.named_parameters()}
 
