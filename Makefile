@@ -27,8 +27,9 @@ test: setup lint ## Lint, type-check and run every test
 test-fast: setup ## Only tests that take seconds
 	$(VENV)/bin/python -m pytest -m "not slow"
 
-parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md
+parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md and docs/loss-curves.md
 	$(VENV)/bin/python -m tests.parity
+	$(VENV)/bin/python -m tests.parity.curves
 
 lint: setup ## ruff, mypy, import-linter
 	$(VENV)/bin/ruff check .
