@@ -15,11 +15,13 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import BuiltStage, build_stages
+from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
-from meshwright_worker.parallel.shards import Shard, shards_of
+from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
 from meshwright_worker.pipeline.accumulate import Accumulation
 from meshwright_worker.pipeline.executor import Executor, tokens_of_step
 from meshwright_worker.pipeline.one_f_one_b import OneForwardOneBackward
+from meshwright_worker.task import ExpertLoad
 
 
 class DivergedError(ArithmeticError):
@@ -37,6 +39,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Mixture by mixture."""
 
 
 class Trainer:
@@ -49,6 +53,8 @@ class Trainer:
         self.shards: list[Shard] = [
             shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
         ]
+        self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
+        self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
         self.optimizer = AdamW(self.shards, training.optimizer)
         self._executor = _executor(self.stages, run, model, mesh)
 
@@ -77,7 +83,7 @@ class Trainer:
         rescale(gradients, share, norm, optimizer.gradient_clip)
         rate = learning_rate(number, self._training.steps, optimizer)
         self.optimizer.step(gradients, rate)
-        return StepResult(loss, norm, rate, stopping)
+        return StepResult(loss, norm, rate, stopping, self._loads.finish())
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
