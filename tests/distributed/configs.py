@@ -33,6 +33,7 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -50,7 +51,7 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
+        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
         architecture=Architecture(**{**numbers, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
+from meshwright.api.rules.pipeline import PIPELINE_RULES
 from meshwright.api.rules.policy import POLICY_RULES
 from meshwright.api.rules.rule import Rule
 from meshwright.api.rules.runtime import RUNTIME_RULES
@@ -23,6 +24,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *RUNTIME_RULES,
     *MODEL_RULES,
     *PARALLELISM_RULES,
+    *PIPELINE_RULES,
     *TRAINING_RULES,
     *WORKERS_RULES,
     *VOLUMES_RULES,
