@@ -34,6 +34,7 @@ def small_run(
     clip: float = 1.0,
     seed: int = 0,
     mixture: str | None = None,
+    parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -51,7 +52,7 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
+        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
         architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(

@@ -6,7 +6,7 @@ a mismatch found inside a collective would show as a hang of all ranks. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from meshwright.api.data import DataSpec, Tokenizer
 from meshwright.api.spec import TrainingSpec
@@ -14,6 +14,8 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.nearest import nearest
+from meshwright_worker.pipeline.validate import pipeline_problems
 
 
 class InvalidRunError(ValueError):
@@ -32,20 +34,13 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_model_problems(run.architecture),
         *_tensor_problems(run, run.architecture, run.training),
         *_expert_problems(run, run.architecture),
-        *_pipeline_problems(run, run.architecture),
+        *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:
         raise InvalidRunError("; ".join(problems))
     return run.architecture, run.data, run.training
-
-
-def nearest(value: int, works: Callable[[int], bool], limit: int) -> str:
-    """The closest values at or below and above `value` that work, among 1 to `limit`, as text for a message."""
-    below = next((n for n in range(min(value, limit), 0, -1) if works(n)), None)
-    above = next((n for n in range(value + 1, limit + 1) if works(n)), None)
-    return ", ".join(str(n) for n in (below, above) if n is not None) or "none"
 
 
 def _model_problems(model: Architecture) -> Iterator[str]:
@@ -98,18 +93,6 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
         yield (
             "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
             "ranks hold parts of a sequence"
-        )
-
-
-def _pipeline_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
-    if run.pipeline > model.layers:
-        yield f"`parallelism.pipeline: {run.pipeline}` needs a layer a stage; at most `model.layers: {model.layers}`"
-    if run.pipeline > 1 and model.tie_embeddings:
-        yield "`model.tieEmbeddings: true` needs `parallelism.pipeline: 1`: both ends would own the matrix"
-    if run.micro_batches < run.pipeline:
-        yield (
-            f"`parallelism.microBatches: {run.micro_batches}` must be at least `parallelism.pipeline: {run.pipeline}`: "
-            "1F1B needs a micro-batch for every stage"
         )
 
 

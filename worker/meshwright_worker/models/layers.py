@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import IGNORED, Places
+from meshwright_worker.models.deferred import linear
 from meshwright_worker.precision import wide
 
 
@@ -29,7 +30,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        return F.linear(x, local(self.weight).to(x.dtype))
+        return linear(x, self.weight)
 
 
 class TokenEmbedding(nn.Embedding):

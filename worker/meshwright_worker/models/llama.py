@@ -17,21 +17,31 @@ from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedd
 
 
 class DecoderStage(nn.Module):
-    """Layers `split_layers(layers, stages)[stage]`, with the embedding in the first stage and the output in the last.
+    """Some consecutive layers, with the embedding in the first stage and the output in the last.
+
+    `own` are the layers, `split_layers(layers, stages)[stage]` when left out. With tied embeddings the last stage has
+    the embedding's matrix too, under the same name: its holders add up their gradients.
 
     Built on the meta device where only a shard of it is to be kept; `initialize` then gives it its weights.
     """
 
-    def __init__(self, model: Architecture, compute: torch.dtype, stage: int = 0, stages: int = 1) -> None:
+    def __init__(
+        self,
+        model: Architecture,
+        compute: torch.dtype,
+        stage: int = 0,
+        stages: int = 1,
+        own: range | None = None,
+    ) -> None:
         super().__init__()
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         self.compute = compute
         self.tied = model.tie_embeddings
         rotary = RotaryEmbedding(model.head_size, model.rope_theta)
-        if self.is_first:
+        if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
-        own = split_layers(model.layers, stages)[stage]
+        own = split_layers(model.layers, stages)[stage] if own is None else own
         self.layers = nn.ModuleDict({str(index): Block(model, rotary, feed_forward_of(model, index)) for index in own})
         if self.is_last:
             self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
@@ -40,18 +50,9 @@ class DecoderStage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Let the output projection be the token embedding, if the model says so; again after parameters were replaced.
-
-        Raises:
-            ValueError: they are in different stages.
-        """
-        if not self.tied:
-            return
-        if not (self.is_first and self.is_last):
-            raise ValueError(
-                "tied embeddings need the embedding and the output in one stage: `parallelism.pipeline: 1`"
-            )
-        self.output.weight = self.embedding.weight
+        """Let the output be the token embedding, if the model says so; again after parameters were replaced."""
+        if self.tied and self.is_last:
+            self.output.weight = self.embedding.weight
 
     def forward(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, places: Places | None = None

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import Division, divide
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
@@ -45,15 +46,31 @@ def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[BuiltS
     Raises:
         ValueError: `run` is not a run of this runtime.
     """
-    return [_build(run, model, mesh, index, mesh.layout.pipeline) for index in [mesh.coordinates.pipeline]]
+    division = division_of(run, model)
+    stages = len(division.layers)
+    return [
+        _build(run, model, mesh, index, stages, division.layers[index])
+        for index in division.stages(mesh.coordinates.pipeline)
+    ]
 
 
-def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int) -> BuiltStage:
+def division_of(run: RunConfig, model: Architecture) -> Division:
+    """The run's pipeline: its schedule, and which stages and layers each of its ranks holds.
+
+    Raises:
+        ValueError: `run` is not a run of this runtime.
+    """
+    if run.training is None:
+        raise ValueError("`training` is required")
+    return divide(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
+
+
+def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int, own: range) -> BuiltStage:
     if run.training is None:
         raise ValueError("`training` is required")
     precision = run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
+        stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(parameter_dtype(precision))
     spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)

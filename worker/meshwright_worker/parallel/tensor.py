@@ -40,10 +40,11 @@ def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence
             if module is not None:
                 _enter_before(module, group, sequence)
                 _leave_after(module, group, sequence)
+    if stage.is_first or (stage.is_last and stage.tied):
+        _split(stage.embedding, tensor, _ROWS)
     if stage.is_first:
         rows = stage.embedding.num_embeddings // group.size()
         stage.embedding.first_row = rows * group.rank()
-        _split(stage.embedding, tensor, _ROWS)
         _leave_after(stage.embedding, group, sequence)
     if stage.is_last:
         columns = stage.output.out_features // group.size()
