@@ -108,7 +108,8 @@ def masked_loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def batch_of(step: int, rows: int, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of a step, the same on every rank: masked tokens and targets, int64 [rows, length]."""
-    text = torch.frombuffer(bytearray(inspect.getsource(argparse) + inspect.getsource(json)), dtype=torch.uint8).long()
+    source = inspect.getsource(argparse) + inspect.getsource(json)
+    text = torch.tensor(list(source.encode()))
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - length, (rows,), generator=generator)
     tokens = text[starts.unsqueeze(1) + torch.arange(length)]

@@ -11,6 +11,7 @@ from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec
 from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.api.values import Quantity, ShortText
 from meshwright.api.volumes import VolumeSpec
@@ -39,7 +40,9 @@ class ModelSpec(ApiModel):
     rope_theta: Annotated[int, Field(ge=1, le=1000000000)] | None = None
     """Base of the rotary position embedding; 10000 when left out."""
     tie_embeddings: bool | None = None
-    """Whether the output projection is the token embedding; false when left out. Needs `parallelism.pipeline: 1`."""
+    """Whether the output projection is the token embedding; false when left out."""
+    mixture: MixtureSpec | None = None
+    """Mixtures of experts in place of feed-forward layers; none when left out."""
     head_size: Annotated[int, Field(ge=2, le=65536)] | None = None
     """Width of a query's and key's head; `hiddenSize / heads` when left out. With `latent`: without the rotary part."""
     value_size: Annotated[int, Field(ge=1, le=65536)] | None = None
@@ -157,7 +160,26 @@ class TrainingSpec(ApiModel):
 class PipelineSchedule(StrEnum):
     """The order in which a pipeline runs its micro-batches."""
 
+    NAIVE = "Naive"
+    GPIPE = "GPipe"
     ONE_F_ONE_B = "1F1B"
+    INTERLEAVED = "Interleaved1F1B"
+    LOOPED_BFS = "LoopedBFS"
+    ZB_H1 = "ZBH1"
+    ZB_H2 = "ZBH2"
+    ZB_V = "ZBV"
+    AUTOMATIC = "Automatic"
+    DUAL_PIPE = "DualPipe"
+    DUAL_PIPE_V = "DualPipeV"
+    PIPEDREAM = "PipeDream"
+    PIPEDREAM_2BW = "PipeDream2BW"
+
+
+class StageBalance(StrEnum):
+    """What is dealt evenly to the stages of a pipeline."""
+
+    LAYERS = "Layers"
+    FLOPS = "Flops"
 
 
 class ParallelismSpec(ApiModel):
@@ -167,10 +189,33 @@ class ParallelismSpec(ApiModel):
     """Tensor-parallel degree: every layer split over this many GPUs of one NVLink domain."""
     pipeline: Degree | None = None
     """Pipeline-parallel degree: number of stages the layers are split into."""
+    expert: Degree | None = None
+    """Expert-parallel degree: the experts of a mixture are spread over this many of the ranks that hold the same dense
+    parameters. Must divide `replicas` and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    """Pipeline schedule (PipeDream-Flush, arXiv 2006.09503)."""
+    """Order in which a pipeline runs its micro-batches. `Naive`: one at a time. `GPipe` (arXiv 1811.06965), `1F1B`
+    (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473), `LoopedBFS` (arXiv 2211.05953). Backward
+    in halves: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241), `ZBV` (arXiv 2405.15362). Forward and backward
+    overlapped: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and so with stale weights: `PipeDream`
+    (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
+    virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
+    """Stages of one rank with `Interleaved1F1B` and `LoopedBFS`, the only schedules that allow it; 2 when left out."""
+    layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (
+        None
+    )
+    """Layers of each stage, in the model's order; must add up to `model.layers`. As `stageBalance` says when left
+    out. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
+    stage_balance: StageBalance = StageBalance.LAYERS
+    """What stages have the same of. `Layers`: their number, the first stages taking what is left over. `Flops`: the
+    work, the last stage's output projection counted."""
+    rematerialize: bool = False
+    """Keep only the input of each stage for a micro-batch and compute the stage again before its backward pass (GPipe,
+    arXiv 1811.06965, section 2.3)."""
+    activation_limit: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Micro-batches whose activations a rank may hold with the schedule `Automatic`; `pipeline`, which is what 1F1B
+    holds, when left out."""
     micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be divisible by
     `replicas` times this."""

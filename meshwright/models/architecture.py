@@ -7,7 +7,9 @@ from typing import Any
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.models.mixture import feed_forward_parameters, mixture_layers
 
 
 def _width_of_a_head(numbers: dict[str, Any]) -> int:
@@ -59,6 +61,8 @@ class Architecture(ApiModel):
     """Multi-head latent attention (DeepSeek)."""
     rope_scaling: RopeScalingSpec | None = None
     """Rescaling of rotary frequencies; None for none."""
+    mixture: MixtureSpec | None = None
+    """Layers with a mixture of experts in place of the feed-forward layer."""
 
     @property
     def key_size(self) -> int:
@@ -108,11 +112,23 @@ class Architecture(ApiModel):
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention, feed-forward and norms."""
+        """Parameters of one decoder layer with a dense feed-forward layer: attention, feed-forward and norms."""
         return self.attention_parameters + self.feed_forward_parameters + self.whole_parameters
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
+        return self._parameters(active=False)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of `parameters`, what one token uses: all but the experts that it is not sent to."""
+        return self._parameters(active=True)
+
+    def _parameters(self, *, active: bool) -> int:
         tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.positions
-        return tables * self.hidden_size + self.layers * self.layer_parameters + self.norm_parameters
+        count = tables * self.hidden_size + self.layers * self.layer_parameters + self.norm_parameters
+        if self.mixture is None:
+            return count
+        mixed = feed_forward_parameters(self.mixture, self.hidden_size, active=active)
+        return count + len(mixture_layers(self.mixture, self.layers)) * (mixed - self.feed_forward_parameters)

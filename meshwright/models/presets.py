@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.api.spec import ModelSpec
 from meshwright.models.architecture import Architecture
@@ -34,6 +35,13 @@ def _decoder(
         vocab_size=vocab,
         rope_theta=theta,
     )
+
+
+def _mixtral(name: str, layers: int, hidden: int, width: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
+    # Of 8 experts each token uses 2 (arXiv 2401.04088); the auxiliary loss's weight is the published configuration's.
+    mixture = MixtureSpec(experts=8, per_token=2, intermediate_size=width, auxiliary_weight=0.02)
+    decoder = _decoder(name, layers, hidden, width, heads, kv_heads, vocab, 1_000_000)
+    return decoder.model_copy(update={"mixture": mixture})
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 1024) -> Architecture:
@@ -114,12 +122,20 @@ def _qwens() -> list[Architecture]:
     ]
 
 
+def _mixtrals() -> list[Architecture]:
+    return [
+        _mixtral("mixtral-8x7b", 32, 4096, 14336, 32, 8, 32_000),
+        _mixtral("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32_000),
+    ]
+
+
 def _tinies() -> list[Architecture]:
     tiny = _decoder("tiny", 4, 128, 384, 4, 2, 320, 10_000)
     latent = {"latent": LatentSpec(kv_rank=64, rope_size=16, query_rank=48), "kv_heads": 4}
     gpt = _gpt("tiny-gpt", 4, 128, 4, positions=1024)
     return [
         tiny,
+        _mixtral("tiny-mixture", 4, 128, 256, 4, 2, 320),
         gpt.model_copy(update={"vocab_size": 320}),
         tiny.model_copy(update={"name": "tiny-qwen", "query_key_norms": True, "attention_biases": True}),
         tiny.model_copy(update={"name": "tiny-latent", **latent}),
@@ -127,7 +143,7 @@ def _tinies() -> list[Architecture]:
 
 
 def _presets() -> dict[str, Architecture]:
-    listed = [*_tinies(), *_gpts(), *_llamas(), *_qwens()]
+    listed = [*_tinies(), *_gpts(), *_llamas(), *_qwens(), *_mixtrals()]
     return {architecture.name: architecture for architecture in listed}
 
 

@@ -71,6 +71,8 @@ def config_of(model: Architecture) -> dict[str, Any]:
     Raises:
         ConfigError: no model type there has this shape.
     """
+    if model.mixture is not None:
+        raise ConfigError("`model.mixture` has no export yet: dense models alone are written")
     if model.norm is Norm.LAYER_NORM:
         return _config_of_gpt2(model)
     if model.latent is not None:

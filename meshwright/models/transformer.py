@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.api.mixture import Balancing, MixtureSpec
 from meshwright.models.architecture import Architecture
 
 
@@ -118,6 +119,7 @@ class Transformer:
             query_key_norms=architecture.query_key_norms,
             positions=architecture.positions,
             tie_embeddings=architecture.tie_embeddings,
+            experts=_experts_of(architecture.mixture),
             latent=None if latent is None else LatentAttention(latent.kv_rank, latent.rope_size, latent.query_rank),
         )
 
@@ -135,3 +137,17 @@ class Transformer:
             return 0
         low, high = (max(0, layer - experts.dense_layers) // experts.every for layer in (first, last))
         return high - low
+
+
+def _experts_of(mixture: MixtureSpec | None) -> Experts | None:
+    if mixture is None:
+        return None
+    return Experts(
+        count=mixture.experts,
+        per_token=mixture.per_token,
+        intermediate=mixture.intermediate_size,
+        shared_intermediate=mixture.shared_intermediate_size,
+        dense_layers=mixture.dense_layers,
+        router_bias=mixture.balancing is Balancing.BIAS,
+        every=mixture.every,
+    )

@@ -14,6 +14,7 @@ from meshwright.api.spec import (
 )
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from tests.distributed.mixtures import MIXTURES
 
 
 def small_run(
@@ -33,6 +34,8 @@ def small_run(
     clip: float = 1.0,
     seed: int = 0,
     training: dict[str, Any] | None = None,
+    mixture: str | None = None,
+    parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -50,8 +53,8 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
-        architecture=Architecture(**{**numbers, **model}),
+        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
+        architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
             **{

@@ -6,14 +6,17 @@ a mismatch found inside a collective would show as a hang of all ranks. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from meshwright.api.data import DataSpec, Tokenizer
-from meshwright.api.shape import Norm
+from meshwright.api.shape import Activation, Norm
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.nearest import nearest
+from meshwright_worker.pipeline.validate import pipeline_problems
 
 
 class InvalidRunError(ValueError):
@@ -33,20 +36,14 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_length_problems(run.architecture, run.training),
         *_evaluation_problems(run.training, run.data),
         *_tensor_problems(run, run.architecture, run.training),
-        *_pipeline_problems(run, run.architecture),
+        *_expert_problems(run, run.architecture),
+        *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:
         raise InvalidRunError("; ".join(problems))
     return run.architecture, run.data, run.training
-
-
-def nearest(value: int, works: Callable[[int], bool], limit: int) -> str:
-    """The closest values at or below and above `value` that work, among 1 to `limit`, as text for a message."""
-    below = next((n for n in range(min(value, limit), 0, -1) if works(n)), None)
-    above = next((n for n in range(value + 1, limit + 1) if works(n)), None)
-    return ", ".join(str(n) for n in (below, above) if n is not None) or "none"
 
 
 def _model_problems(model: Architecture) -> Iterator[str]:
@@ -67,6 +64,8 @@ def _model_problems(model: Architecture) -> Iterator[str]:
             f"`model.latent` needs `model.kvHeads: {heads}`, and excludes `model.biases`, `model.attentionBiases` and "
             "`model.queryKeyNorms`"
         )
+    if model.mixture is not None and (not model.gated or model.biases or model.activation is not Activation.SILU):
+        yield "`model.mixture` needs `model.gated: true`, `model.activation: SiLU` and no `model.biases`"
     if model.positions and (model.latent or model.rope_scaling):
         yield "`model.positions` excludes `model.latent` and `model.ropeScaling`: both turn by rotary positions"
 
@@ -86,15 +85,31 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
 
 
-def _pipeline_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
-    if run.pipeline > model.layers:
-        yield f"`parallelism.pipeline: {run.pipeline}` needs a layer a stage; at most `model.layers: {model.layers}`"
-    if run.pipeline > 1 and model.tie_embeddings:
-        yield "`model.tieEmbeddings: true` needs `parallelism.pipeline: 1`: both ends would own the matrix"
-    if run.micro_batches < run.pipeline:
+def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
+    mixture, replicas, spread = model.mixture, run.data_parallel * run.context, run.expert
+    experts = mixture.experts if mixture else 1
+    if spread > 1 and mixture is None:
+        yield f"`parallelism.expert: {spread}` needs a `model.mixture`; without one only 1 fits"
+        return
+    fits = nearest(spread, lambda n: replicas % n == 0 and experts % n == 0, replicas)
+    for name, value in {"replicas` x `parallelism.context": replicas, "model.mixture.experts": experts}.items():
+        if value % spread:
+            yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if mixture is None:
+        return
+    yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
+    widths = {
+        "model.mixture.intermediateSize": mixture.intermediate_size,
+        "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
+    }
+    fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
+    for name, value in widths.items():
+        if value % run.tensor:
+            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if mixture.capacity_factor is not None and run.context > 1:
         yield (
-            f"`parallelism.microBatches: {run.micro_batches}` must be at least `parallelism.pipeline: {run.pipeline}`: "
-            "1F1B needs a micro-batch for every stage"
+            "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
+            "ranks hold parts of a sequence"
         )
 
 

@@ -67,12 +67,15 @@ CASES = [
     Case(family, layout, model, smoke=(family, name) in _SMOKE, vanishing="key.bias" if model.get("positions") else "-")
     for family, model in _FAMILIES.items()
     for name, layout in _LAYOUTS.items()
-    if not (model.get("tie_embeddings") and "pipeline" in layout)
 ]
 CASES += [
     Case("LoRA", layout, {**_LORA, **model}, smoke=not model and name in ("tp", "tp-sp", "zero3", "pp"))
     for model in ({}, {"attention_biases": True, "query_key_norms": True})
     for name, layout in _LAYOUTS.items()
+]
+CASES += [
+    Case("latent attention with a mixture (DeepSeek)", layout, {**LATENT, "mixture": "mixtral"}, smoke=name == "tp-sp")
+    for name, layout in {**_LAYOUTS, "tp-ep": {"tensor": 2, "data": 2, "expert": 2}}.items()
 ]
 CASES += [
     Case("biases without LayerNorm", {}, {"biases": True}, refused="`model.norm: LayerNorm`"),

@@ -13,7 +13,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import Manifest
-from meshwright_worker.checkpoint.tensors import model_tensors
+from meshwright_worker.checkpoint.tensors import MODEL, model_tensors
 from meshwright_worker.data.batch import Places
 from meshwright_worker.generation.cache import add_caches
 from meshwright_worker.mesh import PIPELINE, TENSOR, Mesh
@@ -21,7 +21,7 @@ from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import adapt, is_adapter
 from meshwright_worker.parallel.apply import build_stages
-from meshwright_worker.parallel.shards import Shard, shards_of
+from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
 from meshwright_worker.pipeline.forward import forward_through
 from meshwright_worker.precision import compute_dtype, parameter_dtype
 from meshwright_worker.pretrained.load import load_pretrained
@@ -69,7 +69,7 @@ class CachedModel:
         batch, length = tokens.shape
         positions = torch.arange(self._length, self._length + length, device=self._device).expand(batch, -1)
         hidden, places = self._model.hidden_size, Places(positions=positions)
-        logits = forward_through(self._stage, tokens.to(self._device), places, None, hidden, self._mesh)
+        logits = forward_through(self._stage, tokens.to(self._device), places, hidden, self._mesh)
         self._length += length
         return self._everywhere(logits, batch, length)
 
@@ -102,12 +102,12 @@ def run_of(manifest: Manifest, layout: Layout, precision: Precision) -> RunConfi
         data_parallel=layout.data,
         context=layout.context,
         expert=layout.expert,
-        micro_batches=1,
+        micro_batches=layout.pipeline,
         parallelism=ParallelismSpec(sequence=False),
         architecture=manifest.architecture,
         training=TrainingSpec(
             steps=1,
-            global_batch_size=1,
+            global_batch_size=layout.pipeline,
             sequence_length=manifest.sequence_length,
             seed=manifest.seed,
             precision=precision,
@@ -126,7 +126,7 @@ def load_split(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh,
     """
     (built,) = build_stages(run, manifest.architecture, mesh)
     shards = shards_of(built.module, built.distributed, run, mesh)
-    _fill(shards, checkpoint, manifest, mesh.checkpoint_group)
+    _fill(shards, buffers_of(built.module), checkpoint, manifest, mesh.checkpoint_group)
     return CachedModel(built.module, manifest.architecture, capacity, mesh)
 
 
@@ -144,15 +144,22 @@ def load_whole(checkpoint: Path, manifest: Manifest, precision: Precision, capac
         adapt(stage, manifest.lora)
     initialize(stage, model, manifest.seed, torch.device("cpu"))
     shards = [Shard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
-    _fill(shards, checkpoint, manifest, None)
+    _fill(shards, buffers_of(stage), checkpoint, manifest, None)
     return CachedModel(stage, model, capacity)
 
 
-def _fill(shards: list[Shard], checkpoint: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+def _fill(
+    shards: list[Shard],
+    buffers: dict[str, torch.Tensor],
+    checkpoint: Path,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+) -> None:
     stored = shards
     if manifest.lora is not None:
         stored = [shard for shard in shards if is_adapter(shard.name)]
         if manifest.initial_weights is not None:
             own = [shard for shard in shards if not is_adapter(shard.name)]
             load_pretrained(own, manifest.architecture, Path(manifest.initial_weights))
-    load_tensors(model_tensors(stored), checkpoint, group)
+    learned = {f"{MODEL}.{name}": buffer for name, buffer in buffers.items()}
+    load_tensors({**model_tensors(stored), **learned}, checkpoint, group)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from meshwright.api.shape import Activation, Norm
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import IGNORED, Places
+from meshwright_worker.models.deferred import linear
 from meshwright_worker.models.rotary import RotaryEmbedding
 from meshwright_worker.precision import wide
 
@@ -34,8 +35,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        bias = None if self.bias is None or not self.adds_bias else local(self.bias).to(x.dtype)
-        return F.linear(x, local(self.weight).to(x.dtype), bias)
+        product = linear(x, self.weight)
+        if self.bias is None or not self.adds_bias:
+            return product
+        return product + local(self.bias).to(x.dtype)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -239,12 +242,12 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 class Block(nn.Module):
     """A pre-norm residual block."""
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = norm_of(model)
         self.attention = Attention(model, rotary) if model.latent is None else LatentAttention(model, rotary)
         self.feed_forward_norm = norm_of(model)
-        self.feed_forward = FeedForward(model)
+        self.feed_forward = feed_forward
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from meshwright.api.spec import LoraSpec
-from meshwright_worker.models.layers import Linear, local
+from meshwright_worker.models.deferred import linear
+from meshwright_worker.models.layers import Linear
 from meshwright_worker.models.llama import DecoderStage
 
 DOWN, UP = "adapter_down", "adapter_up"
@@ -33,8 +33,7 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        narrow = F.linear(x, local(self.adapter_down).to(x.dtype))
-        added = F.linear(narrow, local(self.adapter_up).to(x.dtype))
+        added = linear(linear(x, self.adapter_down), self.adapter_up)
         return super().forward(x) + self.scale * added
 
 

@@ -18,10 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from meshwright_worker.models.experts import MixtureOfExperts
 from meshwright_worker.models.layers import Linear, PositionEmbedding, local
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
 from meshwright_worker.parallel.collectives import enter, leave
+from meshwright_worker.parallel.expert import routers_of, routes_slices
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -41,11 +43,12 @@ def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence
     """
     group = tensor.get_group()
     for block in stage.layers.values():
-        for module in (block.get_submodule("attention"), block.get_submodule("feed_forward")):
-            _split_sublayer(module, tensor, sequence)
+        _split_sublayer(block.get_submodule("attention"), tensor, sequence)
+        _split_feed_forward(block.get_submodule("feed_forward"), tensor, sequence)
+    if stage.is_first or (stage.is_last and stage.tied):
+        _split(stage.embedding, tensor, _ROWS)
     if stage.is_first:
         stage.embedding.first_row = first_of_part(stage.embedding.num_embeddings, group)
-        _split(stage.embedding, tensor, _ROWS)
         _leave_after(stage.embedding, group, sequence)
         if stage.positions is not None and sequence:
             _keep_own_positions(stage.positions, group)
@@ -66,7 +69,8 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
 
     Inside attention these are the norms of heads and what makes latents: whole on every rank, used for its own heads
     alone; of an adapter it is the matrix that is not split. Under sequence parallelism, further, what works on the
-    residual stream and sees a slice of the positions.
+    residual stream and sees a slice of the positions. And always the routers, which each rank learns from its own
+    positions or through its own part of the experts.
     """
     inside = [
         parameter
@@ -75,7 +79,8 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
         if name in _WHOLE
         for parameter in module.parameters()
     ]
-    return inside + _of_adapters(stage) + (_on_residual_stream(stage) if sequence else [])
+    inside += [*_of_adapters(stage), *routers_of(stage)]
+    return inside + (_on_residual_stream(stage) if sequence else [])
 
 
 def _of_adapters(stage: DecoderStage) -> list[nn.Parameter]:
@@ -120,17 +125,36 @@ def hold_local_parts(module: nn.Module) -> dict[str, DTensor]:
 
 
 def _split_sublayer(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> None:
-    group = tensor.get_group()
-    biases = []
+    summed = _split_matrices(module, tensor)
+    _enter_before(module, tensor.get_group(), sequence)
+    _leave_after(module, tensor.get_group(), sequence, summed)
+
+
+def _split_feed_forward(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> None:
+    """Split a feed-forward layer, of a mixture the shared experts: the others are split where they are spread."""
+    if not isinstance(module, MixtureOfExperts):
+        _split_sublayer(module, tensor, sequence)
+        return
+    if module.shared is not None:
+        _split_matrices(module.shared, tensor)
+    # Where a mixture routes slices of the positions, the shared experts alone work on the whole residual stream.
+    whole = module.shared if routes_slices(module) else module
+    if whole is not None:
+        _enter_before(whole, tensor.get_group(), sequence)
+        _leave_after(whole, tensor.get_group(), sequence)
+
+
+def _split_matrices(module: nn.Module, tensor: DeviceMesh) -> list[Linear]:
+    """Split the matrices of a sub-layer; those whose outputs are parts of a sum."""
+    summed = []
     for name, child in module.named_children():
         if name in _SUMMED and isinstance(child, Linear):
             _split(child, tensor, _COLUMNS)
             child.adds_bias = False
-            biases.append(child)
+            summed.append(child)
         elif isinstance(child, Linear) and name not in _WHOLE:
             _split(child, tensor, _ROWS)
-    _enter_before(module, group, sequence)
-    _leave_after(module, group, sequence, biases)
+    return summed
 
 
 def _split(module: nn.Module, tensor: DeviceMesh, placement: Shard) -> None:
