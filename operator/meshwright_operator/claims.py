@@ -84,6 +84,12 @@ def read_claim(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> C
         return None
 
 
+def ask_for(amount: Amount, gpu_resource: str) -> str:
+    """The same of one pod that is still to be made."""
+    wanted = {gpu_resource: amount.gpus, "cpu": f"{amount.cpu_milli}m", "memory": amount.memory_bytes}
+    return ask_of({"spec": {"containers": [{"resources": {"requests": wanted}}]}})
+
+
 def held(claims: Iterable[Claim], gpu_resource: str) -> tuple[dict[str, Amount], list[str]]:
     """Node -> what these pods hold there, and a sentence for each pod that could not be counted."""
     strange: list[str] = []

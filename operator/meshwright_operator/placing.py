@@ -1,6 +1,6 @@
-"""Placing one job at a time: the one lock over all jobs, the listing of what runs, the planner's choice.
+"""Placing one job at a time: the one lock over all jobs, what every pod holds, the planner's choice.
 
-Whoever places keeps the lock until its pods are made, so that no two jobs are promised the same GPUs: from then on the
+What a job was given is promised to it until its pods are made, so that no two jobs get the same GPUs: from then on the
 pods themselves, gated but pinned, hold the room.
 """
 
@@ -17,7 +17,7 @@ from meshwright.planner.placement import Placement, place
 from meshwright.planner.pricing import Calibration
 from meshwright_operator.cache import Cache
 from meshwright_operator.census import Census
-from meshwright_operator.claims import Claim, held
+from meshwright_operator.claims import Claim, ask_for, held
 from meshwright_operator.cluster import Cluster
 from meshwright_operator.freeing import advice, holders
 from meshwright_operator.inventories import Inventories, wishes_of
@@ -44,13 +44,14 @@ class Placer:
         self._inventories = Inventories(cache)
         self._metrics = metrics
         self.lock = asyncio.Lock()
-        """Held from placing until the pods are made."""
+        """Held while a job is placed."""
         self.line = Line()
         self.calibration = Calibration()
         """What running jobs taught about this cluster's GPUs; plans are made with it."""
         self.warnings: tuple[str, ...] = ()
         """What was strange about the nodes and pods that the last placement saw; read it with the lock held."""
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
+        self._promised: dict[str, list[Claim]] = {}
 
     def nodes(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The nodes as the job sees them, as if nothing ran on them: enough to plan."""
@@ -74,6 +75,7 @@ class Placer:
         result = "error"
         try:
             claims = await self._census.claims()
+            claims += [claim for promised in self._promised.values() for claim in promised]
             ahead = self.line.ahead_of(wish)
             avoided = {waiting.uid: self.avoided(waiting.uid) for waiting in (wish, *ahead)}
             empty = {waiting.uid: self._inventories.empty(waiting.spec) for waiting in (wish, *ahead)}
@@ -89,6 +91,18 @@ class Placer:
         finally:
             self._metrics.placement_attempts.labels(result).inc()
             self._metrics.placement_seconds.observe(time.monotonic() - started)
+
+    def promise(self, wish: Waiting, placement: Placement, workers: Iterable[int]) -> None:
+        """Keeps for the job what these workers were given, until `fulfilled`. Call it with the lock held."""
+        ask = ask_for(wish.plan.worker_request, wish.spec.workers.gpu_resource)
+        name, namespace = wish.key.name, wish.key.namespace
+        self._promised[wish.uid] = [
+            Claim(f"{name}-w{worker}", namespace, placement.nodes[worker], ask, name, wish.uid) for worker in workers
+        ]
+
+    def fulfilled(self, uid: str) -> None:
+        """The job's pods are made and hold their room themselves, or they will be placed anew."""
+        self._promised.pop(uid, None)
 
     async def fits_elsewhere(self, wish: Waiting) -> bool:
         """Whether the workers that are not in `wish.keep` find other nodes, without taking anybody's turn."""
@@ -109,6 +123,7 @@ class Placer:
         """The job is gone."""
         self.line.leave(uid)
         self._avoided.pop(uid, None)
+        self.fulfilled(uid)
 
     def avoided(self, uid: str) -> dict[str, str]:
         """Node -> why this job keeps off it now."""
