@@ -83,7 +83,7 @@ class Resync:
         await self._pods()
         await self._jobs()
         for key in list(self._cache.jobs):
-            self._queue.add(key)
+            self._queue.add_calmly(key)
         self._last = time.monotonic()
         self._metrics.last_resync.set_to_current_time()
 
