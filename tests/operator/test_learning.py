@@ -107,3 +107,16 @@ async def test_jobs_that_say_nothing_teach_nothing() -> None:
     learn, placer = learning(broken, unknown, early, ended, *twisted, job("new"))
     await learn.refit()
     assert placer.calibration == Calibration()
+
+
+async def test_only_constants_that_changed_by_much_are_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "meshwright_operator.learning")
+    before = planned()
+    status = before.to_status().model_dump(by_alias=True, exclude_none=True)
+    slow = round(before.estimate.tokens_per_second / 2)
+    cache = Cache()
+    learn = Learning(cache, cast(Placer, Nodes()))
+    for speed in (slow, slow + 10, slow - 10, slow // 2):
+        cache.jobs[JobKey("train", "a")] = job("a", plan=status, step=2000, tokensPerSecond=speed)
+        await learn.refit()
+    assert [record.message for record in caplog.records] == ["recalibrated"] * 2

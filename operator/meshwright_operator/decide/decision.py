@@ -225,7 +225,7 @@ def _toward_generation(draft: Draft) -> None:
             draft.note("GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}")
             draft.starting("the gang starts")
         case gang.Form():
-            draft.status.mesh = form(draft.observed, cause)
+            draft.status.mesh = form(draft.observed, cause, draft.mesh.failures)
             _announce(draft)
             draft.starting(f"generation {draft.mesh.generation} starts")
 
