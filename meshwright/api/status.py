@@ -119,6 +119,9 @@ class MeshStatus(ApiModel):
     """Starts of the gang given up since it last ran: pods were refused, or did not start in time."""
     retry_time: Time | None = None
     """When the gang is tried again after such a start."""
+    failures: Count = 0
+    """Failures of the job's own in a row, counted toward `recovery.maxRestarts` or not: the more, the longer the pause
+    before the next start. Ten minutes of training end the row."""
 
 
 class CheckpointStatus(ApiModel):

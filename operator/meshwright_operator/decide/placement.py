@@ -131,7 +131,7 @@ def retry_left(draft: Draft) -> float:
 def start_afresh(draft: Draft) -> None:
     """What was given up belongs to the past: the spec is another one, or somebody asked for it again."""
     if draft.status.mesh is not None:
-        draft.mesh.attempts, draft.mesh.retry_time = 0, None
+        draft.mesh.attempts, draft.mesh.retry_time, draft.mesh.failures = 0, None, 0
 
 
 def retry_pause(attempts: int) -> float:
