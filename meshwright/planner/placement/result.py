@@ -52,6 +52,8 @@ class Placement:
                 )
                 for worker, ranks in enumerate(self.plan.workers)
             ],
+            tensor=self.plan.layout.tensor,
+            pipeline=self.plan.layout.pipeline,
             cost=f"{self.cost:g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,
