@@ -94,6 +94,8 @@ class PlacementStatus(ApiModel):
     """Tensor-parallel degree of the plan that was placed."""
     pipeline: Count = 0
     """Pipeline-parallel degree of the plan that was placed."""
+    data: Count = 0
+    """Replicas of the plan that was placed."""
     cost: Annotated[str, Field(max_length=64)] = ""
     """Cost of the placement, lower is better, 0 crosses nothing: milliseconds per step that crossing domains, racks and
     zones is estimated to add, summed over all groups of ranks; a relative number where model or GPUs are not known."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from meshwright.layout import Layout
 from meshwright.planner.cost.choices import Choices
 from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.cost.fabric import Fabric, Span
-from meshwright.planner.cost.groups import groups_of
+from meshwright.planner.cost.fabric import Span
+from meshwright.planner.cost.groups import Groups, groups_of
 from meshwright.planner.cost.replicas import replica_bytes, replica_seconds
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.traffic import hop_bytes
@@ -36,11 +36,16 @@ def traffic_of(pricer: Pricer, layout: Layout, micro_batches: int, gpus_per_work
         ValueError: there are more stages than layers.
     """
     choices = pricer.choices(layout, micro_batches)
-    pipeline = _pipeline_bytes(pricer, choices) if layout.pipeline > 1 else 0.0
+    time = estimate(pricer.work, choices, pricer.machine, _scattered(pricer, choices)).time
     beside = max(1, gpus_per_worker // layout.replica_size)
-    further = max(1, -(-layout.data // beside) - 1)
-    data = _data_bytes(pricer, choices) / beside / further if layout.data > 1 else 0.0
-    return Traffic(pipeline=pipeline, data=data)
+    rings = max(1, -(-choices.replicas // beside) - 1)
+    nic = pricer.machine.gpu.nic
+    return Traffic(
+        context=time.context * nic / max(1, choices.context - 1),
+        expert=time.expert * nic / max(1, choices.expert - 1),
+        pipeline=_pipeline_bytes(pricer, choices),
+        data=_data_bytes(pricer, choices, time.data) / beside / rings,
+    )
 
 
 def weights_for(
@@ -65,23 +70,36 @@ def weights_for(
 
 def _pipeline_bytes(pricer: Pricer, choices: Choices) -> float:
     """Of one boundary: filling and draining wait at every boundary, the steady sends of all of them at once."""
+    if choices.pipeline == 1:
+        return 0.0
     runtime = pricer.machine.runtime
     steady = 2.0 * choices.micro_batches * choices.virtual_stages * (HIDDEN if runtime.overlap_pipeline else 1.0)
     return (2.0 + steady / (choices.pipeline - 1)) * hop_bytes(pricer.work, choices, runtime)
 
 
-def _data_bytes(pricer: Pricer, choices: Choices) -> float:
-    """Of one rank, to reduce gradients and gather parameters, were no two ranks of a ring in one place."""
+def _data_bytes(pricer: Pricer, choices: Choices, exposed: float) -> float:
+    """Of one rank, to reduce gradients and gather parameters: the part that takes `exposed` seconds when scattered."""
+    if choices.replicas == 1:
+        return 0.0
     work, machine = pricer.work, pricer.machine
-    apart = _apart(choices.replicas, machine.fabric)
-    groups = replace(groups_of(choices, machine.fabric, machine.runtime.order), replicas=apart, expert_replicas=apart)
     stages = stages_of(work.model, choices)
-    whole = replica_seconds(work, choices, machine, groups, stages, (0.0, 0.0))
-    exposed = estimate(work, choices, machine, groups).time.data
+    whole = replica_seconds(work, choices, machine, _scattered(pricer, choices), stages, (0.0, 0.0))
     part = exposed / whole if whole > 0 else 0.0
     return max(part, HIDDEN) * replica_bytes(work, choices, machine.runtime, stages)
 
 
-def _apart(size: int, fabric: Fabric) -> Span:
-    """A group without two ranks in one place."""
-    return Span((*[1] * (len(fabric.levels) - 1), size))
+def _scattered(pricer: Pricer, choices: Choices) -> Groups:
+    """Groups without two ranks in one place; tensor-parallel ones stay together."""
+    fabric = pricer.machine.fabric
+    ordered = groups_of(choices, fabric, pricer.machine.runtime.order)
+
+    def apart(span: Span) -> Span:
+        return Span((*[1] * (len(fabric.levels) - 1), span.size))
+
+    return replace(
+        ordered,
+        context=apart(ordered.context),
+        expert=apart(ordered.expert),
+        replicas=apart(ordered.replicas),
+        expert_replicas=apart(ordered.expert_replicas),
+    )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.api.status import PlacementStatus
-from meshwright.layout import Layout
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement.options import PlacingOptions
@@ -29,27 +28,34 @@ _AS_GOOD = 1 + 1e-9
 class Before:
     """Where a job ran last, and as what."""
 
-    layout: Layout
+    tensor: int
+    pipeline: int
+    data: int
     gpus_per_worker: int
     nodes: Mapping[int, str]
-    """Worker of that layout -> node."""
+    """Worker of that plan -> node."""
 
     @classmethod
     def of_status(cls, placement: PlacementStatus | None) -> Before | None:
         """What `status.placement` says; None where it says nothing or contradicts itself."""
-        if placement is None or not placement.workers or not placement.tensor or not placement.pipeline:
+        if placement is None or not (placement.tensor and placement.pipeline and placement.data):
             return None
         workers = {entry.worker: entry for entry in placement.workers}
-        size = placement.tensor * placement.pipeline
         first, _, last = workers[0].ranks.partition("-") if 0 in workers else ("", "", "")
-        if first != "0" or not (last or first).isdecimal():
+        if first != "0" or not (last or first).isdecimal() or set(workers) != set(range(len(workers))):
             return None
         gpus = int(last or first) + 1
-        replicas, rest = divmod(len(workers) * gpus, size)
-        if rest or replicas < 1 or set(workers) != set(range(len(workers))):
+        if len(workers) * gpus % (placement.tensor * placement.pipeline * placement.data):
             return None
-        layout = Layout(placement.tensor, placement.pipeline, replicas)
-        return cls(layout, gpus, {worker: entry.node for worker, entry in workers.items()})
+        nodes = {worker: entry.node for worker, entry in workers.items()}
+        return cls(placement.tensor, placement.pipeline, placement.data, gpus, nodes)
+
+    def plan_like(self, plan: Plan) -> Plan | None:
+        """The plan that ran, where it differs from `plan` in these degrees alone; None where it was another one."""
+        layout = replace(plan.layout, tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        if layout.world_size != len(self.nodes) * self.gpus_per_worker:
+            return None
+        return replace(plan, layout=layout, gpus_per_worker=self.gpus_per_worker)
 
 
 def place_again(
@@ -81,7 +87,7 @@ def place_again(
             back = place(plan, inventory, stays, options)
         except DoesNotFitError:
             continue
-        if kept or (before is not None and before.layout != plan.layout):
+        if kept or (before is not None and before.data != plan.layout.data):
             return back
         anew = place(plan, inventory, kept, options)
         return back if back.cost <= anew.cost * _AS_GOOD else anew
@@ -92,12 +98,12 @@ def _ways_back(
     plan: Plan, inventory: Inventory, keep: Mapping[int, str], before: Before | None, options: PlacingOptions
 ) -> list[dict[int, str]]:
     """Workers that stay or go back: all that can, and then without those whose tensor-parallel group is incomplete."""
-    if before is None:
+    old = before.plan_like(plan) if before is not None else None
+    if before is None or old is None:
         return []
     room = Room(plan, inventory, keep, options.tensor_within)
     free = {name: count for domain in room.domains for name, count in room.nodes_in(domain).items()}
     lost = frozenset(node for node in before.nodes.values() if not free.get(node))
-    old = replace(plan, layout=before.layout, gpus_per_worker=before.gpus_per_worker)
     stays = dict(keep)
     for worker, node in keep_when_resized(old, plan, before.nodes, lost).items():
         if worker not in keep and free.get(node, 0) > 0:
