@@ -95,6 +95,17 @@ class Inventory:
         names = next(iter(places.values())).levels if places else (DOMAIN, RACK)
         return cls(counted, (*warnings, *conflicts, *_overfull(counted), *_unlabelled(counted, names)), names)
 
+    def holding(self, used: Mapping[str, Amount], warnings: Sequence[str] = ()) -> Inventory:
+        """The same nodes with this (node -> amount) held on them beside what is held already.
+
+        `warnings` are what was strange about those that hold it.
+        """
+        nodes = dict(self.nodes)
+        for name, amount in used.items():
+            if name in nodes:
+                nodes[name] = replace(nodes[name], free=nodes[name].free - amount)
+        return replace(self, nodes=nodes, warnings=(*self.warnings, *warnings, *_overfull(nodes)))
+
 
 class _NodeReader:
     """Raw Node objects to `Node`s, under one job's selector and tolerations."""

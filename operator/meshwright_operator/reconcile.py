@@ -133,7 +133,10 @@ class Reconciler:
             async with self._placer.lock:
                 for other in await self._room.find(key, job, draft):
                     self._queue.add(other)
+            try:
                 await self._carry_out(key, job, board, draft)
+            finally:
+                self._placer.fulfilled(uid)
         else:
             if draft.mesh.pending_cause != SPEC_CHANGED:
                 self._placer.line.leave(uid)

@@ -52,6 +52,7 @@ class Room:
             return [error.ahead]
         line.leave(wish.uid)
         decisions.placed(draft, found, self._placer.warnings)
+        self._placer.promise(wish, found, draft.create)
         return line.next_up(WOKEN)
 
     async def move(self, key: JobKey, job: Object, draft: Draft) -> None:

@@ -12,7 +12,7 @@ from meshwright.planner.plan import make_plan
 from meshwright.planner.pricing import Calibration
 from meshwright_operator.cache import Cache, JobKey
 from meshwright_operator.learning import Learning
-from meshwright_operator.placing import Placer, inventory_for
+from meshwright_operator.placing import Placer
 
 H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
 
@@ -53,7 +53,7 @@ class Nodes:
         self.calibration = Calibration()
 
     def nodes(self, spec: Any) -> Inventory:
-        return inventory_for(spec, nodes(), (), None)
+        return Inventory.from_objects(nodes(), [])
 
 
 def learning(*jobs: dict[str, Any]) -> tuple[Learning, Nodes]:
@@ -64,7 +64,7 @@ def learning(*jobs: dict[str, Any]) -> tuple[Learning, Nodes]:
 
 
 def planned() -> Any:
-    return make_plan(parse_spec(job("any")), inventory_for(parse_spec(job("any")), nodes(), (), None))
+    return make_plan(parse_spec(job("any")), Inventory.from_objects(nodes(), []))
 
 
 async def test_live_steps_change_the_next_plan() -> None:

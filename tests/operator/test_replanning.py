@@ -42,9 +42,9 @@ def nodes_of(world: World, name: str) -> dict[int, str]:
 
 def lose(world: World, name: str) -> None:
     """The node is gone, and what ran on it with it."""
-    gone = world.nodes.pop(name)
+    world.nodes.pop(name)
     for operator in world.operators:
-        operator.cache.nodes.pop(gone["metadata"]["name"], None)
+        operator.cache.remove_node(name)
     for pod in world.pods():
         if pod.node == name:
             world.crash(pod.name)
