@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
 from meshwright.api.spec import Toleration
-from meshwright.planner.catalogue import gpu_memory_bytes
+from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.pods import HOSTNAME_LABEL, Amount, amount_of, is_terminal, node_of, request_of
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, Place, as_tree, locate
 from meshwright.planner.topology.levels import DOMAIN, RACK

@@ -19,6 +19,7 @@ from meshwright.planner.cost.constants import Constants
 from meshwright.planner.feedback import Measured, recalibrated
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.pricing import Calibration, pricer_for
+from meshwright.planner.recost import groups_of_status
 from meshwright_operator.cache import Cache, Object
 from meshwright_operator.placing import Placer
 
@@ -98,4 +99,5 @@ class Learning:
         if not whole or pricer.price(layout, plan.micro_batches).seconds <= 0:
             return None  # no layout that ever ran
         seconds = pricer.work.tokens / status.tokens_per_second
-        return Measured(pricer, layout, plan.micro_batches, seconds, status.step)
+        groups = groups_of_status(layout, spec.workers.gpus_per_worker, status.placement, pricer.machine.fabric)
+        return Measured(pricer, layout, plan.micro_batches, seconds, status.step, groups)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement, place
+from meshwright.planner.placement import Placement
 from meshwright.planner.pricing import Calibration
 from meshwright_operator.cache import Cache
 from meshwright_operator.census import Census
@@ -21,7 +21,7 @@ from meshwright_operator.claims import Claim, ask_for, held
 from meshwright_operator.cluster import Cluster
 from meshwright_operator.freeing import advice, holders
 from meshwright_operator.inventories import Inventories, wishes_of
-from meshwright_operator.line import Line, Waiting, enough, nodes_for, turn, without
+from meshwright_operator.line import Line, Waiting, enough, nodes_for, placement_for, turn, without
 from meshwright_operator.metrics import OperatorMetrics
 
 AVOID_SECONDS = 900.0
@@ -163,12 +163,12 @@ class _View:
         own = self._free(wish)
         self.warnings = own.warnings
         try:
-            return place(wish.plan, without(own, left.reserved), wish.keep)
+            return placement_for(wish, without(own, left.reserved))
         except DoesNotFitError as error:
-            if left.yield_to is not None and nodes_for(wish.plan, own, wish.keep):
+            if left.yield_to is not None and nodes_for(wish, own):
                 raise TurnError(left.yield_to) from None
             found = holders(self._claims, wish.spec.workers.gpu_resource, wish.uid)
-            hint = advice(found, own, lambda freed: enough(wish.plan, freed))
+            hint = advice(found, own, lambda freed: any(enough(plan, freed) for plan in wish.plans))
             line = f"{len(ahead)} {'job is' if len(ahead) == 1 else 'jobs are'} ahead in the line" if ahead else ""
             error.args = ("; ".join(part for part in (str(error), hint, line) if part),)
             raise
