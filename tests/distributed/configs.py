@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.api.spec import (
     CheckpointSpec,
+    ContextMethod,
     DataSource,
     DataSpec,
     OptimizerSpec,
@@ -33,6 +34,9 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    method: ContextMethod = ContextMethod.RING_ZIG_ZAG,
+    ulysses: int | None = None,
+    length: int = 16,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -50,13 +54,15 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
+        parallelism=ParallelismSpec(
+            sequence=sequence, zero_stage=zero, context=context, context_method=method, ulysses=ulysses
+        ),
         architecture=Architecture(**{**numbers, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
             steps=steps,
             global_batch_size=8,
-            sequence_length=16,
+            sequence_length=length,
             seed=seed,
             precision=precision,
             optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),

@@ -15,6 +15,8 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import BuiltStage, build_stages
+from meshwright_worker.parallel.context import own_slice
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
 from meshwright_worker.parallel.shards import Shard, shards_of
 from meshwright_worker.pipeline.accumulate import Accumulation
@@ -45,6 +47,7 @@ class Trainer:
     def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
         self._mesh = mesh
         self._training = training
+        self._deal = Deal.of(run)
         self.stages = build_stages(run, model, mesh)
         self.shards: list[Shard] = [
             shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
@@ -61,7 +64,7 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
-        batch = batch.to(self._mesh.device)
+        batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
         replica_loss = self._executor.run(batch)
         gradients = reduce_gradients(self.shards, self._mesh)
         # Losses were divided by the tokens that a step may have; this many of them had a target.

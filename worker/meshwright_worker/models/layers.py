@@ -94,7 +94,15 @@ class RotaryEmbedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """Causal attention, each document of a row on its own. A module, so that context parallelism can replace it."""
+    """Attention, each document of a row on its own. A module, so that context parallelism can replace it.
+
+    Args:
+        causal: whether a token sees only those up to itself.
+    """
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """Mix values.
@@ -110,13 +118,14 @@ class AttentionCore(nn.Module):
         """
         mask = None
         if places.documents is not None:
-            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).tril().unsqueeze(1)
+            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
+            mask = mask.tril() if self.causal else mask
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=self.causal and mask is None,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return mixed.transpose(1, 2)

@@ -1,13 +1,14 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
 1. build on the meta device: no memory yet;
-2. split over the tensor group: matrices become DTensors;
-3. shard over replicas (ZeRO 2 and 3): shards of those shards;
-4. take memory for what is left and fill it with initial weights;
-5. without FSDP, let modules compute on the local parts themselves.
+2. let attention go over the context group: it has no parameters;
+3. split over the tensor group: matrices become DTensors;
+4. shard over replicas (ZeRO 2 and 3): shards of those shards;
+5. take memory for what is left and fill it with initial weights;
+6. without FSDP, let modules compute on the local parts themselves.
 
 The other way round FSDP would gather what tensor parallelism is about to split; and a model that had its weights before
-step 3 would have to fit into one rank.
+step 4 would have to fit into one rank.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.context import share_rows
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, parameter_dtype
@@ -53,6 +56,7 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
     precision = run.training.precision
     with torch.device("meta"):
         stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
+    share_rows(stage, Deal.of(run), mesh)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
