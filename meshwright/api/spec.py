@@ -53,6 +53,16 @@ class Tokenizer(StrEnum):
     BYTE = "Byte"
 
 
+class Packing(StrEnum):
+    """What a row of tokens is made of."""
+
+    TEXT = "Text"
+    """A stretch of the text: attention does not see where documents end."""
+    DOCUMENTS = "Documents"
+    """The same stretch as documents: each has its own positions, attention stays inside, and no token of the next one
+    is predicted from it."""
+
+
 class DataSpec(ApiModel):
     """The text to train on."""
 
@@ -64,6 +74,13 @@ class DataSpec(ApiModel):
     """Glob, relative to the volume's root, of the files to read when `source` is `Files`."""
     tokenizer: Tokenizer = Tokenizer.BYTE
     """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257."""
+    packing: Packing = Packing.TEXT
+    """What a row of tokens is. `Text`: a stretch of the text, whatever documents it touches. `Documents`: the documents
+    in that stretch, each with positions from 0 and attention to itself alone; the token after a document is not
+    predicted from it."""
+    balance: bool = False
+    """Whether the rows of a step are dealt to replicas and micro-batches by the cost of the documents in them, so that
+    no replica waits for one with longer documents; the step's samples stay the same. Needs `packing: Documents`."""
 
 
 class Precision(StrEnum):
@@ -140,7 +157,7 @@ class ParallelismSpec(ApiModel):
     """Pipeline-parallel degree: number of stages the layers are split into."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
-    context: Degree = 1
+    context: Annotated[int, Field(ge=1, le=1024)] = 1
     """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
     `training.sequenceLength` must be at least twice `context` times `tensor`."""
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG

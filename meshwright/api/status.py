@@ -42,6 +42,8 @@ class PlanStatus(ApiModel):
     """Pipeline-parallel degree."""
     data: Count
     """Data-parallel degree."""
+    context: Count = 1
+    """Context-parallel degree."""
     micro_batches: Count
     """Micro-batches per replica and step."""
     world_size: Count

@@ -8,7 +8,7 @@ can be far apart.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import Estimate, estimate
@@ -37,17 +37,20 @@ def groups_as_placed(layout: Layout, gpus_per_worker: int, places: Mapping[int, 
     """
     names = [_names(places[worker], len(fabric.levels)) for worker in range(len(places))]
     at = [names[rank // gpus_per_worker] for rank in range(layout.world_size)]
-    tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
-    stage = tensor
-    replica = tensor * pipeline
+    tensor, context, pipeline, data = layout.tensor, layout.context, layout.pipeline, layout.data
+    stage = tensor * context
+    replica = stage * pipeline
     tensors = [range(first, first + tensor) for first in range(0, layout.world_size, tensor)]
     pipes = [range(d * replica, d * replica + replica, stage) for d in range(data)]
-    rings = [range(p * stage, layout.world_size, replica) for p in range(pipeline)]
+    sharing = [range(first, first + stage, tensor) for first in range(0, layout.world_size, stage)]
+    rings = [
+        [d * replica + p * stage + c * tensor for d in range(data) for c in range(context)] for p in range(pipeline)
+    ]
     single = Span.of(1, 1, fabric)
     ring = _span(rings, at, fabric)
     return Groups(
         tensor=_span(tensors, at, fabric),
-        context=single,
+        context=_span(sharing, at, fabric),
         expert=single,
         replicas=ring,
         expert_replicas=ring,
@@ -62,7 +65,7 @@ def _names(place: Place, levels: int) -> tuple[str, ...]:
     return (*inner, *([""] * (levels - len(inner))))
 
 
-def _span(groups: Iterable[range], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
+def _span(groups: Iterable[Sequence[int]], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
     """The span of the group with fewest ranks to a place, level by level; its thinnest place sets a ring's pace."""
     members, size = [1 << 30] * len(fabric.levels), 1
     for group in groups:

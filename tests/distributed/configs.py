@@ -10,6 +10,7 @@ from meshwright.api.spec import (
     DataSource,
     DataSpec,
     OptimizerSpec,
+    Packing,
     ParallelismSpec,
     Precision,
     TrainingSpec,
@@ -37,6 +38,8 @@ def small_run(
     method: ContextMethod = ContextMethod.RING_ZIG_ZAG,
     ulysses: int | None = None,
     length: int = 16,
+    packing: Packing = Packing.TEXT,
+    balance: bool = False,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -58,7 +61,7 @@ def small_run(
             sequence=sequence, zero_stage=zero, context=context, context_method=method, ulysses=ulysses
         ),
         architecture=Architecture(**{**numbers, **model}),
-        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
+        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
         training=TrainingSpec(
             steps=steps,
             global_batch_size=8,

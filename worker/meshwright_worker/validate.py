@@ -7,11 +7,14 @@ a mismatch found inside a collective would show as a hang of all ranks. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from meshwright.api.spec import DataSpec, Tokenizer, TrainingSpec
+from meshwright.api.rules.context import exchanging, heads_are_shared
+from meshwright.api.spec import ContextMethod, DataSpec, Packing, Tokenizer, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.parallel.context_slices import Deal
 
 
 class InvalidRunError(ValueError):
@@ -29,6 +32,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
     problems = [
         *_model_problems(run.architecture),
         *_tensor_problems(run, run.architecture, run.training),
+        *_context_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
@@ -70,6 +74,32 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
 
 
+def _context_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    asked, context, length = run.parallelism, run.context, training.sequence_length
+    if asked.context_method is ContextMethod.RING_ULYSSES:
+        inner = asked.ulysses or 1
+        if context % inner:
+            fits = nearest(inner, lambda n: context % n == 0, context)
+            yield f"`parallelism.ulysses: {inner}` must divide `parallelism.context: {context}`; nearest: {fits}"
+            return
+    deal = Deal.of(run)
+    if context > 1 and length < deal.least:
+        fits = nearest(context, lambda n: n % deal.inner == 0 and replace(deal, ranks=n).least <= length, length)
+        yield (
+            f"`parallelism.context: {context}` needs `training.sequenceLength: {length}` to be at least {deal.least}; "
+            f"nearest that fit: {fits}"
+        )
+    ranks = exchanging(asked.context_method, context, asked.ulysses)
+    if ranks > 1 and not heads_are_shared(model.heads, model.kv_heads, run.tensor, ranks):
+        field = "context" if asked.context_method is ContextMethod.ULYSSES else "ulysses"
+        fits = nearest(ranks, lambda n: heads_are_shared(model.heads, model.kv_heads, run.tensor, n), model.heads)
+        yield (
+            f"`parallelism.{field}: {ranks}` times `parallelism.tensor: {run.tensor}` must divide `model.heads: "
+            f"{model.heads}`, and divide `model.kvHeads: {model.kv_heads}` or be a multiple of it, for "
+            f"`parallelism.contextMethod: {asked.context_method}`; nearest that fit: {fits}, or use `RingZigZag`"
+        )
+
+
 def _pipeline_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     if run.pipeline > model.layers:
         yield f"`parallelism.pipeline: {run.pipeline}` needs a layer a stage; at most `model.layers: {model.layers}`"
@@ -102,3 +132,5 @@ def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
 def _data_problems(model: Architecture, data: DataSpec) -> Iterator[str]:
     if data.tokenizer is Tokenizer.BYTE and model.vocab_size < VOCABULARY:
         yield f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`"
+    if data.balance and data.packing is not Packing.DOCUMENTS:
+        yield "`data.balance: true` needs `data.packing: Documents`: without documents every row costs the same"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import DataSource
+from meshwright.api.spec import DataSource, Packing
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 
@@ -24,6 +24,10 @@ def _claim_for_files(spec: Spec) -> bool:
 
 def _pattern_for_files(spec: Spec) -> bool:
     return spec.data is None or spec.data.source is DataSource.FILES or spec.data.pattern == "**/*"
+
+
+def _balance_has_documents(spec: Spec) -> bool:
+    return spec.data is None or not spec.data.balance or spec.data.packing is Packing.DOCUMENTS
 
 
 def _warm_up_ends(spec: Spec) -> bool:
@@ -60,6 +64,12 @@ TRAINING_RULES = (
         "may only be set with `data.source: Files`: remove it",
         "!has(self.data) || self.data.source == 'Files' || self.data.pattern == '**/*'",
         _pattern_for_files,
+    ),
+    Rule(
+        "data.balance",
+        "needs `data.packing: Documents`: rows that are one document each cost the same",
+        "!has(self.data) || !self.data.balance || self.data.packing == 'Documents'",
+        _balance_has_documents,
     ),
     Rule(
         "training.optimizer.warmupSteps",

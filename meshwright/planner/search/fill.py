@@ -85,7 +85,7 @@ def _schedules(request: Request, shape: Shape, size: int) -> Iterator[tuple[Sche
 
 def _methods(request: Request, shape: Shape) -> Iterator[ContextMethod]:
     if shape.context == 1:
-        yield ContextMethod.RING
+        yield ContextMethod.RING_ZIG_ZAG
         return
     pinned = request.pins.context_method
     model = request.work.model

@@ -29,7 +29,7 @@ class Techniques:
     schedules: tuple[Schedule, ...] = tuple(Schedule)
     virtual_stages: tuple[int, ...] = (2, 4)
     """Chunks to try with schedules that take more than one."""
-    context: tuple[ContextMethod, ...] = tuple(ContextMethod)
+    context: tuple[ContextMethod, ...] = (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
     """Empty where the runtime has no context parallelism."""
     expert: bool = True
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)

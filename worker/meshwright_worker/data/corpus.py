@@ -62,6 +62,13 @@ class Corpus:
         lines = (f"{document.name}\0{document.size}\n" for document in self._documents)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    def documents(self, start: int, stop: int) -> list[int]:
+        """Tokens of each document, its separator with it, among the tokens at `start` to `stop - 1`. Reads no file."""
+        first, last = np.searchsorted(self._ends, [start, stop], side="right")
+        ends = [end for end in self._ends[first:last].tolist() if end < stop]
+        borders = [start, *ends, stop] if start < stop else []
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+
     def tokens(self, start: int, stop: int) -> Tokens:
         """The tokens at `start` to `stop - 1`, shape [stop - start].
 

@@ -98,11 +98,13 @@ class AttentionCore(nn.Module):
 
     Args:
         causal: whether a token sees only those up to itself.
+        scale: factor of the scores; None for one over the root of the head size.
     """
 
-    def __init__(self, *, causal: bool = True) -> None:
+    def __init__(self, *, causal: bool = True, scale: float | None = None) -> None:
         super().__init__()
         self.causal = causal
+        self.scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """Mix values.
@@ -126,6 +128,7 @@ class AttentionCore(nn.Module):
             value.transpose(1, 2),
             attn_mask=mask,
             is_causal=self.causal and mask is None,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return mixed.transpose(1, 2)

@@ -50,12 +50,14 @@ def share_rows(model: nn.Module, deal: Deal, mesh: Mesh) -> None:
     """
     cores = {name: module for name, module in model.named_modules() if isinstance(module, AttentionCore)}
     groups = _groups(deal, mesh)
-    shared: dict[bool, AttentionCore] = {}
+    # Layers that attend alike share a core, which finds a micro-batch's blocks once for all of them.
+    shared: dict[tuple[bool, float | None], AttentionCore] = {}
     for name, core in cores.items():
-        if core.causal not in shared:
-            shared[core.causal] = _core(deal, groups, causal=core.causal)
+        kind = (core.causal, core.scale)
+        if kind not in shared:
+            shared[kind] = _core(deal, groups, core)
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, shared[core.causal])
+        setattr(model.get_submodule(parent), own, shared[kind])
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,22 @@ def _groups(deal: Deal, mesh: Mesh) -> _Groups:
     return _Groups(both.get_group("heads"), both.get_group("ring"))
 
 
-def _core(deal: Deal, groups: _Groups, *, causal: bool) -> AttentionCore:
+def _core(deal: Deal, groups: _Groups, like: AttentionCore) -> AttentionCore:
     if deal.ranks == 1 or deal.method is ContextMethod.ALL_GATHER:
-        return GatheredCore(deal, groups.tokens, causal=causal)
+        return GatheredCore(deal, groups.tokens, like)
     if deal.method is ContextMethod.ULYSSES:
         assert groups.heads is not None
-        return UlyssesCore(GatheredCore(Deal(), None, causal=causal), deal, groups.heads)
+        return UlyssesCore(GatheredCore(Deal(), None, like), deal, groups.heads)
     assert groups.tokens is not None
-    ring = RingCore(deal, groups.tokens, causal=causal)
+    ring = RingCore(deal, groups.tokens, like)
     return ring if groups.heads is None else UlyssesCore(ring, deal, groups.heads)
 
 
 class GatheredCore(AttentionCore):
     """Attention of a rank's tokens to whole rows, gathered over a group or its own."""
 
-    def __init__(self, deal: Deal, group: dist.ProcessGroup | None, *, causal: bool) -> None:
-        super().__init__(causal=causal)
+    def __init__(self, deal: Deal, group: dist.ProcessGroup | None, like: AttentionCore) -> None:
+        super().__init__(causal=like.causal, scale=like.scale)
         self._deal = deal
         self._group = group
         self._blocks = _Remembered()
@@ -112,7 +114,7 @@ class GatheredCore(AttentionCore):
         own = slices[self._group.rank() if self._group else 0]
         _check(query, own)
         (blocks,) = self._blocks.of(own, [(range(length),)], places, causal=self.causal)
-        gathering = Gathering(self._group, slices, blocks, query.shape[-1] ** -0.5)
+        gathering = Gathering(self._group, slices, blocks, self.scale or query.shape[-1] ** -0.5)
         mixed = gathered_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), gathering)
         return mixed.transpose(1, 2)
 
@@ -120,8 +122,8 @@ class GatheredCore(AttentionCore):
 class RingCore(AttentionCore):
     """Attention of a rank's tokens to keys and values that go round a group."""
 
-    def __init__(self, deal: Deal, group: dist.ProcessGroup, *, causal: bool) -> None:
-        super().__init__(causal=causal)
+    def __init__(self, deal: Deal, group: dist.ProcessGroup, like: AttentionCore) -> None:
+        super().__init__(causal=like.causal, scale=like.scale)
         self._deal = deal
         self._group = group
         self._blocks = _Remembered()
@@ -133,7 +135,7 @@ class RingCore(AttentionCore):
         own = slices[self._group.rank()]
         _check(query, own)
         blocks = self._blocks.of(own, slices, places, causal=self.causal)
-        ring = Ring(self._group, blocks, [size(part) for part in slices], query.shape[-1] ** -0.5)
+        ring = Ring(self._group, blocks, [size(part) for part in slices], self.scale or query.shape[-1] ** -0.5)
         mixed = ring_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), ring)
         return mixed.transpose(1, 2)
 
@@ -147,7 +149,7 @@ class UlyssesCore(AttentionCore):
     """Another core on the tokens of a group and a share of the heads."""
 
     def __init__(self, inner: AttentionCore, deal: Deal, group: dist.ProcessGroup) -> None:
-        super().__init__(causal=inner.causal)
+        super().__init__(causal=inner.causal, scale=inner.scale)
         self.inner = inner
         self._deal = deal
         self._group = group

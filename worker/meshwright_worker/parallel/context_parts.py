@@ -73,9 +73,7 @@ class Gradients:
         self._scale = scale
         self.of_query = torch.zeros_like(query, dtype=denominator.dtype)
 
-    def add(
-        self, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of the gradients of some keys and values, shaped like them, in at least fp32."""
         of_key = torch.zeros_like(key, dtype=self.of_query.dtype)
         of_value = torch.zeros_like(value, dtype=self.of_query.dtype)
