@@ -104,7 +104,7 @@ class GatheredCore(AttentionCore):
         self._group = group
         self._blocks = _Remembered()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """See `AttentionCore.forward`."""
         if self._group is None and places.row_documents is None:
@@ -128,7 +128,7 @@ class RingCore(AttentionCore):
         self._group = group
         self._blocks = _Remembered()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """See `AttentionCore.forward`."""
         slices = self._deal.ring(_row_length(places))
@@ -154,7 +154,7 @@ class UlyssesCore(AttentionCore):
         self._deal = deal
         self._group = group
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """See `AttentionCore.forward`."""
         slices = self._deal.slices(_row_length(places))

@@ -86,13 +86,14 @@ class _GatheredAttention(torch.autograd.Function):
         gathering: Gathering = ctx.gathering
         sums = Gradients(gradients[0], query, mixed, denominator, gathering.scale)
         both = torch.cat(sums.add(*_whole(key, value, gathering), gathering.blocks), dim=-1)
-        of_key, of_value = gathering.scatter_sum(both).split([key.shape[-1], value.shape[-1]], dim=-1)
+        sizes = [key.shape[-1], value.shape[-1]]
+        of_key, of_value = torch.split(gathering.scatter_sum(both), sizes, dim=-1)
         return sums.of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
 
 
 def _whole(key: torch.Tensor, value: torch.Tensor, gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
     both = gathering.gather(torch.cat((key, value), dim=-1))
-    whole_key, whole_value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+    whole_key, whole_value = torch.split(both, [key.shape[-1], value.shape[-1]], dim=-1)
     return whole_key, whole_value
 
 

@@ -33,8 +33,9 @@ class Block:
     @property
     def scores(self) -> int:
         """Scores that count, of one row and head."""
-        count = self.queries.stop - self.queries.start
-        return count * (count + 1) // 2 if self.causal else count * (self.keys.stop - self.keys.start)
+        count: int = self.queries.stop - self.queries.start
+        keys: int = self.keys.stop - self.keys.start
+        return count * (count + 1) // 2 if self.causal else count * keys
 
 
 _ALL_ROWS = slice(None)

@@ -161,7 +161,7 @@ def _for_every_head(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 def _sum_over_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     groups = gradient.shape[1] // heads
-    return gradient.unflatten(1, (heads, groups)).sum(dim=2) if groups > 1 else gradient
+    return torch.unflatten(gradient, 1, (heads, groups)).sum(dim=2) if groups > 1 else gradient
 
 
 def _same_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Three:

@@ -38,7 +38,7 @@ class _Exchange(torch.autograd.Function):
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup, lengths: Sequence[int]) -> torch.Tensor:
     """[batch, own tokens, width] -> [batch, all tokens, width / ranks]."""
     ranks, own = len(lengths), lengths[group.rank()]
-    leaving = x.unflatten(-1, (ranks, -1)).permute(2, 1, 0, 3).flatten(0, 1).contiguous()
+    leaving = torch.unflatten(x, -1, (ranks, -1)).permute(2, 1, 0, 3).flatten(0, 1).contiguous()
     arriving = x.new_empty((sum(lengths), x.shape[0], x.shape[-1] // ranks))
     dist.all_to_all_single(arriving, leaving, list(lengths), [own] * ranks, group=group)
     return arriving.transpose(0, 1)
@@ -50,7 +50,7 @@ def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup, lengths: Sequence[int]
     leaving = x.transpose(0, 1).contiguous()
     arriving = x.new_empty((ranks * own, x.shape[0], x.shape[-1]))
     dist.all_to_all_single(arriving, leaving, [own] * ranks, list(lengths), group=group)
-    return arriving.unflatten(0, (ranks, own)).permute(2, 1, 0, 3).flatten(2)
+    return torch.unflatten(arriving, 0, (ranks, own)).permute(2, 1, 0, 3).flatten(2)
 
 
 def exchange_heads(
@@ -76,7 +76,8 @@ def exchange_heads(
     widths = [part.shape[-1] for part in parts]
     sizes = [x.shape[-1] for x in (query, key, value)]
     query, key, value = (
-        part.unflatten(-1, (-1, size)) for part, size in zip(together.split(widths, dim=-1), sizes, strict=True)
+        torch.unflatten(part, -1, (-1, size))
+        for part, size in zip(torch.split(together, widths, dim=-1), sizes, strict=True)
     )
     return query, key, value
 
@@ -85,7 +86,7 @@ def return_tokens(mixed: torch.Tensor, group: dist.ProcessGroup, lengths: Sequen
     """[batch, all tokens, share of the heads, size] -> [batch, own tokens, heads, size]."""
     size = mixed.shape[-1]
     returned: torch.Tensor = _Exchange.apply(mixed.flatten(2), group, tuple(lengths), True)  # type: ignore[no-untyped-call]
-    return returned.unflatten(-1, (-1, size))
+    return torch.unflatten(returned, -1, (-1, size))
 
 
 def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -93,4 +94,4 @@ def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     heads = x.shape[_HEADS]
     if heads < ranks:
         x = x.repeat_interleave(ranks // heads, dim=_HEADS)
-    return x.unflatten(_HEADS, (ranks, -1)).flatten(3)
+    return torch.unflatten(x, _HEADS, (ranks, -1)).flatten(3)
