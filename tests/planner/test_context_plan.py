@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.api.spec import ContextMethod
 from meshwright.layout import Layout
-from meshwright.models.presets import preset
-from meshwright.planner.catalogue import ACCELERATORS
+from meshwright.models.presets import PRESETS
+from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.errors import PlanError
 from meshwright.planner.memory import Workload, stage_memory
@@ -65,7 +65,7 @@ def test_a_row_too_short_for_its_ranks_is_refused() -> None:
 
 
 def test_ranks_that_share_a_row_keep_their_part_of_activations_and_share_states() -> None:
-    model = preset("llama-3-8b")
+    model = PRESETS["llama-3-8b"]
     asked = Workload(model, sequence_length=8192, micro_batch_size=1, micro_batches=1, zero_stage=3)
     whole = stage_memory(asked, Layout(data=4), 0)
     shared = stage_memory(replace(asked, context=4), Layout(data=1, context=4), 0)
