@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.api.data import DataSource, DataSpec, Packing
 from meshwright.api.spec import (
     CheckpointSpec,
     ContextMethod,
-    DataSource,
-    DataSpec,
     OptimizerSpec,
-    Packing,
     ParallelismSpec,
     Precision,
     TrainingSpec,

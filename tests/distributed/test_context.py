@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from meshwright.api.spec import ContextMethod, Packing
+from meshwright.api.data import Packing
+from meshwright.api.spec import ContextMethod
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import Places
 from meshwright_worker.mesh import joined
 from meshwright_worker.models.layers import AttentionCore
-from meshwright_worker.parallel import collectives
 from meshwright_worker.parallel.context import share_rows
 from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.task import Outcome, RankTask
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
+from tests.distributed.counting import Counting, Traffic
 from tests.distributed.pool import RankPool
 
 BATCH, HEADS, KV_HEADS, SIZE, VALUE_SIZE = 2, 4, 2, 8, 4
@@ -80,8 +77,8 @@ def _outputs(
     return [mixed.detach(), *torch.autograd.grad((mixed * weights).sum(), leaves)]
 
 
-def sent(task: RankTask, length: int) -> tuple[Counter[str], Counter[str]]:
-    """Calls and elements that this rank sends to others in one layer's forward and backward pass."""
+def sent(task: RankTask, length: int) -> tuple[Traffic, Traffic]:
+    """What this rank communicates in one layer's forward and backward pass."""
     with joined(task) as mesh:
         deal = Deal.of(task.run)
         model = _Model(AttentionCore())
@@ -89,51 +86,27 @@ def sent(task: RankTask, length: int) -> tuple[Counter[str], Counter[str]]:
         held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[mesh.rank]])
         inputs, weights, _ = _numbers(length)
         own = [x[:, held].float() for x in (*inputs, weights)]
-        with _counted() as (forward, forward_elements):
+        with Counting() as forward:
             leaves = [x.clone().requires_grad_() for x in own[:3]]
             mixed = model.core(*leaves, Places(row_length=length))
-        with _counted() as (backward, backward_elements):
+        with Counting() as backward:
             (mixed * own[3]).sum().backward()
-    calls = Counter({f"forward {name}": n for name, n in forward.items()})
-    calls.update({f"backward {name}": n for name, n in backward.items()})
-    elements = Counter(forward=sum(forward_elements.values()), backward=sum(backward_elements.values()))
-    return calls, elements
+    return forward.traffic, backward.traffic
 
 
-@contextmanager
-def _counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    calls: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
-
-    def watch(name: str, original: Any, own_share: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            calls[name] += 1
-            elements[name] += own_share(*arguments, **named)
-            return original(*arguments, **named)
-
-        return call
-
-    def sends(operations: list[Any]) -> int:
-        return sum(one.tensor.numel() for one in operations if one.op is dist.isend)
-
-    def exchanged(arriving: Any, leaving: Any, out: Any, into: list[int], group: Any) -> int:
-        return int(leaving.numel()) * (len(into) - 1) // len(into)
-
-    def gathered(whole: Any, own: Any, group: Any) -> int:
-        return int(own.numel()) * (group.size() - 1)
-
-    def scattered(own: Any, whole: Any, group: Any) -> int:
-        return int(own.numel()) * (group.size() - 1)
-
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", watch("turn", dist.batch_isend_irecv, sends)),
-        mock.patch.object(dist, "all_to_all_single", watch("all-to-all", dist.all_to_all_single, exchanged)),
-        mock.patch.object(collectives, "_all_gather", watch("all-gather", collectives._all_gather, gathered)),
-        mock.patch.object(
-            collectives, "_reduce_scatter", watch("reduce-scatter", collectives._reduce_scatter, scattered)
-        ),
-    ):
-        yield calls, elements
+def measured(pool: RankPool, length: int, **layout: Any) -> tuple[Counter[str], Counter[str], tuple[float, float]]:
+    """Calls forward and backward, and the numbers that a rank sends in each, the same on every rank."""
+    ranks = pool.run(sent, small_run(**layout), length, timeout=240)
+    both = [
+        (
+            *(Counter({kind: n for (kind, _), n in one.calls.items()}) for one in two),
+            tuple(one.sent() / 4 for one in two),
+        )
+        for two in ranks
+    ]
+    assert all(one == both[0] for one in both)
+    forward, backward, numbers = both[0]
+    return forward, backward, numbers
 
 
 @pytest.mark.parametrize(("method", "ranks", "inner"), METHODS, ids=[str(method) for method, _, _ in METHODS])
@@ -146,39 +119,35 @@ def test_attention_over_ranks_equals_one_rank(
 
 
 def test_what_each_method_sends(pool: RankPool) -> None:
-    """The papers' volumes, in elements of one layer that one of n ranks sends."""
+    """The papers' volumes, in numbers of one layer that one of n ranks sends."""
     n, length = 4, 32
     tokens = BATCH * length // n
     pair = tokens * KV_HEADS * (SIZE + VALUE_SIZE)
-    calls, elements = pool.run(sent, small_run(context=n), length, timeout=240)[1]
-    assert calls == {"forward turn": n - 1, "backward turn": 2 * n - 1}
-    # Keys and values, then those again and, home again, their gradients (arXiv 2310.01889).
-    assert elements == {"forward": (n - 1) * pair, "backward": (n - 1) * pair + n * pair}
+    forward, backward, numbers = measured(pool, length, context=n)
+    # A turn hands over two tensors; keys and values, then those again and, home again, their gradients (2310.01889).
+    assert forward == {"send": 2 * (n - 1), "recv": 2 * (n - 1)}
+    assert backward == {"send": 2 * (2 * n - 1), "recv": 2 * (2 * n - 1)}
+    assert numbers == ((n - 1) * pair, (n - 1) * pair + n * pair)
 
-    calls, elements = pool.run(sent, small_run(context=n, method=ContextMethod.ALL_GATHER), length, timeout=240)[1]
-    assert calls == {"forward all-gather": 1, "backward all-gather": 1, "backward reduce-scatter": 1}
-    assert elements == {"forward": (n - 1) * pair, "backward": 2 * (n - 1) * pair}
+    forward, backward, numbers = measured(pool, length, context=n, method=ContextMethod.ALL_GATHER)
+    assert (forward, backward) == ({"all-gather": 1}, {"all-gather": 1, "reduce-scatter": 1})
+    assert numbers == ((n - 1) * pair, 2 * (n - 1) * pair)
 
     # Four tensors of heads, each (n - 1) / n of its own (arXiv 2309.14509); 2 key and value heads are held twice.
-    run = small_run(context=n, method=ContextMethod.ULYSSES)
-    calls, elements = pool.run(sent, run, length, timeout=240)[1]
-    assert calls == {"forward all-to-all": 2, "backward all-to-all": 2}
-    four = tokens * (HEADS * (SIZE + VALUE_SIZE) + n * (SIZE + VALUE_SIZE))
-    assert elements == {"forward": four * (n - 1) // n, "backward": four * (n - 1) // n}
+    forward, backward, numbers = measured(pool, length, context=n, method=ContextMethod.ULYSSES)
+    assert forward == backward == {"all-to-all": 2}
+    four = tokens * (HEADS + n) * (SIZE + VALUE_SIZE)
+    assert numbers == (four * (n - 1) / n, four * (n - 1) / n)
 
 
 def test_the_mix_has_shorter_rings_than_a_ring_and_smaller_exchanges_than_ulysses(pool: RankPool) -> None:
-    run = small_run(context=4, method=ContextMethod.RING_ULYSSES, ulysses=2)
-    calls, elements = pool.run(sent, run, 32, timeout=240)[1]
-    assert calls == {
-        "forward all-to-all": 2,
-        "forward turn": 1,
-        "backward all-to-all": 2,
-        "backward turn": 3,
-    }
+    layout = {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 2}
+    forward, backward, numbers = measured(pool, 32, **layout)
+    assert forward == {"all-to-all": 2, "send": 2, "recv": 2}
+    assert backward == {"all-to-all": 2, "send": 6, "recv": 6}
     pair = BATCH * 8 * KV_HEADS * (SIZE + VALUE_SIZE)
     four = BATCH * 8 * (HEADS + KV_HEADS) * (SIZE + VALUE_SIZE)
-    assert elements == {"forward": four // 2 + pair, "backward": four // 2 + pair + 2 * pair}
+    assert numbers == (four / 2 + pair, four / 2 + pair + 2 * pair)
 
 
 def test_a_run_goes_on_when_its_ranks_share_sequences(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.api.spec import DataSpec, Packing
+from meshwright.api.data import DataSpec, Packing
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.batch import IGNORED, Batch
@@ -25,13 +25,13 @@ MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=2, kv
 
 def test_positions_documents_and_targets_of_a_packed_row() -> None:
     row = torch.tensor([[7, 8, SEPARATOR, SEPARATOR, 9, 10, SEPARATOR, 11]])
-    batch = batch_of(row, DataSpec(claim_name="text", packing=Packing.DOCUMENTS))
+    batch = batch_of(row, DataSpec(claim_name="text", packing=Packing.DOCUMENTS), SEPARATOR)
     assert batch.documents is not None
     assert batch.positions is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 2, 2, 2]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
     assert batch.targets.tolist() == [[8, SEPARATOR, IGNORED, IGNORED, 10, SEPARATOR, IGNORED]]
-    assert batch_of(row, DataSpec(claim_name="text")).documents is None
+    assert batch_of(row, DataSpec(claim_name="text"), SEPARATOR).documents is None
 
 
 def test_a_packed_row_trains_as_its_documents_do_alone() -> None:
@@ -41,7 +41,7 @@ def test_a_packed_row_trains_as_its_documents_do_alone() -> None:
     ended = [torch.cat([piece, torch.tensor([[SEPARATOR]])], dim=1) for piece in pieces]
     stage = DecoderStage(MODEL, torch.float64).double()
     initialize(stage, MODEL, 0, torch.device("cpu"))
-    packed = documents_apart(torch.cat([*ended, torch.zeros(1, 1, dtype=torch.int64)], dim=1), SEPARATOR)
+    packed = documents_apart(Batch.of(torch.cat([*ended, torch.zeros(1, 1, dtype=torch.int64)], dim=1)), SEPARATOR)
     loss = stage(packed.tokens, packed.targets, packed.places)
     loss.backward()
     together = {name: parameter.grad.clone() for name, parameter in stage.named_parameters()}  # type: ignore[union-attr]
@@ -59,7 +59,7 @@ def test_a_stream_knows_its_documents_without_reading_them(tmp_path: Path) -> No
         (tmp_path / f"{number}.txt").write_text("x" * length)
     stream = SampleStream(open_corpus(DataSpec(claim_name="text"), str(tmp_path)), 16, seed=1)
     for sample in range(2 * stream.samples_per_epoch):
-        documents = documents_apart(stream.batch(sample, 1), SEPARATOR).documents
+        documents = documents_apart(Batch.of(stream.batch(sample, 1)), SEPARATOR).documents
         assert documents is not None
         assert stream.documents(sample) == documents[0].unique_consecutive(return_counts=True)[1].tolist()
 

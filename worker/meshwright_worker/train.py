@@ -21,8 +21,9 @@ from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.balance import Cost, deal
-from meshwright_worker.data.corpus import CorpusError, open_corpus
+from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
@@ -45,7 +46,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
-        CorpusError: there is no text to train on, or not the same on every rank.
+        DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
@@ -57,7 +58,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
             trainer = Trainer(task.run, architecture, training, mesh)
-            stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
+            stream = open_stream(data, task.data_dir, training.sequence_length, training.seed)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if not same_everywhere(stream.identity, mesh):
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
@@ -78,7 +79,7 @@ class _Loop:
         self,
         run: RunConfig,
         trainer: Trainer,
-        stream: SampleStream,
+        stream: SampleStream | MixedStream,
         session: CheckpointSession | None,
         mesh: Mesh,
         events: RankEvents,
@@ -121,7 +122,8 @@ class _Loop:
         mine = self._share(range(state.samples, state.samples + batch))
         samples = self._stream.rows(mine)
         read = time.monotonic()
-        result = self._trainer.step(number, batch_of(samples, self._data), stop=self._events.stop_requested())
+        packed = batch_of(samples, self._data, self._stream.separator)
+        result = self._trainer.step(number, packed, stop=self._events.stop_requested())
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch

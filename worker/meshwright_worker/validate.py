@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from meshwright.api.data import DataSpec, Packing, Tokenizer
 from meshwright.api.rules.context import exchanging, heads_are_shared
-from meshwright.api.spec import ContextMethod, DataSpec, Packing, Tokenizer, TrainingSpec
+from meshwright.api.spec import ContextMethod, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.api.spec import ContextMethod, Packing
+from meshwright.api.data import Packing
+from meshwright.api.spec import ContextMethod
 from tests.parity.case import Case
 
 _NAMES = {

@@ -6,28 +6,31 @@ from it. So packing changes neither loss nor gradient; it only leaves out the pa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from meshwright.api.spec import DataSpec, Packing
+from meshwright.api.data import DataSpec, Packing
 from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.data.tokenizer import SEPARATOR
 
 
-def batch_of(samples: torch.Tensor, data: DataSpec) -> Batch:
+def batch_of(samples: torch.Tensor, data: DataSpec, separator: int) -> Batch:
     """The batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` asks."""
-    return documents_apart(samples, SEPARATOR) if data.packing is Packing.DOCUMENTS else Batch.of(samples)
+    batch = Batch.of(samples)
+    return documents_apart(batch, separator) if data.packing is Packing.DOCUMENTS else batch
 
 
-def documents_apart(samples: torch.Tensor, separator: int) -> Batch:
-    """The batch of samples, int64 [rows, length + 1], in which each document ends with a `separator`.
+def documents_apart(batch: Batch, separator: int) -> Batch:
+    """A batch of rows in which each document ends with a `separator`, with the documents told apart.
 
     A row may begin and end inside a document: the piece is a document of its own.
     """
-    tokens, targets = samples[:, :-1], samples[:, 1:]
+    tokens = batch.tokens
     ends = tokens == separator
     documents = ends.cumsum(dim=1) - ends.long()
-    index = torch.arange(tokens.shape[1], device=samples.device).expand_as(tokens)
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     begins = torch.ones_like(ends)
     begins[:, 1:] = ends[:, :-1]
     starts = torch.where(begins, index, 0).cummax(dim=1).values
-    return Batch(tokens, targets.masked_fill(ends, IGNORED), index - starts, documents)
+    targets = batch.targets.masked_fill(ends, IGNORED)
+    return replace(batch, targets=targets, positions=index - starts, documents=documents)

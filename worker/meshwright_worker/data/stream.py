@@ -43,6 +43,11 @@ class SampleStream:
         """Names the stream: two streams of equal identity give the same sample for every number."""
         return f"{self._corpus.fingerprint[:32]}/{self._length}/{self._seed}"
 
+    @property
+    def separator(self) -> int:
+        """The token after each document."""
+        return self._corpus.separator
+
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`, int64 [count, sequence_length + 1] on the CPU."""
         return self.rows(range(first, first + count))
