@@ -41,6 +41,7 @@ def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
         _pipeline_reason(search, chosen),
         _context_reason(search, chosen),
         f"DP {chosen.layout.data}: set by `replicas`",
+        _expert_reason(search, chosen),
         _micro_batches_reason(search, chosen),
         _memory_reason(search, chosen.memory),
     )
@@ -75,6 +76,18 @@ def _pipeline_reason(search: Search, chosen: Candidate) -> str:
 def _context_reason(search: Search, chosen: Candidate) -> str:
     context, method = chosen.layout.context, search.parallelism.context_method
     return f"CP {context} ({method}): set by `parallelism.context`" if context > 1 else ""
+
+
+def _expert_reason(search: Search, chosen: Candidate) -> str:
+    mixture, expert = search.architecture.mixture, chosen.layout.expert
+    if mixture is None:
+        return ""
+    if search.parallelism.expert is not None:
+        return f"EP {expert}: set by `parallelism.expert`"
+    held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
+    if expert == 1:
+        return f"EP 1: every replica has all experts, and no token travels ({held})"
+    return f"EP {expert}: {held}; fewer parts need more memory or take longer"
 
 
 def _micro_batches_reason(search: Search, chosen: Candidate) -> str:

@@ -15,6 +15,7 @@ from meshwright.api.spec import (
 )
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from tests.distributed.mixtures import MIXTURES
 
 
 def small_run(
@@ -33,6 +34,9 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    training: dict[str, Any] | None = None,
+    mixture: str | None = None,
+    parallelism: dict[str, Any] | None = None,
     method: ContextMethod = ContextMethod.RING_ZIG_ZAG,
     ulysses: int | None = None,
     length: int = 16,
@@ -56,17 +60,25 @@ def small_run(
         expert=expert,
         micro_batches=micro_batches,
         parallelism=ParallelismSpec(
-            sequence=sequence, zero_stage=zero, context=context, context_method=method, ulysses=ulysses
+            sequence=sequence,
+            zero_stage=zero,
+            context=context,
+            context_method=method,
+            ulysses=ulysses,
+            **(parallelism or {}),
         ),
-        architecture=Architecture(**{**numbers, **model}),
+        architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
         training=TrainingSpec(
-            steps=steps,
-            global_batch_size=8,
-            sequence_length=length,
-            seed=seed,
-            precision=precision,
-            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+            **{
+                "steps": steps,
+                "global_batch_size": 8,
+                "sequence_length": length,
+                "seed": seed,
+                "precision": precision,
+                "optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+                **(training or {}),
+            }
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )

@@ -16,17 +16,26 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
+from meshwright.api.spec import TrainingSpec
+from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.pretrained.files import PretrainedError
+from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
 from meshwright_worker.validate import validate
@@ -46,6 +55,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
+        PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
@@ -62,14 +72,31 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if not same_everywhere(stream.identity, mesh):
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
+            asked = training.evaluation
+            evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, stream.identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
-            state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
+            begin_from_weights(trainer, architecture, training, mesh)
+            state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
         events.running(state.step)
-        return _Loop(task.run, trainer, stream, session, mesh, events).run(state)
+        return _Loop(task.run, trainer, stream, session, evaluation, mesh, events).run(state)
+
+
+def begin_from_weights(trainer: Trainer, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+    """Fill the model from `training.initialWeights`, if there is any. A checkpoint of adapters holds nothing else.
+
+    Raises:
+        PretrainedError: the files hold another model, are damaged, or are not the same on every rank.
+    """
+    if training.initial_weights is None:
+        return
+    shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
+    fingerprint = load_pretrained(shards, model, Path(training.initial_weights))
+    if not same_everywhere(fingerprint, mesh):
+        raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
 
 
 class _Loop:
@@ -79,8 +106,9 @@ class _Loop:
         self,
         run: RunConfig,
         trainer: Trainer,
-        stream: SampleStream | MixedStream,
+        stream: SampleStream | InstructionStream | MixedStream,
         session: CheckpointSession | None,
+        evaluation: Evaluation | None,
         mesh: Mesh,
         events: RankEvents,
     ) -> None:
@@ -90,6 +118,7 @@ class _Loop:
         self._trainer = trainer
         self._stream = stream
         self._session = session
+        self._evaluation = evaluation
         self._mesh = mesh
         self._events = events
         self._digest = SampleDigest()
@@ -110,10 +139,14 @@ class _Loop:
             if self._session is not None:
                 self._session.report()
                 if self._session.due(number):
-                    self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=False)
-        if self._session is not None:
-            self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=True)
+                    self._save(state, wait=False)
+        self._save(state, wait=True)
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _save(self, state: TrainingState, *, wait: bool) -> None:
+        trainer = self._trainer
+        if self._session is not None:
+            self._session.save(trainer.shards, trainer.optimizer, state, trainer.buffers, wait=wait)
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         began = time.monotonic()
@@ -127,7 +160,10 @@ class _Loop:
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
-        self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))
+        report = self._report(number, result, consumed, time.monotonic() - began, read - began)
+        if self._evaluation is not None and self._evaluation.due(number):
+            report = replace(report, evaluation_loss=self._evaluation.loss(self._trainer, self._mesh))
+        self._events.step(report)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
         return after, result.stop
 
@@ -150,6 +186,7 @@ class _Loop:
             samples=samples,
             seconds=seconds,
             data_seconds=data_seconds,
+            experts=result.experts,
         )
 
 

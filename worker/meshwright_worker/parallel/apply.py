@@ -1,9 +1,9 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
-1. build on the meta device: no memory yet;
+1. build on the meta device, with adapters if any: no memory yet;
 2. let attention go over the context group: it has no parameters;
-3. split over the tensor group: matrices become DTensors;
-4. shard over replicas (ZeRO 2 and 3): shards of those shards;
+3. spread experts over the expert group and split over the tensor group: matrices become DTensors;
+4. shard over replicas (ZeRO 2 and 3), experts over their own: shards of those shards;
 5. take memory for what is left and fill it with initial weights;
 6. without FSDP, let modules compute on the local parts themselves.
 
@@ -18,13 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.api.data import Packing
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import Division, divide
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
-from meshwright_worker.parallel.context import share_rows
+from meshwright_worker.models.lora import adapt
+from meshwright_worker.parallel.context import Groups, groups_of, share_rows
 from meshwright_worker.parallel.context_slices import Deal
+from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, parameter_dtype
@@ -47,19 +51,44 @@ def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[BuiltS
     Raises:
         ValueError: `run` is not a run of this runtime.
     """
-    return [_build(run, model, mesh, index, mesh.layout.pipeline) for index in [mesh.coordinates.pipeline]]
+    division = division_of(run, model)
+    stages = len(division.layers)
+    # Once for all stages: forming groups is collective, and ranks may hold different numbers of them.
+    sharing = groups_of(Deal.of(run), mesh)
+    return [
+        _build(run, model, mesh, sharing, index, stages, division.layers[index])
+        for index in division.stages(mesh.coordinates.pipeline)
+    ]
 
 
-def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int) -> BuiltStage:
+def division_of(run: RunConfig, model: Architecture) -> Division:
+    """The run's pipeline: its schedule, and which stages and layers each of its ranks holds.
+
+    Raises:
+        ValueError: `run` is not a run of this runtime.
+    """
+    if run.training is None:
+        raise ValueError("`training` is required")
+    return divide(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
+
+
+def _build(
+    run: RunConfig, model: Architecture, mesh: Mesh, sharing: Groups, index: int, stages: int, own: range
+) -> BuiltStage:
     if run.training is None:
         raise ValueError("`training` is required")
     precision = run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
-    share_rows(stage, Deal.of(run), mesh)
+        stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(parameter_dtype(precision))
+    if run.training.lora is not None:
+        adapt(stage, run.training.lora)
+    if run.context > 1 or packs_documents(run):
+        share_rows(stage, Deal.of(run), sharing)
+    spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
+        shard_experts_over_replicas(stage, mesh, zero_stage=run.parallelism.zero_stage, precision=precision)
         shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
     initialize(stage, model, run.training.seed, mesh.device)
     if not shards_over_replicas(run):
@@ -74,3 +103,8 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
 def shards_over_replicas(run: RunConfig) -> bool:
     """Whether parameters are sharded over replicas; a single replica has nobody to share with."""
     return run.parallelism.zero_stage > 0 and run.layout.replicas > 1
+
+
+def packs_documents(run: RunConfig) -> bool:
+    """Whether rows are made of documents that attention keeps apart."""
+    return run.data is not None and run.data.packing is Packing.DOCUMENTS
