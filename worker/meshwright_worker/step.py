@@ -71,7 +71,7 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
-        batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+        batch = self._own(batch)
         replica_loss = self._executor.run(batch)
         self._copies.add_up()
         gradients = reduce_gradients(self.shards, self._mesh)
@@ -95,7 +95,7 @@ class Trainer:
         _, pipeline, _, tensor = self._mesh.coordinates
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
-            batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+            batch = self._own(batch)
             loss = self._executor.evaluate(batch)
             if tensor == 0:
                 sums[0] += loss.double()
@@ -103,6 +103,10 @@ class Trainer:
         dist.all_reduce(sums)
         total, targets = sums.tolist()
         return float(total / max(1.0, targets))
+
+    def _own(self, batch: Batch) -> Batch:
+        """This rank's part of a replica's batch, on its device."""
+        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool

@@ -31,13 +31,13 @@ class CorpusPart:
         """See `Corpus.fingerprint`."""
         return f"{self._corpus.fingerprint[:20]}-{self._last:012x}"
 
-    def tokens(self, start: int, stop: int) -> Tokens:
-        """See `Corpus.tokens`."""
-        return self._corpus.tokens(self._first + start, self._first + stop)
-
     def documents(self, start: int, stop: int) -> list[int]:
         """See `Corpus.documents`."""
         return self._corpus.documents(self._first + start, self._first + stop)
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """See `Corpus.tokens`."""
+        return self._corpus.tokens(self._first + start, self._first + stop)
 
 
 def trained_and_held_out(corpus: Corpus, share: float) -> tuple[CorpusPart, CorpusPart]:

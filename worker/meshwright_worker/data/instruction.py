@@ -67,9 +67,11 @@ class InstructionStream:
         return torch.stack([self._rows[self._record(number)] for number in samples])
 
     def documents(self, sample: int) -> list[int]:
-        """See `SampleStream.documents`: a record is one document, and so is what fills its row up."""
-        told = int((self._rows[self._record(sample)] >= 0).nonzero()[-1])
-        return [told, self._length - told] if told < self._length else [self._length]
+        """See `SampleStream.documents`."""
+        row = self._rows[self._record(sample)][:-1]
+        ends = (torch.where(row < 0, ~row, row) == self.separator).nonzero().flatten() + 1
+        borders = [0, *(end for end in ends.tolist() if end < self._length), self._length]
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
     def _record(self, sample: int) -> int:
         epoch, position = divmod(sample, len(self._rows))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.api.data import Packing
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import Division, divide
@@ -25,7 +26,7 @@ from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import adapt
-from meshwright_worker.parallel.context import share_rows
+from meshwright_worker.parallel.context import Groups, groups_of, share_rows
 from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
@@ -52,8 +53,10 @@ def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[BuiltS
     """
     division = division_of(run, model)
     stages = len(division.layers)
+    # Once for all stages: forming groups is collective, and ranks may hold different numbers of them.
+    sharing = groups_of(Deal.of(run), mesh)
     return [
-        _build(run, model, mesh, index, stages, division.layers[index])
+        _build(run, model, mesh, sharing, index, stages, division.layers[index])
         for index in division.stages(mesh.coordinates.pipeline)
     ]
 
@@ -69,7 +72,9 @@ def division_of(run: RunConfig, model: Architecture) -> Division:
     return divide(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
 
 
-def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int, own: range) -> BuiltStage:
+def _build(
+    run: RunConfig, model: Architecture, mesh: Mesh, sharing: Groups, index: int, stages: int, own: range
+) -> BuiltStage:
     if run.training is None:
         raise ValueError("`training` is required")
     precision = run.training.precision
@@ -77,7 +82,8 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(parameter_dtype(precision))
     if run.training.lora is not None:
         adapt(stage, run.training.lora)
-    share_rows(stage, Deal.of(run), mesh)
+    if run.context > 1 or packs_documents(run):
+        share_rows(stage, Deal.of(run), sharing)
     spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
@@ -97,3 +103,8 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
 def shards_over_replicas(run: RunConfig) -> bool:
     """Whether parameters are sharded over replicas; a single replica has nobody to share with."""
     return run.parallelism.zero_stage > 0 and run.layout.replicas > 1
+
+
+def packs_documents(run: RunConfig) -> bool:
+    """Whether rows are made of documents that attention keeps apart."""
+    return run.data is not None and run.data.packing is Packing.DOCUMENTS
