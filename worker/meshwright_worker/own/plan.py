@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from meshwright.api.spec import Precision
 from meshwright_worker.models.layers import local
 from meshwright_worker.parallel.collectives import enter, leave
 from meshwright_worker.precision import sharding_policy
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class PlanError(ValueError):
@@ -91,7 +94,7 @@ def split(module: nn.Module, plan: ParallelPlan, tensor: DeviceMesh) -> None:
         _check(table.num_embeddings, ranks, f"rows of `{name}`")
         _split(table, tensor, Shard(0))
         table.__class__ = _SplitEmbedding
-        table.first_row = table.num_embeddings // ranks * group.rank()
+        table.first_row = table.num_embeddings // ranks * group.rank()  # type: ignore[assignment]
         table.register_forward_hook(lambda _, __, output: leave(output, group, sequence=False))
     for name, region in _named(module, plan.regions, nn.Module, "regions"):
         region.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], group, sequence=False), *inputs[1:]))
@@ -127,7 +130,7 @@ def partial_names(module: nn.Module, plan: ParallelPlan) -> set[str]:
     return {f"{path}.{name}" for path, part in found for name, _ in part.named_parameters()}
 
 
-def _named(module: nn.Module, patterns: tuple[str, ...], kind: type, field: str) -> Iterator[tuple[str, nn.Module]]:
+def _named(module: nn.Module, patterns: tuple[str, ...], kind: type[Part], field: str) -> Iterator[tuple[str, Part]]:
     for pattern in patterns:
         found = [(name, part) for name, part in module.named_modules() if fnmatchcase(name, pattern)]
         if not found:

@@ -81,7 +81,7 @@ class OwnTrainer:
         total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
         for batch in batches:
             loss, count = self._loss(self.module, batch)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
             predicted += count
         gradients = reduce_gradients(self.shards, self._mesh)
@@ -90,7 +90,7 @@ class OwnTrainer:
         sums = torch.stack([total * counts, squares, torch.full_like(squares, predicted * counts)])
         dist.all_reduce(sums)
         loss_sum, squared, targets = sums.tolist()
-        mean, norm = loss_sum / max(1.0, targets), math.sqrt(squared) / max(1.0, targets)
+        mean, norm = float(loss_sum / max(1.0, targets)), math.sqrt(squared) / max(1.0, targets)
         if not math.isfinite(mean + norm):
             raise DivergedError(f"step {number}: loss {mean}, gradient norm {norm}")
         rescale(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
