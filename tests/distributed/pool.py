@@ -74,7 +74,7 @@ def _serve(connection: Connection) -> None:
         connection.send(answer)
         if isinstance(answer[1], Last):
             os._exit(0)
-        # Modules and their hooks are cycles that keep process groups alive, and a group's threads spin once a peer is gone.
+        # Modules and their hooks are cycles that keep process groups alive, whose threads spin once a peer is gone.
         del answer
         gc.collect()
 

@@ -80,6 +80,10 @@ class Trainer:
         self.optimizer.step(gradients, rate)
         return StepResult(loss, norm, rate, stopping)
 
+    def settle(self) -> list[StepResult]:
+        """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
+        return []
+
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
     ) -> tuple[float, float, float, bool]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from meshwright.api.spec import TrainingSpec
+from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.batch import Batch
@@ -25,6 +26,7 @@ from meshwright_worker.data.corpus import CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
 from meshwright_worker.validate import validate
@@ -55,7 +57,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            trainer = Trainer(task.run, architecture, training, mesh)
+            stale = task.run.parallelism.schedule in ASYNCHRONOUS and task.run.pipeline > 1
+            trainer = (StaleTrainer if stale else Trainer)(task.run, architecture, training, mesh)
             stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if not same_everywhere(stream.identity, mesh):
@@ -75,7 +78,7 @@ class _Loop:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Trainer | StaleTrainer,
         stream: SampleStream,
         session: CheckpointSession | None,
         mesh: Mesh,
@@ -106,7 +109,9 @@ class _Loop:
             if self._session is not None:
                 self._session.report()
                 if self._session.due(number):
+                    state = self._settle(state)
                     self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=False)
+        state = self._settle(state)
         if self._session is not None:
             self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=True)
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
@@ -123,9 +128,20 @@ class _Loop:
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
+        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
+        if result is None:
+            return after, False
         self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))
-        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
-        return after, result.stop
+        return after.model_copy(update={"loss": result.loss.hex()}), result.stop
+
+    def _settle(self, state: TrainingState) -> TrainingState:
+        """The state when every update of its steps is made: a pipeline without a flush is some steps behind."""
+        began = time.monotonic()
+        results = self._trainer.settle()
+        if not results:
+            return state
+        self._events.step(self._report(state.step, results[-1], state.samples, time.monotonic() - began, 0.0))
+        return state.model_copy(update={"loss": results[-1].loss.hex()})
 
     def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(
