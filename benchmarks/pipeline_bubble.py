@@ -2,7 +2,8 @@
 
 Every rank is a process that runs the worker's own executor; its stages sleep instead of computing, so the machine's
 cores do not matter. Baselines in the same run: 1F1B, and torch.distributed.pipelining's `Schedule1F1B` on the same
-stages. A row fails when the measured bubble is more than 3 points from the simulator's.
+stages. A row fails when the measured bubble is more than 3 points from the simulator's. A sleeping rank does one thing
+at a time: pairs that DualPipe overlaps run one after the other, in the simulation too.
 
     python -m benchmarks.pipeline_bubble [--quick] [--json FILE]
 """
@@ -40,7 +41,7 @@ def rows(ranks: int, micro_batches: int, steps: int) -> list[dict[str, float | s
             schedule = automatic(ranks, micro_batches, 2 * ranks - 1, costs)
         else:
             schedule = generate(name, ranks, micro_batches, 2 if name in CHUNKED else 1)
-        simulated = simulate(schedule, costs).bubble
+        simulated = simulate(schedule.apart(), costs).bubble
         row: dict[str, float | str] = {"schedule": name, "simulated": simulated}
         row["measured"] = bubble(measure(schedule, costs, steps))
         if name != "automatic":
