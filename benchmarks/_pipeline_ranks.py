@@ -33,20 +33,26 @@ class SleepingChunk:
         self.stage = SimpleNamespace(index=index, module=module)
         self._costs = costs
         self._split: set[int] = set()
+        self.busy = 0.0
+
+    def _compute(self, seconds: float) -> None:
+        began = time.monotonic()
+        time.sleep(seconds)
+        self.busy += time.monotonic() - began
 
     def forward(self, micro_batch: int, part: Batch, received: torch.Tensor | None, *, split: bool) -> torch.Tensor:
-        time.sleep(self._costs.forward)
+        self._compute(self._costs.forward)
         if split:
             self._split.add(micro_batch)
         return torch.zeros(()) if self.stage.module.is_last else torch.zeros(*part.tokens.shape, WIDTH)
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor:
         whole = 0.0 if micro_batch in self._split else self._costs.backward_weight
-        time.sleep(self._costs.backward_input + whole)
+        self._compute(self._costs.backward_input + whole)
         return torch.zeros(1, 1, WIDTH)
 
     def weight(self, micro_batch: int) -> None:
-        time.sleep(self._costs.backward_weight)
+        self._compute(self._costs.backward_weight)
 
 
 @dataclass(frozen=True)
@@ -85,22 +91,21 @@ def _rank(answer: Connection, rank: int, port: int, schedule: Schedule, costs: C
     torch.set_num_threads(1)
     ranks = len(schedule.ranks)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    executor = executor_of(schedule, costs, rank)
+    executor, chunks = executor_of(schedule, costs, rank)
     batch = Batch.of(torch.zeros(schedule.micro_batches, 2, dtype=torch.int64))
     executor.run(batch)
     took = []
-    busy = _busy(schedule, costs, rank)
     for _ in range(steps):
         dist.barrier()
-        start = time.monotonic()
+        start, before = time.monotonic(), sum(chunk.busy for chunk in chunks)
         executor.run(batch)
-        took.append(Took(start, time.monotonic(), busy))
+        took.append(Took(start, time.monotonic(), sum(chunk.busy for chunk in chunks) - before))
     answer.send(took)
     dist.destroy_process_group()
 
 
-def executor_of(schedule: Schedule, costs: Costs, rank: int) -> Scheduled:
-    """The executor of one rank over sleeping stages; the default process group must exist."""
+def executor_of(schedule: Schedule, costs: Costs, rank: int) -> tuple[Scheduled, list[SleepingChunk]]:
+    """The executor of one rank, and the sleeping stages that it runs; the default process group must exist."""
     ranks = len(schedule.ranks)
     devices = init_device_mesh("cpu", (1, ranks, 1, 1), mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
     mesh = SimpleNamespace(
@@ -111,11 +116,7 @@ def executor_of(schedule: Schedule, costs: Costs, rank: int) -> Scheduled:
     )
     held = sorted({action.stage for action in schedule.actions(rank)})
     chunks = [SleepingChunk(index, schedule.stages, costs) for index in held]
-    return Scheduled(chunks, schedule, rank, Channels(mesh, channels(schedule)), width=WIDTH, slices=1)
-
-
-def _busy(schedule: Schedule, costs: Costs, rank: int) -> float:
-    return sum(costs.of(action.kind) for action in schedule.actions(rank))
+    return Scheduled(chunks, schedule, rank, Channels(mesh, channels(schedule)), width=WIDTH, slices=1), chunks
 
 
 def bubble(took: list[list[Took]]) -> float:

@@ -17,16 +17,26 @@ from benchmarks._pipeline_ranks import WIDTH, Took, bubble
 from meshwright.schedules.simulate import Costs
 
 
+class _Busy:
+    seconds = 0.0
+
+
+def _compute(seconds: float) -> None:
+    began = time.monotonic()
+    time.sleep(seconds)
+    _Busy.seconds += time.monotonic() - began
+
+
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs) -> torch.Tensor:
         ctx.costs = costs
-        time.sleep(costs.forward)
+        _compute(costs.forward)
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        time.sleep(ctx.costs.backward_input + ctx.costs.backward_weight)
+        _compute(ctx.costs.backward_input + ctx.costs.backward_weight)
         return gradients[0], gradients[0].sum(dim=(0, 1)), None
 
 
@@ -82,11 +92,10 @@ def _rank(answer: Connection, rank: int, ranks: int, port: int, micro_batches: i
 
     step()
     took = []
-    busy = micro_batches * (costs.forward + costs.backward_input + costs.backward_weight)
     for _ in range(steps):
         dist.barrier()
-        start = time.monotonic()
+        start, before = time.monotonic(), _Busy.seconds
         step()
-        took.append(Took(start, time.monotonic(), busy))
+        took.append(Took(start, time.monotonic(), _Busy.seconds - before))
     answer.send(took)
     dist.destroy_process_group()

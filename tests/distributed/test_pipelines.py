@@ -131,7 +131,7 @@ def test_a_failing_stage_is_told_with_its_place_in_the_schedule(pool: RankPool) 
 
 
 def live_activations(task: RankTask) -> tuple[int, int]:
-    """Most bytes of saved tensors, parameters not counted, during a step; and those of one forward pass of one stage."""
+    """Most bytes of saved tensors during a step, parameters not counted; and those of one forward pass of a stage."""
     model, _, training = validate(task.run)
     with joined(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
