@@ -11,6 +11,7 @@ from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec
 from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.values import Quantity, ShortText
 from meshwright.api.volumes import VolumeSpec
 
@@ -39,6 +40,8 @@ class ModelSpec(ApiModel):
     """Base of the rotary position embedding; 10000 when left out."""
     tie_embeddings: bool | None = None
     """Whether the output projection is the token embedding; false when left out."""
+    mixture: MixtureSpec | None = None
+    """Mixtures of experts in place of feed-forward layers; none when left out."""
 
 
 class Precision(StrEnum):
@@ -117,6 +120,9 @@ class ParallelismSpec(ApiModel):
     """Tensor-parallel degree: every layer split over this many GPUs of one NVLink domain."""
     pipeline: Degree | None = None
     """Pipeline-parallel degree: number of stages the layers are split into."""
+    expert: Degree | None = None
+    """Expert-parallel degree: the experts of a mixture are spread over this many of the ranks that hold the same dense
+    parameters. Must divide `replicas` and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B

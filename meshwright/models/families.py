@@ -114,11 +114,7 @@ def _dense() -> list[Transformer]:
 
 
 def _mixtures() -> list[Transformer]:
-    mixtral = _llama("mixtral-8x7b", 32, 4096, 14336, 32, 8, 32_000)
-    larger = _llama("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32_000)
     return [
-        replace(mixtral, experts=Experts(8, 2, 14336)),
-        replace(larger, experts=Experts(8, 2, 16384)),
         _qwen3(48, 2048, 6144, 32, 4, name="qwen3-30b-a3b", experts=Experts(128, 8, 768)),
         _qwen3(94, 4096, 12288, 64, 4, name="qwen3-235b-a22b", experts=Experts(128, 8, 1536)),
         _deepseek("deepseek-v2-lite", 27, 2048, 10944, 16, 0, 102_400, Experts(64, 6, 1408, 2816, 1)),

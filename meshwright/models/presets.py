@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.spec import ModelSpec
 from meshwright.models.architecture import Architecture
 
@@ -34,9 +35,17 @@ def _decoder(
     )
 
 
+def _mixtral(name: str, layers: int, hidden: int, width: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
+    # Of 8 experts each token uses 2 (arXiv 2401.04088); the auxiliary loss's weight is the published configuration's.
+    mixture = MixtureSpec(experts=8, per_token=2, intermediate_size=width, auxiliary_weight=0.02)
+    decoder = _decoder(name, layers, hidden, width, heads, kv_heads, vocab, 1_000_000)
+    return decoder.model_copy(update={"mixture": mixture})
+
+
 def _presets() -> dict[str, Architecture]:
     listed = [
         _decoder("tiny", 4, 128, 384, 4, 2, 320, 10_000),
+        _mixtral("tiny-mixture", 4, 128, 256, 4, 2, 320),
         _decoder("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 32_000, 10_000),
         _decoder("llama-2-7b", 32, 4096, 11008, 32, 32, 32_000, 10_000),
         _decoder("llama-2-13b", 40, 5120, 13824, 40, 40, 32_000, 10_000),
@@ -48,6 +57,8 @@ def _presets() -> dict[str, Architecture]:
         _decoder("llama-3.1-405b", 126, 16384, 53248, 128, 8, 128_256, 500_000),
         _decoder("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128_256, 500_000).model_copy(update={"tie_embeddings": True}),
         _decoder("llama-3.2-3b", 28, 3072, 8192, 24, 8, 128_256, 500_000).model_copy(update={"tie_embeddings": True}),
+        _mixtral("mixtral-8x7b", 32, 4096, 14336, 32, 8, 32_000),
+        _mixtral("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32_000),
     ]
     return {architecture.name: architecture for architecture in listed}
 
@@ -78,6 +89,7 @@ def resolve(model: ModelSpec) -> Architecture:
         vocab_size=vocab,
         rope_theta=model.rope_theta or 10_000,
         tie_embeddings=bool(model.tie_embeddings),
+        mixture=model.mixture,
     )
 
 

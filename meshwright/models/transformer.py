@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.api.mixture import Balancing, MixtureSpec
 from meshwright.models.architecture import Architecture
 
 
@@ -110,6 +111,7 @@ class Transformer:
             intermediate=architecture.intermediate_size,
             vocab=architecture.vocab_size,
             tie_embeddings=architecture.tie_embeddings,
+            experts=_experts_of(architecture.mixture),
         )
 
     def is_mixture(self, layer: int) -> bool:
@@ -126,3 +128,17 @@ class Transformer:
             return 0
         low, high = (max(0, layer - experts.dense_layers) // experts.every for layer in (first, last))
         return high - low
+
+
+def _experts_of(mixture: MixtureSpec | None) -> Experts | None:
+    if mixture is None:
+        return None
+    return Experts(
+        count=mixture.experts,
+        per_token=mixture.per_token,
+        intermediate=mixture.intermediate_size,
+        shared_intermediate=mixture.shared_intermediate_size,
+        dense_layers=mixture.dense_layers,
+        router_bias=mixture.balancing is Balancing.BIAS,
+        every=mixture.every,
+    )

@@ -96,12 +96,13 @@ class Search:
         return [first, *others]
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every allowed combination, in order of preference: fewest stages, fewest tensor-parallel ranks."""
+        """Every allowed combination, in order of preference: fewest stages, tensor-parallel ranks, parts of experts."""
         for pipeline in self.pipelines():
             for tensor in self.tensors():
-                layout = Layout(tensor, pipeline, self.replicas)
-                if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
-                    yield self.with_micro_batches(layout)
+                for expert in self.experts():
+                    layout = Layout(tensor, pipeline, self.replicas, expert=expert)
+                    if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
+                        yield self.with_micro_batches(layout)
 
     def tensors(self) -> list[int]:
         """Tensor-parallel degrees that split the model evenly and stay in an NVLink domain."""
@@ -109,11 +110,20 @@ class Search:
             return [self.parallelism.tensor]
         model = self.architecture
         common = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size)
+        if model.mixture is not None:
+            common = gcd(common, model.mixture.intermediate_size, model.mixture.shared_intermediate_size)
         if self.parallelism.sequence:
             common = gcd(common, self.training.sequence_length)
         widest = self.hardware.domain_gpus or common
         gpus = self.gpus_per_worker
         return [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
+
+    def experts(self) -> list[int]:
+        """Expert-parallel degrees: divisors of the experts and of the replicas that they are spread over."""
+        if self.parallelism.expert is not None:
+            return [self.parallelism.expert]
+        mixture = self.architecture.mixture
+        return divisors(gcd(mixture.experts, self.replicas)) if mixture is not None else [1]
 
     def pipelines(self) -> list[int]:
         """Pipeline degrees that leave each stage a layer."""

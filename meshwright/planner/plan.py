@@ -52,13 +52,20 @@ class Plan:
     @property
     def summary(self) -> str:
         """The layout in one line."""
-        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}"
+        experts = f", EP {self.layout.expert}" if self.layout.expert > 1 else ""
+        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}{experts}"
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
         whole_workers = replicas * self.layout.replica_size % self.gpus_per_worker == 0
         batch = self.global_batch_size
-        return replicas >= 1 and whole_workers and (batch is None or batch % (replicas * self.micro_batches) == 0)
+        spread = replicas % self.layout.expert == 0
+        return (
+            replicas >= 1
+            and whole_workers
+            and spread
+            and (batch is None or batch % (replicas * self.micro_batches) == 0)
+        )
 
     def to_status(self) -> PlanStatus:
         """The plan as `status.plan`."""
@@ -66,6 +73,7 @@ class Plan:
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             data=self.layout.data,
+            expert=self.layout.expert,
             micro_batches=self.micro_batches,
             world_size=self.layout.world_size,
             workers=self.layout.world_size // self.gpus_per_worker,
@@ -95,6 +103,7 @@ class Plan:
                 update={
                     "tensor": self.layout.tensor,
                     "pipeline": self.layout.pipeline,
+                    "expert": self.layout.expert,
                     "micro_batches": self.micro_batches,
                 },
             ),
@@ -190,6 +199,7 @@ def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None
         update={
             "tensor": asked.tensor or keep.tensor,
             "pipeline": asked.pipeline or keep.pipeline,
+            "expert": asked.expert or keep.expert,
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
     )

@@ -60,6 +60,7 @@ class Pricer:
             sequence_parallel=self.sequence_parallel and layout.tensor > 1,
             pipeline=layout.pipeline,
             data=layout.data,
+            expert=layout.expert,
             zero_stage=self.zero_stage if layout.data > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,

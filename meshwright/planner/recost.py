@@ -8,7 +8,7 @@ can be far apart.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import Estimate, estimate
@@ -45,12 +45,13 @@ def groups_as_placed(layout: Layout, gpus_per_worker: int, places: Mapping[int, 
     rings = [range(p * stage, layout.world_size, replica) for p in range(pipeline)]
     single = Span.of(1, 1, fabric)
     ring = _span(rings, at, fabric)
+    spread = layout.expert > 1
     return Groups(
         tensor=_span(tensors, at, fabric),
         context=single,
-        expert=single,
+        expert=_span(layout.expert_groups(), at, fabric) if spread else single,
         replicas=ring,
-        expert_replicas=ring,
+        expert_replicas=_span(layout.expert_replica_groups(), at, fabric) if spread else ring,
         pipeline_level=_widest_hop(pipes, at, fabric),
         pipeline=_span(pipes, at, fabric),
     )
@@ -62,7 +63,7 @@ def _names(place: Place, levels: int) -> tuple[str, ...]:
     return (*inner, *([""] * (levels - len(inner))))
 
 
-def _span(groups: Iterable[range], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
+def _span(groups: Iterable[Sequence[int]], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
     """The span of the group with fewest ranks to a place, level by level; its thinnest place sets a ring's pace."""
     members, size = [1 << 30] * len(fabric.levels), 1
     for group in groups:

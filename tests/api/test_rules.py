@@ -59,6 +59,11 @@ def volumes(*changes: dict[str, Any]) -> dict[str, Any]:
     return {"workers.volumes": [{k: v for k, v in {**claim, **c}.items() if v is not None} for c in changes]}
 
 
+def mixture(**fields: Any) -> dict[str, Any]:
+    """A mixture of 8 experts with these changes."""
+    return {"model.mixture": {"experts": 8, "perToken": 2, "intermediateSize": 64, **fields}}
+
+
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
@@ -113,6 +118,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.microBatches", {**STALE, "parallelism.schedule": "PipeDream"}),
     ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
     ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
+    ("model.mixture", {**STALE, **mixture()}),
     ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
@@ -153,6 +159,20 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.volumes", volumes({}, {"name": "other"})),
     ("recovery.maxRestarts", {"recovery": {"maxRestarts": 101, "restartWindowSeconds": 600}}),
     ("successPolicy", {"successPolicy": "FirstWorker"}),
+    ("model.preset", {"model": {"preset": "tiny", "mixture": mixture()["model.mixture"]}}),
+    ("model.mixture.perToken", mixture(perToken=9)),
+    ("model.mixture.groups", mixture(groups=3)),
+    ("model.mixture.groupsPerToken", mixture(groupsPerToken=2)),
+    ("model.mixture.groupsPerToken", mixture(groups=8)),
+    ("model.mixture.renormalize", mixture(perToken=1)),
+    ("model.mixture.auxiliaryWeight", mixture(balancing="None", auxiliaryWeight=0.1)),
+    ("model.mixture.denseLayers", mixture(denseLayers=4)),
+    ("model.mixture.denseLayers", mixture(denseLayers=2, every=3)),
+    ("parallelism.expert", {"parallelism.expert": 2}),
+    ("parallelism.expert", {**mixture(), "parallelism.expert": 4}),
+    ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
+    ("parallelism.tensor", mixture(intermediateSize=63)),
+    ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -162,6 +182,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism", {"parallelism.microBatches": 2}),
     ("parallelism", {"parallelism.zeroStage": 3}),
     ("parallelism", {"parallelism.sequence": False}),
+    ("parallelism.expert", {"parallelism.expert": 2}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
 ]
@@ -188,6 +209,10 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"workers.env": [{"name": "A", "valueFrom": SECRET_KEY}, {"name": "B", "valueFrom": CONFIG_KEY}]}),
     (GOOD, volumes({}, {"name": "more", "mountPath": "/developer"}, {"name": "b", "mountPath": "/extra/..b"})),
     (GOOD, volumes({"claimName": None, "scratch": "10Gi"}, {"claimName": None, "secretName": "s", "mountPath": "/s"})),
+    (GOOD, {**mixture(), "parallelism.expert": 2}),
+    (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
+    (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
+    (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

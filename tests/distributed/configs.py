@@ -14,6 +14,7 @@ from meshwright.api.spec import (
 )
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from tests.distributed.mixtures import MIXTURES
 
 
 def small_run(
@@ -32,6 +33,7 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    mixture: str | None = None,
     parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
@@ -51,7 +53,7 @@ def small_run(
         expert=expert,
         micro_batches=micro_batches,
         parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
-        architecture=Architecture(**{**numbers, **model}),
+        architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
             steps=steps,

@@ -15,6 +15,8 @@ from meshwright.schedules.division import schedule_of
 from meshwright.schedules.simulate import simulate
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.mesh import joined
+from meshwright_worker.parallel import dispatch
+from meshwright_worker.pipeline import overlap
 from meshwright_worker.pipeline.scheduled import Scheduled
 from meshwright_worker.step import Trainer
 from meshwright_worker.task import RankTask
@@ -128,6 +130,36 @@ def test_a_failing_stage_is_told_with_its_place_in_the_schedule(pool: RankPool) 
     text = str(failure.value)
     assert "ArithmeticError: this layer is broken" in text
     assert "in schedule `1f1b`, slot 1 of 8: >>> F1.0 <<< B1.0" in text
+
+
+def trace_of_exchanges(task: RankTask) -> list[str]:
+    """Which pass of a pair computes (`F`, `B`) and where it starts to wait for an all-to-all, and has waited."""
+    model, _, training = validate(task.run)
+    trace: list[str] = []
+    real = dispatch.finish
+
+    def traced(work: overlap.Waitable) -> None:
+        side = "" if overlap._pair is None else "FB"[overlap._pair._running]
+        trace.append(f"{side} starts")
+        real(work)
+        trace.append(f"{side} ends")
+
+    with joined(task) as mesh:
+        trainer = Trainer(task.run, model, training, mesh)
+        (batch,) = parts_of([(8, 16)], model.vocab_size)
+        dispatch.finish = traced
+        try:
+            trainer._executor.run(batch)
+        finally:
+            dispatch.finish = real
+    return trace
+
+
+def test_one_passes_exchange_runs_during_the_others_computation(pool: RankPool) -> None:
+    run = run_of("DualPipeV", data=2, expert=2, mixture="Mixtral", layers=4)
+    for trace in pool.run(trace_of_exchanges, run):
+        # Each pass has two exchanges a mixture. While one is on its way the other pass computes up to its own.
+        assert "F starts, B starts, F ends, F starts, B ends, B starts, F ends" in ", ".join(trace)
 
 
 def live_activations(task: RankTask) -> tuple[int, int]:

@@ -38,7 +38,8 @@ def load_model(path: Path) -> tuple[DecoderStage, Manifest]:
         model = DecoderStage(manifest.architecture, PARAMETER_DTYPE)
     materialize(model, torch.device("cpu"))
     parameters = {f"{MODEL}.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load_tensors(parameters, path, None)
+    buffers = {f"{MODEL}.{name}": buffer for name, buffer in model.named_buffers()}
+    load_tensors({**parameters, **buffers}, path, None)
     return model.eval(), manifest
 
 

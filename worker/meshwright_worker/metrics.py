@@ -1,8 +1,8 @@
 """Prometheus metrics of one worker pod. A metric stands here only if its value is measured.
 
-Values of the whole job (loss, tokens, learning rate) come from the worker of rank 0 alone, so that a sum over pods
-counts them once; values of a rank carry the label `rank`, at most as many as the pod has GPUs. Series of ranks that
-a new mesh generation moved elsewhere are dropped.
+Values of the whole job (loss, tokens, learning rate, loads of experts) come from the worker of rank 0 alone, so that a
+sum over pods counts them once; values of a rank carry the label `rank`, at most as many as the pod has GPUs. Series of
+ranks that a new mesh generation moved elsewhere are dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from meshwright_worker.task import StepReport
+from meshwright_worker.task import ExpertLoad, StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
@@ -26,6 +26,7 @@ class TrainerMetrics:
         self.registry = CollectorRegistry()
         self._names = (namespace, job)
         self._ranks: set[str] = set()
+        self._mixtures: set[str] = set()
         base = ["namespace", "job_name"]
         per_rank = [*base, "rank"]
 
@@ -53,6 +54,15 @@ class TrainerMetrics:
         self._loss = gauge("ptj_loss", "Mean loss per token of the last step.", base)
         self._gradient_norm = gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.", base)
         self._learning_rate = gauge("ptj_learning_rate", "Learning rate of the last step.", base)
+        layer = [*base, "layer"]
+        self._imbalance = gauge(
+            "ptj_expert_load_imbalance", "Tokens of a mixture's busiest expert over the mean, in the last step.", layer
+        )
+        self._dropped = gauge(
+            "ptj_expert_dropped_ratio", "Part of a mixture's choices whose expert was full, in the last step.", layer
+        )
+        self._auxiliary = gauge("ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", layer)
+        self._z_loss = gauge("ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", layer)
         self._checkpoint = Histogram(
             "ptj_checkpoint_duration_seconds",
             "Time to make a checkpoint durable (save) or to restore one (load).",
@@ -74,6 +84,8 @@ class TrainerMetrics:
             self._seconds.labels(*self._names, rank)
             self._data_wait.labels(*self._names, rank)
         self._ranks = now
+        if "0" not in now:
+            self._drop_mixtures()
         self._generation.labels(*self._names).set(number)
         self._restarts.labels(*self._names).inc(len(now) if restart else 0)
 
@@ -91,6 +103,22 @@ class TrainerMetrics:
             self._loss.labels(*self._names).set(report.loss)
             self._gradient_norm.labels(*self._names).set(report.gradient_norm)
             self._learning_rate.labels(*self._names).set(report.learning_rate)
+            for load in report.experts:
+                self._mixture(load)
+
+    def _mixture(self, load: ExpertLoad) -> None:
+        names = (*self._names, str(load.layer))
+        self._mixtures.add(str(load.layer))
+        self._imbalance.labels(*names).set(load.imbalance)
+        self._dropped.labels(*names).set(load.dropped)
+        self._auxiliary.labels(*names).set(load.auxiliary_loss)
+        self._z_loss.labels(*names).set(load.z_loss)
+
+    def _drop_mixtures(self) -> None:
+        for layer in self._mixtures:
+            for metric in (self._imbalance, self._dropped, self._auxiliary, self._z_loss):
+                metric.remove(*self._names, layer)
+        self._mixtures = set()
 
     def checkpoint_saved(self, seconds: float) -> None:
         """A checkpoint became durable."""

@@ -15,10 +15,12 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
-from meshwright_worker.parallel.shards import Shard, shards_of
+from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
 from meshwright_worker.pipeline.assemble import assemble
 from meshwright_worker.pipeline.executor import tokens_of_step
+from meshwright_worker.task import ExpertLoad
 
 
 class DivergedError(ArithmeticError):
@@ -36,6 +38,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Mixture by mixture."""
 
 
 class Trainer:
@@ -50,6 +54,8 @@ class Trainer:
         self.shards: list[Shard] = self._copies.settle(
             [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
         )
+        self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
+        self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
         self.optimizer = AdamW(self.shards, training.optimizer)
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
@@ -78,7 +84,7 @@ class Trainer:
         rescale(gradients, share, norm, optimizer.gradient_clip)
         rate = learning_rate(number, self._training.steps, optimizer)
         self.optimizer.step(gradients, rate)
-        return StepResult(loss, norm, rate, stopping)
+        return StepResult(loss, norm, rate, stopping, self._loads.finish())
 
     def settle(self) -> list[StepResult]:
         """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""

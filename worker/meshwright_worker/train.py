@@ -69,7 +69,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             blank = blank_manifest(task, architecture, training, stream.identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
-            state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
+            state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
         events.running(state.step)
         return _Loop(trainer, stream, session, mesh, training, events).run(state)
 
@@ -111,11 +111,15 @@ class _Loop:
                 self._session.report()
                 if self._session.due(number):
                     state = self._settle(state)
-                    self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=False)
+                    self._save(state, wait=False)
         state = self._settle(state)
-        if self._session is not None:
-            self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=True)
+        self._save(state, wait=True)
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _save(self, state: TrainingState, *, wait: bool) -> None:
+        trainer = self._trainer
+        if self._session is not None:
+            self._session.save(trainer.shards, trainer.optimizer, state, trainer.buffers, wait=wait)
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         began = time.monotonic()
@@ -154,6 +158,7 @@ class _Loop:
             samples=samples,
             seconds=seconds,
             data_seconds=data_seconds,
+            experts=result.experts,
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from meshwright.api.data import DataSpec, Tokenizer
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
 from meshwright_worker.nearest import nearest
@@ -32,6 +33,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
     problems = [
         *_model_problems(run.architecture),
         *_tensor_problems(run, run.architecture, run.training),
+        *_expert_problems(run, run.architecture),
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
@@ -64,6 +66,34 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
     for name, value in divisible.items():
         if value % run.tensor:
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
+
+
+def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
+    mixture, replicas, spread = model.mixture, run.data_parallel * run.context, run.expert
+    experts = mixture.experts if mixture else 1
+    if spread > 1 and mixture is None:
+        yield f"`parallelism.expert: {spread}` needs a `model.mixture`; without one only 1 fits"
+        return
+    fits = nearest(spread, lambda n: replicas % n == 0 and experts % n == 0, replicas)
+    for name, value in {"replicas` x `parallelism.context": replicas, "model.mixture.experts": experts}.items():
+        if value % spread:
+            yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if mixture is None:
+        return
+    yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
+    widths = {
+        "model.mixture.intermediateSize": mixture.intermediate_size,
+        "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
+    }
+    fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
+    for name, value in widths.items():
+        if value % run.tensor:
+            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if mixture.capacity_factor is not None and run.context > 1:
+        yield (
+            "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
+            "ranks hold parts of a sequence"
+        )
 
 
 def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:

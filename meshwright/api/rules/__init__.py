@@ -8,6 +8,7 @@ feeds both the same specs. A degree that is left out is chosen later, so a rule 
 from __future__ import annotations
 
 from meshwright.api.rules.data import DATA_RULES
+from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
 from meshwright.api.rules.pipeline import PIPELINE_RULES
@@ -25,6 +26,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *RUNTIME_RULES,
     *MODEL_RULES,
     *PARALLELISM_RULES,
+    *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
     *DATA_RULES,

@@ -43,7 +43,8 @@ MODEL_RULES = (
         "excludes every other field of `model`: remove them, or remove `preset` and describe the model in numbers",
         "!has(self.model) || !has(self.model.preset) || !(has(self.model.layers) || has(self.model.hiddenSize)"
         " || has(self.model.intermediateSize) || has(self.model.heads) || has(self.model.kvHeads)"
-        " || has(self.model.vocabSize) || has(self.model.ropeTheta) || has(self.model.tieEmbeddings))",
+        " || has(self.model.vocabSize) || has(self.model.ropeTheta) || has(self.model.tieEmbeddings)"
+        " || has(self.model.mixture))",
         _preset_alone,
     ),
     Rule(

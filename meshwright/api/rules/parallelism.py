@@ -166,7 +166,7 @@ PARALLELISM_RULES = (
     ),
     Rule(
         "model.tieEmbeddings",
-        "needs `parallelism.pipeline: 1` with `PipeDream` and `PipeDream2BW`: both ends would differ",
+        "needs `parallelism.pipeline: 1` with `PipeDream` and `PipeDream2BW`: the ends would have different weights",
         "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
         " || !(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW'])"
         " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1",

@@ -164,12 +164,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A pre-norm residual block."""
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
         self.attention = Attention(model, rotary)
         self.feed_forward_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
-        self.feed_forward = FeedForward(model)
+        self.feed_forward = feed_forward
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
+from meshwright_worker.models.experts import feed_forward_of
 from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
 
 
@@ -41,7 +42,7 @@ class DecoderStage(nn.Module):
         if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
         own = split_layers(model.layers, stages)[stage] if own is None else own
-        self.layers = nn.ModuleDict({str(index): Block(model, rotary) for index in own})
+        self.layers = nn.ModuleDict({str(index): Block(model, rotary, feed_forward_of(model, index)) for index in own})
         if self.is_last:
             self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
             self.output = Linear(model.hidden_size, model.vocab_size)

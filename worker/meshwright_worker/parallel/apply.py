@@ -1,8 +1,8 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
 1. build on the meta device: no memory yet;
-2. split over the tensor group: matrices become DTensors;
-3. shard over replicas (ZeRO 2 and 3): shards of those shards;
+2. spread experts over the expert group and split over the tensor group: matrices become DTensors;
+3. shard over replicas (ZeRO 2 and 3), experts over their own: shards of those shards;
 4. take memory for what is left and fill it with initial weights;
 5. without FSDP, let modules compute on the local parts themselves.
 
@@ -23,6 +23,7 @@ from meshwright.schedules.division import Division, divide
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, parameter_dtype
@@ -70,9 +71,11 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
     precision = run.training.precision
     with torch.device("meta"):
         stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(parameter_dtype(precision))
+    spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
+        shard_experts_over_replicas(stage, mesh, zero_stage=run.parallelism.zero_stage, precision=precision)
         shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
     initialize(stage, model, run.training.seed, mesh.device)
     if not shards_over_replicas(run):

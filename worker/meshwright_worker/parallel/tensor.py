@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from meshwright_worker.models.experts import MixtureOfExperts
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.collectives import enter, leave
+from meshwright_worker.parallel.expert import routers_of, routes_slices
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -30,16 +32,14 @@ def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence
     """
     group = tensor.get_group()
     for block in stage.layers.values():
-        attention, feed_forward = block.get_submodule("attention"), block.get_submodule("feed_forward")
+        attention = block.get_submodule("attention")
         for name in ("query", "key", "value"):
             _split(attention.get_submodule(name), tensor, _ROWS)
-        for name in ("gate", "up"):
-            _split(feed_forward.get_submodule(name), tensor, _ROWS)
         _split(attention.get_submodule("output"), tensor, _COLUMNS)
-        _split(feed_forward.get_submodule("down"), tensor, _COLUMNS)
-        for module in (attention, feed_forward):
-            _enter_before(module, group, sequence)
-            _leave_after(module, group, sequence)
+        for module in (attention, _split_feed_forward(block.get_submodule("feed_forward"), tensor)):
+            if module is not None:
+                _enter_before(module, group, sequence)
+                _leave_after(module, group, sequence)
     if stage.is_first or (stage.is_last and stage.tied):
         _split(stage.embedding, tensor, _ROWS)
     if stage.is_first:
@@ -54,12 +54,24 @@ def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence
     stage.tie()
 
 
+def _split_feed_forward(module: nn.Module, tensor: DeviceMesh) -> nn.Module | None:
+    """Split a feed-forward layer, of a mixture the shared experts; returns what works on the whole residual stream."""
+    dense, around = (module.shared, module) if isinstance(module, MixtureOfExperts) else (module, module)
+    if dense is not None:
+        for name in ("gate", "up"):
+            _split(dense.get_submodule(name), tensor, _ROWS)
+        _split(dense.get_submodule("down"), tensor, _COLUMNS)
+    return dense if isinstance(module, MixtureOfExperts) and routes_slices(module) else around
+
+
 def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parameter]:
     """The parameters of which each rank of a tensor group has only its positions' gradient: it has to be summed there.
 
-    Under sequence parallelism these are the norms: they are whole on every rank but see a slice of the positions.
+    Under sequence parallelism these are the norms: they are whole on every rank but see a slice of the positions. And
+    always the routers, which each rank learns from its own positions or through its own part of the experts.
     """
-    return [parameter for parameter in stage.parameters() if parameter.ndim == 1] if sequence else []
+    norms = [parameter for parameter in stage.parameters() if parameter.ndim == 1] if sequence else []
+    return [*norms, *routers_of(stage)]
 
 
 def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:

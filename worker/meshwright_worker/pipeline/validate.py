@@ -94,5 +94,7 @@ def _asynchronous_problems(run: RunConfig, model: Architecture, training: Traini
             f"`training.optimizer.gradientClip: {training.optimizer.gradient_clip}` must be 0 with {schedule.value}: "
             "no moment exists when a step's gradients are known everywhere"
         )
+    if model.mixture is not None:
+        yield f"`model.mixture` needs another `parallelism.schedule` than {schedule.value}, which has no common step"
     if model.tie_embeddings:
         yield f"`model.tieEmbeddings: true` needs `parallelism.pipeline: 1` with {schedule.value}"
