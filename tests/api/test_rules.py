@@ -133,6 +133,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.microBatches", {**STALE, "parallelism.schedule": "PipeDream"}),
     ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
     ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
+    ("model.mixture", {**STALE, **mixture()}),
+    ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
     ("parallelism.microBatches", {"parallelism.microBatches": 3}),

@@ -108,6 +108,10 @@ class Trainer:
         """This rank's part of a replica's batch, on its device."""
         return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
 
+    def settle(self) -> list[StepResult]:
+        """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
+        return []
+
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
     ) -> tuple[float, float, float, bool]:

@@ -14,7 +14,7 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, newest_intact
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.saver import Checkpointer
-from meshwright_worker.checkpoint.tensors import checkpoint_tensors
+from meshwright_worker.checkpoint.tensors import checkpoint_tensors, spread_copies
 from meshwright_worker.data.digest import MODULUS
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW
@@ -56,6 +56,7 @@ class CheckpointSession:
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
         load_tensors(checkpoint_tensors(shards, optimizer, buffers), path, self._mesh.checkpoint_group)
+        spread_copies(shards, optimizer)
         optimizer.set_steps(found.state.step)
         self._newest = found.state.step
         return found.state

@@ -32,6 +32,20 @@ def model_tensors(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
     return {f"{MODEL}.{shard.name}": _distributed(shard, shard.local) for shard in shards}
 
 
+def spread_copies(shards: Sequence[Shard], optimizer: AdamW) -> None:
+    """Fill every copy that a rank holds of one parameter from the one that was loaded, the last.
+
+    A rank with both ends of a model has tied embeddings twice.
+    """
+    loaded = {shard.name: shard for shard in shards}
+    for shard in shards:
+        source = loaded[shard.name]
+        if source is not shard:
+            shard.local.copy_(source.local)
+            for moment, local in optimizer.moments(shard).items():
+                local.copy_(optimizer.moments(source)[moment])
+
+
 def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy in main memory that training does not touch, so that it can be written while training goes on.
 
