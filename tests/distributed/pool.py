@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import RankTask
@@ -73,6 +76,11 @@ def _serve(connection: Connection) -> None:
         connection.send(answer)
         if isinstance(answer[1], Last):
             os._exit(0)
+        # Modules and their hooks are cycles that keep process groups alive, whose threads spin once a peer is gone.
+        del answer
+        gc.collect()
+        # DTensor takes two meshes of the same ranks for one, and would use the groups of the one that is gone.
+        _clear_sharding_prop_cache()
 
 
 def _answer(connection: Connection, timeout: float) -> tuple[bool, Any]:
