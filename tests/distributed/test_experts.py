@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from meshwright.api.spec import Precision
+from meshwright_worker.generate import load_model, sample
 from meshwright_worker.task import Outcome
-from tests.distributed.cases import count_a_step, load_only, train_fully
+from tests.distributed.cases import count_a_step, load_only, train_fully, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.counting import Traffic
 from tests.distributed.expert_cases import biased_batch, mixture_by_halves, routed_rows
@@ -89,6 +90,23 @@ def test_a_bias_evens_loads_out(pool: RankPool) -> None:
     first, last = one[0], one[-1]
     assert min(first) > 1.7
     assert max(last) < 1.6
+
+
+def test_bf16_stays_close_to_one_process(pool: RankPool) -> None:
+    run = {"mixture": "DeepSeek-V3", "precision": Precision.BF16}
+    (want,) = pool.run(train_on_random_tokens, small_run(**run), 2)
+    for rank in pool.run(train_on_random_tokens, small_run(data=2, expert=2, zero=3, **run), 2):
+        for got, expected in zip(rank.results, want.results, strict=True):
+            assert got.loss == pytest.approx(expected.loss, rel=2e-3)
+            assert got.gradient_norm == pytest.approx(expected.gradient_norm, rel=5e-2)
+
+
+def test_text_is_generated_from_a_mixtures_checkpoint(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    run = small_run(mixture="Switch", steps=2, every=2, data=2, expert=2)
+    pool.run(train_fully, run, checkpoint_dir=tmp_path, data_dir=text)
+    model, manifest = load_model(tmp_path)
+    assert manifest.architecture == run.architecture
+    assert len(sample(model, [1, 2, 3], 4, 16, 0.0, seed=0)) == 4
 
 
 def whole_tensors(pool: RankPool, root: Path, text: Path, **layout: Any) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ _EIGHT: dict[str, dict[str, Any]] = {
     "experts x tensor x pipeline": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
     "experts x tensor x pipeline x ZeRO-2": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2, "zero": 2},
     "experts x tensor x pipeline x data": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2, "sequence": False},
+    "experts of one a rank x ZeRO-3": {"data": 8, "expert": 4, "zero": 3, "micro_batches": 1},
     "experts x replicas x pipeline": {"data": 4, "expert": 2, "pipeline": 2},
 }
 _SOME = (
