@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.spec import (
     CheckpointSpec,
-    DataSource,
-    DataSpec,
     OptimizerSpec,
     ParallelismSpec,
     Precision,

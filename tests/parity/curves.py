@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.spec import DataSource, DataSpec, OptimizerSpec
+from meshwright.api.data import DataSource, DataSpec
+from meshwright.api.spec import OptimizerSpec
 from meshwright.protocol import RunConfig
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
