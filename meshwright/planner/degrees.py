@@ -22,6 +22,7 @@ from meshwright.planner.memory import StageMemory, Workload, worst_stage
 from meshwright.planner.pricing import Pricer
 from meshwright.planner.search.search import AS_GOOD
 from meshwright.planner.search.shapes import divisors
+from meshwright.schedules.division import ASYNCHRONOUS, stages_of_rank, takes_micro_batches
 
 MICRO_BATCHES_PER_STAGE = 4
 """Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
@@ -128,16 +129,21 @@ class Search:
         """Pipeline degrees that leave each stage a layer."""
         if self.parallelism.pipeline is not None:
             return [self.parallelism.pipeline]
-        return list(range(1, 2 if self.architecture.tie_embeddings else self.architecture.layers + 1))
+        layers, tied = self.architecture.layers, self.architecture.tie_embeddings
+        if tied and self.parallelism.schedule in ASYNCHRONOUS:
+            return [1]
+        return [p for p in range(1, layers + 1) if p * stages_of_rank(self.parallelism, p) <= layers]
 
     def micro_batch_counts(self, pipeline: int) -> list[int]:
         """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy.
 
-        Empty when none gives every stage a micro-batch, which 1F1B needs.
+        Empty when the schedule can be made for none.
         """
         batch = self.training.global_batch_size // self.replicas
         stated = self.parallelism.micro_batches
-        possible = [m for m in (divisors(batch) if stated is None else [stated]) if pipeline <= m <= MAX_MICRO_BATCHES]
+        wanted = divisors(batch) if stated is None else [stated]
+        schedule = self.parallelism.schedule
+        possible = [m for m in wanted if m <= MAX_MICRO_BATCHES and takes_micro_batches(schedule, pipeline, m)]
         if pipeline == 1:
             return possible
         return [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline] or possible[-1:]

@@ -109,17 +109,18 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
 
 def rank_parameters(architecture: Architecture, layout: Layout, stage: int, layers: int) -> int:
     """Parameters on one rank of a stage before any sharding over replicas; norms and routers are whole on each."""
-    norms = 2 * architecture.hidden_size
-    split = layers * (architecture.layer_parameters - norms) + _tables(architecture, layout, stage)
-    final_norm = architecture.hidden_size if stage == layout.pipeline - 1 else 0
+    whole = architecture.whole_parameters
+    split = layers * (architecture.layer_parameters - whole) + _tables(architecture, layout, stage)
+    positions = architecture.positions * architecture.hidden_size if stage == 0 else 0
+    final_norm = architecture.norm_parameters if stage == layout.pipeline - 1 else 0
     mixture, mixtures = architecture.mixture, _mixtures(architecture, layout, stage)
     routers = 0
     if mixture is not None:
-        narrower = architecture.intermediate_size - mixture.shared_intermediate_size
-        split -= mixtures * 3 * architecture.hidden_size * narrower
+        shared = 3 * architecture.hidden_size * mixture.shared_intermediate_size
+        split -= mixtures * (architecture.feed_forward_parameters - shared)
         routers = mixtures * router_parameters(mixture, architecture.hidden_size)
     experts = expert_parameters(architecture, layout, stage)
-    return -(-split // layout.tensor) + layers * norms + final_norm + routers + experts
+    return -(-split // layout.tensor) + layers * whole + positions + final_norm + routers + experts
 
 
 def expert_parameters(architecture: Architecture, layout: Layout, stage: int) -> int:
@@ -182,14 +183,17 @@ def layer_activations(workload: Workload, tensor: int) -> int:
 
     Twice, for each norm: its fp32 input, the inverse root mean square and the normed input, split along the sequence
     with sequence parallelism; and the whole of its output, which the column-parallel products share. Split over the
-    ranks always: queries, keys, values, attention's output and log-sum-exp; gate, its SiLU, up, and their product.
+    ranks always: queries, keys, values, attention's output and log-sum-exp; gate, its SiLU, up, and their product, or
+    without a gate what goes into the non-linearity and what comes out.
     """
     model, element = workload.architecture, workload.element
     slices = tensor if workload.sequence_parallel else 1
     norm = -(-(FP32 * model.hidden_size + FP32 + element * model.hidden_size) // slices)
     whole = element * model.hidden_size
-    attention = element * 2 * (model.hidden_size + model.kv_heads * model.head_size) + FP32 * model.heads
-    feed_forward = element * 4 * model.intermediate_size
+    keyed = model.kv_heads if model.latent is None else model.heads
+    widths = (model.heads + keyed) * (model.key_size + model.value_size)
+    attention = element * widths + FP32 * model.heads
+    feed_forward = element * (4 if model.gated else 2) * model.intermediate_size
     return workload.tokens * (2 * (norm + whole) + -(-(attention + feed_forward) // tensor))
 
 

@@ -64,6 +64,10 @@ def mixture(**fields: Any) -> dict[str, Any]:
     return {"model.mixture": {"experts": 8, "perToken": 2, "intermediateSize": 64, **fields}}
 
 
+STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
+ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
+ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
+
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"model": None}),
@@ -84,6 +88,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("model.kvHeads", {"model.kvHeads": 8}),
     ("model.hiddenSize", {"model.hiddenSize": 130}),
     ("model.hiddenSize", {"model.hiddenSize": 4}),
+    ("model.preset", {"model": {"preset": "gpt2", "norm": "LayerNorm"}}),
+    ("model.headSize", {"model.headSize": 33}),
+    ("model.biases", {"model.biases": True}),
+    ("model.latent", {"model.latent": {"kvRank": 16, "ropeSize": 8}}),
+    ("model.latent", {"model.kvHeads": 4, "model.latent": {"kvRank": 16, "ropeSize": 7}}),
+    (
+        "model.latent",
+        {"model.kvHeads": None, "model.queryKeyNorms": True, "model.latent": {"kvRank": 8, "ropeSize": 8}},
+    ),
+    ("model.ropeScaling", {"model.ropeScaling": {"factor": 8, "lowFrequencyFactor": 4}}),
+    ("model.ropeScaling", {"model.positions": 128, "model.ropeScaling": {"factor": 8}}),
+    ("model.positions", {"model.positions": 64}),
     ("model.vocabSize", {"model.vocabSize": 256}),
     ("replicas", {"replicas": 65536, "training.globalBatchSize": 65536 * 4, "workers.gpusPerWorker": 1024}),
     ("workers.gpusPerWorker", {"workers.gpusPerWorker": 3}),
@@ -100,7 +116,20 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.pipeline", {"training.globalBatchSize": 2, "parallelism.microBatches": None}),
     ("parallelism.tensor", {"model.kvHeads": None, "parallelism.tensor": 8, "workers.gpusPerWorker": 8}),
     ("parallelism.pipeline", {"parallelism.pipeline": 8}),
-    ("model.tieEmbeddings", {"model.tieEmbeddings": True}),
+    ("model.tieEmbeddings", {"model.tieEmbeddings": True, **STALE}),
+    ("parallelism.virtualStages", {"parallelism.virtualStages": 2}),
+    ("parallelism.activationLimit", {"parallelism.activationLimit": 2}),
+    ("parallelism.layerSplit", {"parallelism.layerSplit": [1, 1, 2]}),
+    ("parallelism.layerSplit", {"parallelism.schedule": "ZBV", "parallelism.layerSplit": [2, 2]}),
+    ("parallelism.pipeline", {"parallelism.schedule": "ZBV", "model.layers": 3}),
+    ("parallelism.pipeline", {"parallelism.schedule": "LoopedBFS", "parallelism.virtualStages": 3}),
+    ("parallelism.microBatches", {**ROUNDS, "parallelism.microBatches": 5}),
+    ("parallelism.pipeline", {"parallelism.schedule": "DualPipe", **ODD}),
+    ("parallelism.microBatches", {"parallelism.schedule": "DualPipe", "parallelism.microBatches": 2}),
+    ("parallelism.microBatches", {"parallelism.schedule": "DualPipeV", "parallelism.microBatches": 2}),
+    ("parallelism.microBatches", {**STALE, "parallelism.schedule": "PipeDream"}),
+    ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
+    ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
     ("parallelism.microBatches", {"parallelism.microBatches": 3}),
@@ -108,6 +137,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("data.claimName", {"data.claimName": "text"}),
     ("data.claimName", {"data": {}}),
     ("data.claimName", {"data": {"source": "Files"}}),
+    ("training.evaluation", {"training.evaluation": {}}),
     ("data.claimName", {"data": {"claimName": "c", "uri": "s3://b/c"}}),
     ("data.source", {"data.pattern": "*.py"}),
     ("data.source", {"data.format": "Tokens"}),
@@ -172,7 +202,11 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"parallelism": None}),
     (GOOD, {"model": {"preset": "llama-3-8b"}}),
     (GOOD, {"model.kvHeads": None}),
-    (GOOD, {"model.tieEmbeddings": True, "parallelism.pipeline": 1, "workers.gpusPerWorker": 4}),
+    (GOOD, {"model.tieEmbeddings": True}),
+    (GOOD, STALE),
+    (GOOD, {"parallelism.schedule": "Naive", "parallelism.microBatches": 1}),
+    (GOOD, {"parallelism.schedule": "Interleaved1F1B", "parallelism.layerSplit": [1, 1, 1, 1]}),
+    (GOOD, {"parallelism.schedule": "Automatic", "parallelism.activationLimit": 3}),
     (GOOD, {"training.sequenceLength": 129, "parallelism.sequence": False}),
     (GOOD, {"data": {"source": "Files", "claimName": "text", "pattern": "*.txt"}}),
     (GOOD, {"parallelism.pipeline": None, "workers.gpusPerWorker": 1}),

@@ -33,7 +33,9 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    training: dict[str, Any] | None = None,
     mixture: str | None = None,
+    parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -51,16 +53,19 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
+        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
         architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
-            steps=steps,
-            global_batch_size=8,
-            sequence_length=16,
-            seed=seed,
-            precision=precision,
-            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+            **{
+                "steps": steps,
+                "global_batch_size": 8,
+                "sequence_length": 16,
+                "seed": seed,
+                "precision": precision,
+                "optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+                **(training or {}),
+            }
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )

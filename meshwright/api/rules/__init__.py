@@ -11,6 +11,7 @@ from meshwright.api.rules.data import DATA_RULES
 from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
+from meshwright.api.rules.pipeline import PIPELINE_RULES
 from meshwright.api.rules.policy import POLICY_RULES
 from meshwright.api.rules.rule import Rule
 from meshwright.api.rules.runtime import RUNTIME_RULES
@@ -26,6 +27,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLELISM_RULES,
     *MIXTURE_RULES,
+    *PIPELINE_RULES,
     *TRAINING_RULES,
     *DATA_RULES,
     *WORKERS_RULES,
