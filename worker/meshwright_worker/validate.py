@@ -99,6 +99,8 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
             yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
     if mixture is None:
         return
+    if not model.gated or model.biases or model.activation is not Activation.SILU:
+        yield "`model.mixture` needs `gated: true`, `biases: false` and `activation: SiLU`: experts are SwiGLU"
     yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
     widths = {
         "model.mixture.intermediateSize": mixture.intermediate_size,
