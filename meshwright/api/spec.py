@@ -93,6 +93,16 @@ class OptimizerSpec(ApiModel):
     """Largest global gradient norm, over all dimensions of the mesh; 0 clips nothing."""
 
 
+class ActivationCheckpointing(StrEnum):
+    """What the backward pass computes again instead of keeping it from the forward pass."""
+
+    NONE = "None"
+    FULL = "Full"
+    SELECTIVE = "Selective"
+    EVERY_K = "EveryK"
+    SQRT = "Sqrt"
+
+
 class TrainingSpec(ApiModel):
     """How long and how to train."""
 
@@ -108,6 +118,14 @@ class TrainingSpec(ApiModel):
     """Number format of compute. `fp64` computes and keeps everything in it: slow, for comparing layouts."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    """What the backward pass computes again, layer by layer, to save memory; gradients are the same. `Full`: each
+    layer from its input. `Selective`: all but matrix products and attention. `EveryK`: groups of `checkpointEvery`
+    layers from their input. `Sqrt`: groups of the square root of a stage's layers (arXiv 1604.06174)."""
+    checkpoint_every: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Layers of a group with `activationCheckpointing: EveryK`."""
+    activation_offload: bool = False
+    """Whether what layers keep for the backward pass waits in main memory, copied beside the computation."""
 
 
 class PipelineSchedule(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.api.spec import (
@@ -33,6 +34,8 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    training: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -59,7 +62,8 @@ def small_run(
             sequence_length=16,
             seed=seed,
             precision=precision,
-            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip, **(optimizer or {})),
+            **(training or {}),
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )

@@ -4,7 +4,8 @@
 2. split over the tensor group: matrices become DTensors;
 3. shard over replicas (ZeRO 2 and 3): shards of those shards;
 4. take memory for what is left and fill it with initial weights;
-5. without FSDP, let modules compute on the local parts themselves.
+5. recompute and offload activations: a change of how layers are run, not of the layers;
+6. without FSDP, let modules compute on the local parts themselves.
 
 The other way round FSDP would gather what tensor parallelism is about to split; and a model that had its weights before
 step 3 would have to fit into one rank.
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.memory.apply import save_memory
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
@@ -58,6 +60,7 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
     if shards_over_replicas(run):
         shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
     initialize(stage, model, run.training.seed, mesh.device)
+    save_memory(stage, run.training, mesh.device)
     if not shards_over_replicas(run):
         return BuiltStage(index, stage, compute_on_local(stage))
     settle(stage)
