@@ -71,7 +71,17 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
     FP64 = "fp64"
+
+
+class LossScaleSpec(ApiModel):
+    """Dynamic loss scaling of `precision: fp16` (arXiv 1710.03740)."""
+
+    initial: Annotated[int, Field(ge=1, le=4294967296)] = 65536
+    """What gradients are multiplied by at first. A step whose gradients overflow is skipped and halves it."""
+    growth_interval: Annotated[int, Field(ge=1, le=1000000000)] = 2000
+    """Steps without an overflow after which the scale doubles."""
 
 
 class OptimizerSpec(ApiModel):
@@ -115,7 +125,10 @@ class TrainingSpec(ApiModel):
     seed: Annotated[int, Field(ge=0, le=2147483647)] = 0
     """Seed of initial weights and of the data order: the same seed gives the same run in every layout."""
     precision: Precision = Precision.FP32
-    """Number format of compute. `fp64` computes and keeps everything in it: slow, for comparing layouts."""
+    """Number format of compute. `fp16` scales the loss. `fp64` computes and keeps everything in it: slow, for comparing
+    layouts."""
+    loss_scale: LossScaleSpec = LossScaleSpec()
+    """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE

@@ -48,6 +48,10 @@ class AdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients of a step."""
         for shard in self._shards:
             shard.local.grad = None
             shard.parameter.grad = None

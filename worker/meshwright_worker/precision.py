@@ -16,7 +16,12 @@ from meshwright.api.spec import Precision
 PARAMETER_DTYPE = torch.float32
 """The format of parameters, but for `fp64`."""
 
-_COMPUTE = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
+_COMPUTE = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.FP64: torch.float64,
+}
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import BuiltStage, build_stages
@@ -37,6 +39,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    skipped: bool = False
+    """Whether gradients overflowed fp16, and nothing was updated."""
 
 
 class Trainer:
@@ -51,6 +55,8 @@ class Trainer:
         ]
         self.optimizer = AdamW(self.shards, training.optimizer)
         self._executor = _executor(self.stages, run, model, mesh)
+        self.loss_scale = LossScale.of(training)
+        scale_gradients_of((stage.module for stage in self.stages), self.loss_scale)
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
@@ -59,7 +65,7 @@ class Trainer:
         alike.
 
         Raises:
-            DivergedError: loss or gradients are not finite; no parameter was changed.
+            DivergedError: loss or gradients are not finite, in fp16 at any scale; no parameter was changed.
         """
         batch = batch.to(self._mesh.device)
         replica_loss = self._executor.run(batch)
@@ -67,17 +73,36 @@ class Trainer:
         # Losses were divided by the tokens that a step may have; this many of them had a target.
         loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)
         share = tokens_of_step(self._training) / max(1.0, tokens)
-        loss, norm = loss * share, norm * share
+        loss, share = loss * share, share / self.loss_scale.value
+        norm *= share
+        rate = learning_rate(number, self._training.steps, self._training.optimizer)
         if not math.isfinite(loss + norm):
+            if self.loss_scale.skip():
+                self.optimizer.forget()
+                return StepResult(loss, norm, rate, stopping, skipped=True)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
             )
         optimizer = self._training.optimizer
         rescale(gradients, share, norm, optimizer.gradient_clip)
-        rate = learning_rate(number, self._training.steps, optimizer)
         self.optimizer.step(gradients, rate)
+        self.loss_scale.passed()
         return StepResult(loss, norm, rate, stopping)
+
+    def record(self, state: TrainingState) -> TrainingState:
+        """`state` with what this trainer has to remember beside its tensors."""
+        scale = self.loss_scale
+        if not scale.dynamic:
+            return state
+        more = {"skipped": scale.skipped, "loss_scale": scale.value, "steady": scale.steady}
+        return state.model_copy(update=more)
+
+    def resume(self, state: TrainingState) -> None:
+        """Go on from a state that `record` has seen. The optimizer's state is loaded by the checkpoint's session."""
+        if self.loss_scale.dynamic:
+            self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
+            self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool

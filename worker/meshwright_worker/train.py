@@ -66,6 +66,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
             state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
+        trainer.resume(state)
         events.running(state.step)
         return _Loop(trainer, stream, session, mesh, training, events).run(state)
 
@@ -125,7 +126,7 @@ class _Loop:
         consumed = state.samples + batch
         self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
-        return after, result.stop
+        return self._trainer.record(after), result.stop
 
     def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(

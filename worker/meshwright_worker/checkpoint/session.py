@@ -54,7 +54,7 @@ class CheckpointSession:
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
         load_tensors(checkpoint_tensors(shards, optimizer), path, self._mesh.checkpoint_group)
-        optimizer.set_steps(found.state.step)
+        optimizer.set_steps(found.state.step - found.state.skipped)
         self._newest = found.state.step
         return found.state
 

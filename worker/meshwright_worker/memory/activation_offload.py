@@ -78,8 +78,8 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._outward = torch.cuda.Stream(device) if self._cuda else None
-        self._inward = torch.cuda.Stream(device) if self._cuda else None
+        self._outward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._inward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
 
     def out(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` in main memory, maybe still under way."""

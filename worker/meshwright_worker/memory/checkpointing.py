@@ -44,7 +44,9 @@ class Recomputed:
 
     def __init__(self, group: int, *, selective: bool) -> None:
         self._group = group
-        self._contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
+        self._contexts: dict[str, Any] = {}
+        if selective:
+            self._contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
 
     def __call__(self, layers: Sequence[Block], x: torch.Tensor, places: Places) -> torch.Tensor:
         """See `in_turn`."""

@@ -16,7 +16,6 @@ from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
 from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
 
-
 Through = Callable[[Sequence[Block], torch.Tensor, Places], torch.Tensor]
 """A way to run layers on hidden states: `in_turn`, or one that gives the same and keeps less for the backward pass."""
 
