@@ -84,9 +84,33 @@ class LossScaleSpec(ApiModel):
     """Steps without an overflow after which the scale doubles."""
 
 
-class OptimizerSpec(ApiModel):
-    """AdamW (arXiv 1711.05101) with linear warm-up and cosine decay."""
+class OptimizerName(StrEnum):
+    """The rule of the update."""
 
+    ADAMW = "AdamW"
+    MUON = "Muon"
+
+
+class OptimizerOffload(StrEnum):
+    """Where optimizer state is kept instead of on the GPU."""
+
+    NONE = "None"
+    CPU = "CPU"
+    FILE = "File"
+
+
+class OptimizerSpec(ApiModel):
+    """The optimizer, with linear warm-up and cosine decay."""
+
+    name: OptimizerName = OptimizerName.ADAMW
+    """`AdamW` (arXiv 1711.05101), or `Muon` (arXiv 2502.16982) for the matrices of layers and AdamW for the rest."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the momentum of `name: Muon`."""
+    offload: OptimizerOffload = OptimizerOffload.NONE
+    """Where AdamW's moments are kept: `None`: on the GPU. `CPU`: in main memory, where the update then runs too (arXiv
+    2101.06840). `File`: in files of `offloadPath`, a few buckets of them in main memory (arXiv 2104.07857)."""
+    offload_path: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
+    """Directory in the worker container for `offload: File`, best on a volume of `workers.volumes` on a local disk."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 3e-4
     """Peak learning rate."""
     min_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -127,6 +151,9 @@ class TrainingSpec(ApiModel):
     precision: Precision = Precision.FP32
     """Number format of compute. `fp16` scales the loss. `fp64` computes and keeps everything in it: slow, for comparing
     layouts."""
+    master_weights: bool = True
+    """Whether parameters are fp32 where compute is not. False, with `precision: bf16`: parameters, gradients and
+    AdamW's moments are bf16, and updates are rounded stochastically (arXiv 2010.06192)."""
     loss_scale: LossScaleSpec = LossScaleSpec()
     """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()

@@ -15,7 +15,8 @@ from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import Mesh
-from meshwright_worker.optimizer import AdamW, learning_rate
+from meshwright_worker.optimizer import learning_rate
+from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.parallel.apply import BuiltStage, build_stages
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
 from meshwright_worker.parallel.shards import Shard, shards_of
@@ -53,7 +54,7 @@ class Trainer:
         self.shards: list[Shard] = [
             shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
         ]
-        self.optimizer = AdamW(self.shards, training.optimizer)
+        self.optimizer = build_optimizer(self.shards, training, mesh)
         self._executor = _executor(self.stages, run, model, mesh)
         self.loss_scale = LossScale.of(training)
         scale_gradients_of((stage.module for stage in self.stages), self.loss_scale)

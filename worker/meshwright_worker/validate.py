@@ -12,6 +12,7 @@ from meshwright.api.spec import DataSpec, Tokenizer, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.memory.validate import memory_problems
 
 
 class InvalidRunError(ValueError):
@@ -31,6 +32,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_tensor_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
+        *memory_problems(run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:

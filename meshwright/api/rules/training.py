@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import DataSource
+from meshwright.api.spec import DataSource, OptimizerName, OptimizerOffload, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 
@@ -33,6 +33,30 @@ def _warm_up_ends(spec: Spec) -> bool:
 def _rate_decays(spec: Spec) -> bool:
     optimizer = spec.training.optimizer if spec.training is not None else None
     return optimizer is None or optimizer.min_learning_rate <= optimizer.learning_rate
+
+
+def _masters_for_all_but_bf16(spec: Spec) -> bool:
+    training = spec.training
+    return training is None or training.master_weights or training.precision is Precision.BF16
+
+
+def _masters_for_muon(spec: Spec) -> bool:
+    training = spec.training
+    return training is None or training.master_weights or training.optimizer.name is OptimizerName.ADAMW
+
+
+def _offloads_adamw(spec: Spec) -> bool:
+    training = spec.training
+    if training is None or training.optimizer.offload is OptimizerOffload.NONE:
+        return True
+    return training.master_weights and training.optimizer.name is OptimizerName.ADAMW
+
+
+def _path_for_file(spec: Spec) -> bool:
+    optimizer = spec.training.optimizer if spec.training is not None else None
+    if optimizer is None:
+        return True
+    return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
 
 
 TRAINING_RULES = (
@@ -72,5 +96,31 @@ TRAINING_RULES = (
         "must be at most `training.optimizer.learningRate`: the rate decays towards it",
         "!has(self.training) || self.training.optimizer.minLearningRate <= self.training.optimizer.learningRate",
         _rate_decays,
+    ),
+    Rule(
+        "training.masterWeights",
+        "may only be false with `training.precision: bf16`, which has the range of fp32",
+        "!has(self.training) || self.training.masterWeights || self.training.precision == 'bf16'",
+        _masters_for_all_but_bf16,
+    ),
+    Rule(
+        "training.masterWeights",
+        "must be true with `training.optimizer.name: Muon`: only AdamW's updates are rounded stochastically",
+        "!has(self.training) || self.training.masterWeights || self.training.optimizer.name == 'AdamW'",
+        _masters_for_muon,
+    ),
+    Rule(
+        "training.optimizer.offload",
+        "needs `training.optimizer.name: AdamW` and `training.masterWeights: true`",
+        "!has(self.training) || self.training.optimizer.offload == 'None'"
+        " || (self.training.masterWeights && self.training.optimizer.name == 'AdamW')",
+        _offloads_adamw,
+    ),
+    Rule(
+        "training.optimizer.offloadPath",
+        "must be set with `training.optimizer.offload: File`, and only then",
+        "!has(self.training) || (self.training.optimizer.offload == 'File') == "
+        "has(self.training.optimizer.offloadPath)",
+        _path_for_file,
     ),
 )

@@ -17,7 +17,7 @@ from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
 from meshwright_worker.data.digest import MODULUS
 from meshwright_worker.mesh import Mesh
-from meshwright_worker.optimizer import AdamW
+from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.task import RankEvents, RankTask
 
@@ -42,7 +42,7 @@ class CheckpointSession:
         self._saver = Checkpointer(self._directory, spec.retained, mesh)
         self._newest = -1
 
-    def load(self, shards: Sequence[Shard], optimizer: AdamW) -> TrainingState:
+    def load(self, shards: Sequence[Shard], optimizer: Optimizer) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
 
         Raises:
@@ -62,7 +62,7 @@ class CheckpointSession:
         """Whether the interval asks for a checkpoint after `step`."""
         return step % self._spec.interval == 0
 
-    def save(self, shards: Sequence[Shard], optimizer: AdamW, state: TrainingState, *, wait: bool) -> None:
+    def save(self, shards: Sequence[Shard], optimizer: Optimizer, state: TrainingState, *, wait: bool) -> None:
         """Save `state`, whose digest is this rank's own part; returns at once, or with `wait` when it is durable.
 
         Raises:

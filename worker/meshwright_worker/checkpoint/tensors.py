@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_worker.optimizer import AdamW
+from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.parallel.shards import Shard
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
-def checkpoint_tensors(shards: Sequence[Shard], optimizer: AdamW) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(shards: Sequence[Shard], optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
     tensors = {}
     for shard in shards:

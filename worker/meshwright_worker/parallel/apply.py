@@ -26,7 +26,7 @@ from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
-from meshwright_worker.precision import compute_dtype, parameter_dtype
+from meshwright_worker.precision import compute_dtype, stored_dtype
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         raise ValueError("`training` is required")
     precision = run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
+        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(stored_dtype(run.training))
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
