@@ -158,6 +158,14 @@ class TrainingSpec(ApiModel):
     """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rate of dropout behind the embedding and behind each attention and feed-forward layer. A token's mask follows
+    from `seed`, the token's place in the run and the layer: it is the same in every layout."""
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rate of dropout of attention's probabilities, which are then kept in memory; needs whole sequences on a rank."""
+    loss_chunk_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
+    """Tokens whose logits exist at a time: output projection and loss are then computed in chunks, and gradients of the
+    loss with them (arXiv 2410.10989). Whole logits of a micro-batch when left out."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     """What the backward pass computes again, layer by layer, to save memory; gradients are the same. `Full`: each
     layer from its input. `Selective`: all but matrix products and attention. `EveryK`: groups of `checkpointEvery`

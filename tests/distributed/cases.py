@@ -102,7 +102,8 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
         results = []
         for number in range(1, steps + 1):
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-            results.append(trainer.step(number, Batch.of(batch[first : first + share])))
+            mine = (number - 1) * training.global_batch_size + first
+            results.append(trainer.step(number, Batch.of(batch[first : first + share], mine)))
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
         return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
 

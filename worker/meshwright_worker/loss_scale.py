@@ -66,7 +66,7 @@ def scale_gradients_of(stages: Iterable[DecoderStage], scale: LossScale) -> None
 
     for stage in stages:
         if scale.dynamic and stage.is_last:
-            stage.loss.register_forward_hook(hook)
+            (stage.chunked_loss or stage.loss).register_forward_hook(hook)
 
 
 class _ScaledGradient(torch.autograd.Function):

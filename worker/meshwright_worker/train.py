@@ -120,7 +120,7 @@ class _Loop:
         mine = state.samples + coordinates.data * share
         samples = self._stream.batch(mine, share)
         read = time.monotonic()
-        result = self._trainer.step(number, Batch.of(samples), stop=self._events.stop_requested())
+        result = self._trainer.step(number, Batch.of(samples, mine), stop=self._events.stop_requested())
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch

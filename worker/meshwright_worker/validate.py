@@ -32,7 +32,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_tensor_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
-        *memory_problems(run.training),
+        *memory_problems(run.training, run.context),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:

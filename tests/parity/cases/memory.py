@@ -15,12 +15,18 @@ _LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tensor x pipeline x ZeRO-3", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}),
 ]
 
+_OFFLOADED: dict[str, Any] = {"optimizer": {"offload": "CPU"}}
+_DROPOUT: dict[str, Any] = {"training": {"dropout": 0.1, "attention_dropout": 0.2}}
+_RECOMPUTED: dict[str, Any] = {"training": {**_DROPOUT["training"], "activation_checkpointing": "Full"}}
+_MUON: dict[str, Any] = {"optimizer": {"name": "Muon"}}
+
 _SAVED: list[tuple[str, dict[str, Any]]] = [
     ("full activation checkpointing", {"activation_checkpointing": "Full"}),
     ("selective activation checkpointing", {"activation_checkpointing": "Selective"}),
     ("checkpointing of every 2 layers", {"activation_checkpointing": "EveryK", "checkpoint_every": 2}),
     ("checkpointing of sqrt(L) layers", {"activation_checkpointing": "Sqrt"}),
     ("activation offload", {"activation_offload": True}),
+    ("chunked loss", {"loss_chunk_tokens": 24}),
     ("checkpointing and offload", {"activation_checkpointing": "EveryK", "activation_offload": True}),
 ]
 
@@ -33,6 +39,44 @@ def _exact(technique: str, training: dict[str, Any], smoke: set[int]) -> list[Ca
     ]
 
 
-CASES: list[Case] = []
+CASES: list[Case] = [
+    Case(
+        "tied embeddings, chunked loss", {"tensor": 2, "training": {"loss_chunk_tokens": 24}}, {"tie_embeddings": True}
+    ),
+    *(
+        Case(f"optimizer state in main memory, {name}", {**layout, **_OFFLOADED}, smoke=number in (3, 5))
+        for number, (name, layout) in enumerate(_LAYOUTS)
+    ),
+    *(
+        Case(f"Muon, {name}", layout, _MUON, smoke=number in (0, 3, 5))
+        for number, (name, layout) in enumerate(_LAYOUTS)
+    ),
+]
+CASES += [
+    Case(f"dropout, {name}", layout, _DROPOUT, smoke=number in (0, 1, 2, 5))
+    for number, (name, layout) in enumerate(_LAYOUTS)
+]
+CASES += [
+    Case("dropout, checkpointing", {**layout, **_RECOMPUTED}, _DROPOUT, smoke=number == 0)
+    for number, (_, layout) in enumerate(_LAYOUTS)
+]
+CASES += [
+    Case("dropout, 4 micro-batches", {"micro_batches": 4}, _DROPOUT),
+    Case(
+        "attention dropout, context parallelism",
+        {"context": 2, "training": {"attention_dropout": 0.1}},
+        refused="`training.attentionDropout: 0.1`",
+    ),
+    Case(
+        "Muon, no master weights",
+        {"precision": "bf16", "optimizer": {"name": "Muon"}, "training": {"master_weights": False}},
+        refused="`training.optimizer.name: Muon`",
+    ),
+    Case("no master weights, fp32", {"training": {"master_weights": False}}, refused="`training.masterWeights: false`"),
+    Case(
+        "Muon, offload", {"optimizer": {"name": "Muon", "offload": "CPU"}}, refused="`training.optimizer.offload: CPU`"
+    ),
+    Case("offload, no path", {"optimizer": {"offload": "File"}}, refused="`training.optimizer.offloadPath`"),
+]
 for _number, (_technique, _training) in enumerate(_SAVED):
     CASES += _exact(_technique, _training, {1 + _number % 5, 5})

@@ -21,6 +21,8 @@ class Places:
     """int64 [batch, length], what rotary embedding turns by; None for 0, 1, ... in each row."""
     documents: torch.Tensor | None = None
     """int64 [batch, length], which document of its row a token belongs to: attention stays inside. None for one."""
+    serials: torch.Tensor | None = None
+    """int64 [batch, length], the number of each token among all that the run trains on: what dropout draws by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,23 @@ class Batch:
     """See `Places`."""
     documents: torch.Tensor | None = None
     """See `Places`."""
+    serials: torch.Tensor | None = None
+    """See `Places`."""
 
     @classmethod
-    def of(cls, samples: torch.Tensor) -> Self:
-        """The batch that predicts each next token of samples, int64 [batch, length + 1]."""
-        return cls(samples[:, :-1], samples[:, 1:])
+    def of(cls, samples: torch.Tensor, first: int = 0) -> Self:
+        """The batch that predicts each next token of samples, int64 [batch, length + 1].
+
+        `first` is the number of the first of them in the run.
+        """
+        rows, length = len(samples), samples.shape[1] - 1
+        serials = torch.arange(first * length, (first + rows) * length, device=samples.device).view(rows, length)
+        return cls(samples[:, :-1], samples[:, 1:], serials=serials)
 
     @property
     def places(self) -> Places:
         """What the layers are told of the tokens."""
-        return Places(self.positions, self.documents)
+        return Places(self.positions, self.documents, serials=self.serials)
 
     def chunk(self, count: int) -> list[Self]:
         """`count` micro-batches of the same number of rows.
@@ -68,6 +77,7 @@ class Batch:
             change(self.targets),
             None if self.positions is None else change(self.positions),
             None if self.documents is None else change(self.documents),
+            serials=None if self.serials is None else change(self.serials),
         )
 
 

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from meshwright.api.spec import OptimizerName, OptimizerOffload, Precision, TrainingSpec
 
 
-def memory_problems(training: TrainingSpec) -> Iterator[str]:
-    """What of a run cannot be executed, each with the field and the fix."""
+def memory_problems(training: TrainingSpec, context: int) -> Iterator[str]:
+    """What of a run cannot be executed, each with the field and the fix; `context` is its context-parallel degree."""
     optimizer = training.optimizer
+    if training.attention_dropout and context > 1:
+        yield (
+            f"`training.attentionDropout: {training.attention_dropout}` needs `parallelism.context: 1`: ranks that "
+            "share a sequence keep no attention probabilities; set it to 0 and use `training.dropout`"
+        )
     if not training.master_weights and training.precision is not Precision.BF16:
         yield (
             "`training.masterWeights: false` needs `training.precision: bf16`, which has fp32's range, not "

@@ -14,7 +14,15 @@ from torch import nn
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
-from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
+from meshwright_worker.models.layers import (
+    Block,
+    Linear,
+    NoDropout,
+    RMSNorm,
+    RotaryEmbedding,
+    TokenEmbedding,
+    TokenLoss,
+)
 
 Through = Callable[[Sequence[Block], torch.Tensor, Places], torch.Tensor]
 """A way to run layers on hidden states: `in_turn`, or one that gives the same and keeps less for the backward pass."""
@@ -40,9 +48,11 @@ class DecoderStage(nn.Module):
         self.compute = compute
         self.tied = model.tie_embeddings
         self.through: Through = in_turn
+        self.chunked_loss: nn.Module | None = None
         rotary = RotaryEmbedding(model.head_size, model.rope_theta)
         if self.is_first:
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
+            self.embedding_dropout: nn.Module = NoDropout()
         own = split_layers(model.layers, stages)[stage]
         self.layers = nn.ModuleDict({str(index): Block(model, rotary) for index in own})
         if self.is_last:
@@ -81,12 +91,17 @@ class DecoderStage(nn.Module):
             logits [batch, positions, vocabulary] otherwise.
         """
         if self.is_first:
-            x = self.embedding(x).to(self.compute)
+            x = self.embedding_dropout(self.embedding(x).to(self.compute), places or Places())
         x = self.through([*self.layers.values()], x, places or Places())  # type: ignore[list-item]
         if not self.is_last:
             return x
-        logits: torch.Tensor = self.output(self.norm(x))
+        x = self.norm(x)
+        loss: torch.Tensor
+        if targets is not None and self.chunked_loss is not None:
+            loss = self.chunked_loss(x, self.output, targets)
+            return loss
+        logits: torch.Tensor = self.output(x)
         if targets is None:
             return logits
-        loss: torch.Tensor = self.loss(logits, targets)
+        loss = self.loss(logits, targets)
         return loss

@@ -1,7 +1,7 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
 1. build on the meta device: no memory yet;
-2. split over the tensor group: matrices become DTensors;
+2. split over the tensor group: matrices become DTensors, and the loss is one of split logits;
 3. shard over replicas (ZeRO 2 and 3): shards of those shards;
 4. take memory for what is left and fill it with initial weights;
 5. recompute and offload activations: a change of how layers are run, not of the layers;
@@ -22,8 +22,10 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.memory.apply import save_memory
 from meshwright_worker.mesh import TENSOR, Mesh
+from meshwright_worker.models.dropout import Slice, drop_out
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.linear_loss import chunk_loss
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, stored_dtype
@@ -57,6 +59,12 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         stage = DecoderStage(model, compute_dtype(precision), index, stages).to(stored_dtype(run.training))
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
+    if run.training.dropout or run.training.attention_dropout:
+        part = Slice(mesh.coordinates.tensor, mesh.layout.tensor, run.parallelism.sequence and mesh.layout.tensor > 1)
+        drop_out(stage, model.heads, run.training, part)
+    if run.training.loss_chunk_tokens is not None:
+        group = mesh.group(TENSOR) if mesh.layout.tensor > 1 else None
+        chunk_loss(stage, run.training.loss_chunk_tokens, group, sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
         shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
     initialize(stage, model, run.training.seed, mesh.device)

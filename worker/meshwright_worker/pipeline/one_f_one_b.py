@@ -6,12 +6,16 @@ All shapes are given: left to infer them, torch would run the model once more an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
-from meshwright_worker.data.batch import Batch
+from meshwright_worker.data.batch import Batch, Places
 from meshwright_worker.mesh import PIPELINE, Mesh
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.pipeline.executor import tokens_of_step
@@ -24,6 +28,9 @@ class OneForwardOneBackward:
         if run.training is None:
             raise ValueError("`training` is required")
         self._stage = stage
+        self._micro_batches = run.micro_batches
+        self._places: Iterator[Places] = iter(())
+        stage.register_forward_pre_hook(self._placed, with_kwargs=True)
         length = run.training.sequence_length
         batch = run.training.global_batch_size // run.data_parallel // run.micro_batches
         self._tokens = tokens_of_step(run.training)
@@ -55,12 +62,17 @@ class OneForwardOneBackward:
 
     def _run_schedule(self, batch: Batch, losses: list[torch.Tensor]) -> None:
         targets = batch.targets
+        # Every stage takes micro-batches in their order, forward.
+        self._places = iter([part.places for part in batch.chunk(self._micro_batches)])
         if self._stage.is_first:
             self._schedule.step(batch.tokens, return_outputs=False)
         elif self._stage.is_last:
             self._schedule.step(targets=targets, target=targets, losses=losses, return_outputs=False)
         else:
             self._schedule.step(return_outputs=False)
+
+    def _placed(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return inputs, {**named, "places": next(self._places)}
 
     def _mean(self, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return loss_sum / self._tokens
