@@ -84,6 +84,39 @@ class LossScaleSpec(ApiModel):
     """Steps without an overflow after which the scale doubles."""
 
 
+class Fp8Scaling(StrEnum):
+    """What shares a scale in fp8."""
+
+    TENSORWISE = "Tensorwise"
+    ROWWISE = "Rowwise"
+
+
+class Fp8Update(StrEnum):
+    """What a scale in fp8 is taken from."""
+
+    DYNAMIC = "Dynamic"
+    DELAYED = "Delayed"
+    STATIC = "Static"
+
+
+class Fp8Spec(ApiModel):
+    """Matrix products of the layers in fp8 (arXiv 2209.05433): e4m3 for inputs and weights, e5m2 for gradients."""
+
+    scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
+    """`Tensorwise`: one scale a tensor. `Rowwise`: one for each row of either factor; needs `update: Dynamic`."""
+    update: Fp8Update = Fp8Update.DYNAMIC
+    """`Dynamic`: scales of the micro-batch at hand. `Delayed`: of the largest values of the last `history` steps.
+    `Static`: of `inputAmax`, `weightAmax` and `gradientAmax`; what is larger is clamped."""
+    history: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Steps that `update: Delayed` looks back."""
+    input_amax: Annotated[float, Field(gt=0, le=1e30)] = 16.0
+    """Largest input that `update: Static` represents."""
+    weight_amax: Annotated[float, Field(gt=0, le=1e30)] = 4.0
+    """Largest weight that `update: Static` represents."""
+    gradient_amax: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    """Largest gradient of an output that `update: Static` represents."""
+
+
 class OptimizerName(StrEnum):
     """The rule of the update."""
 
@@ -154,6 +187,9 @@ class TrainingSpec(ApiModel):
     master_weights: bool = True
     """Whether parameters are fp32 where compute is not. False, with `precision: bf16`: parameters, gradients and
     AdamW's moments are bf16, and updates are rounded stochastically (arXiv 2010.06192)."""
+    fp8: Fp8Spec | None = None
+    """Matrix products of the layers in fp8, between activations in `precision` (bf16 or fp32); off when left out. Where
+    the GPU has no such products they are emulated with the same numbers."""
     loss_scale: LossScaleSpec = LossScaleSpec()
     """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()

@@ -112,6 +112,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         "training.masterWeights",
         {"training.precision": "bf16", "training.masterWeights": False, "training.optimizer.name": "Muon"},
     ),
+    ("training.fp8", {"training.fp8": {}, "training.precision": "fp16"}),
+    ("training.fp8.update", {"training.fp8": {"scaling": "Rowwise", "update": "Delayed"}}),
     ("training.optimizer.offload", {"training.optimizer": {"name": "Muon", "offload": "CPU"}}),
     ("training.optimizer.offloadPath", {"training.optimizer.offload": "File"}),
     ("training.optimizer.offloadPath", {"training.optimizer.offloadPath": "/scratch"}),

@@ -13,6 +13,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.fp8.history import Fp8History
 from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import learning_rate
@@ -56,6 +57,7 @@ class Trainer:
         ]
         self.optimizer = build_optimizer(self.shards, training, mesh)
         self._executor = _executor(self.stages, run, model, mesh)
+        self._fp8 = Fp8History((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
         scale_gradients_of((stage.module for stage in self.stages), self.loss_scale)
 
@@ -70,6 +72,7 @@ class Trainer:
         """
         batch = batch.to(self._mesh.device)
         replica_loss = self._executor.run(batch)
+        self._fp8.advance()
         gradients = reduce_gradients(self.shards, self._mesh)
         # Losses were divided by the tokens that a step may have; this many of them had a target.
         loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)

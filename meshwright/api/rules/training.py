@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import DataSource, OptimizerName, OptimizerOffload, Precision
+from meshwright.api.spec import DataSource, Fp8Scaling, Fp8Update, OptimizerName, OptimizerOffload, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 
@@ -57,6 +57,16 @@ def _path_for_file(spec: Spec) -> bool:
     if optimizer is None:
         return True
     return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
+
+
+def _fp8_between_wide_numbers(spec: Spec) -> bool:
+    training = spec.training
+    return training is None or training.fp8 is None or training.precision in (Precision.BF16, Precision.FP32)
+
+
+def _rows_scale_dynamically(spec: Spec) -> bool:
+    fp8 = spec.training.fp8 if spec.training is not None else None
+    return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
 
 
 TRAINING_RULES = (
@@ -122,5 +132,18 @@ TRAINING_RULES = (
         "!has(self.training) || (self.training.optimizer.offload == 'File') == "
         "has(self.training.optimizer.offloadPath)",
         _path_for_file,
+    ),
+    Rule(
+        "training.fp8",
+        "needs `training.precision: bf16` or `fp32`",
+        "!has(self.training) || !has(self.training.fp8) || self.training.precision in ['bf16', 'fp32']",
+        _fp8_between_wide_numbers,
+    ),
+    Rule(
+        "training.fp8.update",
+        "must be `Dynamic` with `training.fp8.scaling: Rowwise`: rows are other tokens in every step",
+        "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
+        " || self.training.fp8.update == 'Dynamic'",
+        _rows_scale_dynamically,
     ),
 )

@@ -78,5 +78,24 @@ CASES += [
     ),
     Case("offload, no path", {"optimizer": {"offload": "File"}}, refused="`training.optimizer.offloadPath`"),
 ]
+# Products round to 3 bits, so a number that rounding puts on the other side shows: 1 in 16 of an element.
+_FP8: list[tuple[str, dict[str, Any]]] = [
+    ("fp8, tensorwise", {}),
+    ("fp8, rowwise", {"scaling": "Rowwise"}),
+    ("fp8, delayed", {"update": "Delayed", "history": 2}),
+    ("fp8, static", {"update": "Static", "gradient_amax": 0.01}),
+]
+# The micro-batches are those of one process, since scales are of a micro-batch.
+_FP8_LAYOUTS: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"tensor": 2, "sequence": False},
+    {"data": 2, "zero": 3, "micro_batches": 1},
+    {"tensor": 2, "pipeline": 2},
+]
+CASES += [
+    Case(technique, layout, {"training": {"fp8": fp8}}, smoke=number == index, exact=False, tolerance=2e-2)
+    for index, (technique, fp8) in enumerate(_FP8)
+    for number, layout in enumerate(_FP8_LAYOUTS)
+]
 for _number, (_technique, _training) in enumerate(_SAVED):
     CASES += _exact(_technique, _training, {1 + _number % 5, 5})

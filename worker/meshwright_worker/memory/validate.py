@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import OptimizerName, OptimizerOffload, Precision, TrainingSpec
+from meshwright.api.spec import Fp8Scaling, Fp8Update, OptimizerName, OptimizerOffload, Precision, TrainingSpec
 
 
 def memory_problems(training: TrainingSpec, context: int) -> Iterator[str]:
@@ -14,6 +14,14 @@ def memory_problems(training: TrainingSpec, context: int) -> Iterator[str]:
         yield (
             f"`training.attentionDropout: {training.attention_dropout}` needs `parallelism.context: 1`: ranks that "
             "share a sequence keep no attention probabilities; set it to 0 and use `training.dropout`"
+        )
+    if training.fp8 is not None and training.precision not in (Precision.BF16, Precision.FP32):
+        yield f"`training.fp8` needs `training.precision: bf16` or `fp32`, not `{training.precision.value}`"
+    fp8 = training.fp8
+    if fp8 is not None and fp8.scaling is Fp8Scaling.ROWWISE and fp8.update is not Fp8Update.DYNAMIC:
+        yield (
+            f"`training.fp8.update: {fp8.update.value}` needs `training.fp8.scaling: Tensorwise`: rows are other "
+            "tokens in every step; or use `update: Dynamic`"
         )
     if not training.master_weights and training.precision is not Precision.BF16:
         yield (

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.apply import save_memory
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.dropout import Slice, drop_out
@@ -59,6 +60,8 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         stage = DecoderStage(model, compute_dtype(precision), index, stages).to(stored_dtype(run.training))
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
+    if run.training.fp8 is not None:
+        use_fp8(stage, run.training.fp8, mesh.group(TENSOR) if mesh.layout.tensor > 1 else None)
     if run.training.dropout or run.training.attention_dropout:
         part = Slice(mesh.coordinates.tensor, mesh.layout.tensor, run.parallelism.sequence and mesh.layout.tensor > 1)
         drop_out(stage, model.heads, run.training, part)
