@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.spec import (
     CheckpointSpec,
-    DataSource,
-    DataSpec,
     OptimizerSpec,
     ParallelismSpec,
     Precision,

@@ -21,8 +21,9 @@ from meshwright.api.spec import TrainingSpec
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.data.corpus import CorpusError, open_corpus
+from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.step import StepResult, Trainer
@@ -44,7 +45,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
-        CorpusError: there is no text to train on, or not the same on every rank.
+        DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
@@ -56,7 +57,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
             trainer = Trainer(task.run, architecture, training, mesh)
-            stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
+            stream = open_stream(data, task.data_dir, training.sequence_length, training.seed)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if not same_everywhere(stream.identity, mesh):
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
@@ -77,7 +78,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        stream: SampleStream,
+        stream: SampleStream | MixedStream,
         session: CheckpointSession | None,
         mesh: Mesh,
         training: TrainingSpec,

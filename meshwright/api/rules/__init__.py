@@ -7,6 +7,8 @@ feeds both the same specs. A degree that is left out is chosen later, so a rule 
 
 from __future__ import annotations
 
+from meshwright.api.rules.data import DATA_RULES
+from meshwright.api.rules.memory import MEMORY_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
 from meshwright.api.rules.policy import POLICY_RULES
@@ -24,6 +26,8 @@ SPEC_RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLELISM_RULES,
     *TRAINING_RULES,
+    *MEMORY_RULES,
+    *DATA_RULES,
     *WORKERS_RULES,
     *VOLUMES_RULES,
     *POLICY_RULES,
