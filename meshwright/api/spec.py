@@ -185,6 +185,12 @@ class TrainingSpec(ApiModel):
     """Layers of a group with `activationCheckpointing: EveryK`."""
     activation_offload: bool = False
     """Whether what layers keep for the backward pass waits in main memory, copied beside the computation."""
+    parameter_offload: bool = False
+    """Whether each rank's shards of parameters, gradients and optimizer state are in main memory, and the update runs
+    there; the GPU gathers a layer at a time. Needs `parallelism.zeroStage` 2 or 3."""
+    compile: bool = False
+    """Whether layers are compiled by torch.compile: faster steps after a first step of minutes. Needs a C++ compiler in
+    the image."""
 
 
 class PipelineSchedule(StrEnum):

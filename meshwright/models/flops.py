@@ -1,6 +1,7 @@
 """Floating-point operations of training.
 
-A multiply-add counts as two. Recomputation is not counted: these are model FLOPs, what MFU is measured against.
+A multiply-add counts as two. Model FLOPs are what MFU is measured against; recomputation, which counts in hardware
+FLOPs and HFU alone, stands for itself.
 """
 
 from __future__ import annotations
@@ -18,3 +19,9 @@ def flops_per_token(architecture: Architecture, sequence_length: int) -> int:
     lookup = 0 if architecture.tie_embeddings else architecture.vocab_size * architecture.hidden_size
     matrices = architecture.parameters - lookup
     return 6 * matrices + 12 * architecture.layers * architecture.hidden_size * sequence_length
+
+
+def recomputed_flops_per_token(architecture: Architecture, sequence_length: int) -> int:
+    """FLOPs of one token's second forward pass through every layer: what full activation checkpointing adds."""
+    output = 6 * architecture.vocab_size * architecture.hidden_size
+    return (flops_per_token(architecture, sequence_length) - output) // 3

@@ -75,7 +75,9 @@ class Trainer:
         self._fp8.advance()
         gradients = reduce_gradients(self.shards, self._mesh)
         # Losses were divided by the tokens that a step may have; this many of them had a target.
-        loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)
+        loss, norm, tokens, stopping = self._agree(
+            replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), batch, stop
+        )
         share = tokens_of_step(self._training) / max(1.0, tokens)
         loss, share = loss * share, share / self.loss_scale.value
         norm *= share

@@ -44,6 +44,12 @@ class StepReport:
     """Sequences consumed since the beginning of the run."""
     seconds: float
     data_seconds: float
+    model_flops: float = 0.0
+    """Floating-point operations of the whole job's step: 6·N + 12·L·d·s a token."""
+    hardware_flops: float = 0.0
+    """The same with what was recomputed."""
+    peak_flops: float | None = None
+    """What the job's GPUs could do in a second, in bf16; None where they are not known."""
 
 
 class RankEvents(Protocol):

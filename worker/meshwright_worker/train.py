@@ -28,6 +28,7 @@ from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.utilisation import Work, work_of
 from meshwright_worker.validate import validate
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
         trainer.resume(state)
         events.running(state.step)
-        return _Loop(trainer, stream, session, mesh, training, events).run(state)
+        work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
+        return _Loop(trainer, stream, session, mesh, training, work, events).run(state)
 
 
 class _Loop:
@@ -82,6 +84,7 @@ class _Loop:
         session: CheckpointSession | None,
         mesh: Mesh,
         training: TrainingSpec,
+        work: Work,
         events: RankEvents,
     ) -> None:
         self._trainer = trainer
@@ -89,6 +92,7 @@ class _Loop:
         self._session = session
         self._mesh = mesh
         self._training = training
+        self._work = work
         self._events = events
         self._digest = SampleDigest()
 
@@ -139,6 +143,9 @@ class _Loop:
             samples=samples,
             seconds=seconds,
             data_seconds=data_seconds,
+            model_flops=self._work.model,
+            hardware_flops=self._work.hardware,
+            peak_flops=self._work.peak,
         )
 
 

@@ -33,7 +33,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_tensor_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
-        *memory_problems(run.training, run.context),
+        *memory_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:

@@ -61,6 +61,18 @@ CASES += [
     for number, (_, layout) in enumerate(_LAYOUTS)
 ]
 CASES += [
+    Case("parameter offload", {"data": 2, "zero": 3, "training": {"parameter_offload": True}}, smoke=True),
+    Case("parameter offload", {"pipeline": 2, "data": 2, "zero": 2, "training": {"parameter_offload": True}}),
+    Case(
+        "parameter offload, one replica", {"training": {"parameter_offload": True}}, refused="`parallelism.zeroStage`"
+    ),
+    Case(
+        "parameter offload, sequence parallelism",
+        {"tensor": 2, "data": 2, "zero": 3, "training": {"parameter_offload": True}},
+        refused="`parallelism.sequence: false`",
+    ),
+    # Compiling takes a minute: one row, and it is in no quick run.
+    Case("torch.compile", {"tensor": 2, "data": 2, "zero": 3, "training": {"compile": True}}),
     Case("dropout, 4 micro-batches", {"micro_batches": 4}, _DROPOUT),
     Case(
         "attention dropout, context parallelism",

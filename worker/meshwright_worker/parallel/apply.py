@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.fp8.linear import use_fp8
-from meshwright_worker.memory.apply import save_memory
+from meshwright_worker.memory.apply import home_of_parameters, parameter_offload, save_memory
+from meshwright_worker.memory.compiled import compile_layers
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.dropout import Slice, drop_out
 from meshwright_worker.models.initialize import initialize
@@ -69,9 +70,13 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         group = mesh.group(TENSOR) if mesh.layout.tensor > 1 else None
         chunk_loss(stage, run.training.loss_chunk_tokens, group, sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
-        shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
-    initialize(stage, model, run.training.seed, mesh.device)
+        zero = run.parallelism.zero_stage
+        offload = parameter_offload(run.training, mesh.device)
+        shard_over_replicas(stage, mesh.replicas, zero_stage=zero, precision=precision, offload=offload)
+    initialize(stage, model, run.training.seed, home_of_parameters(run.training, mesh.device))
     save_memory(stage, run.training, mesh.device)
+    if run.training.compile:
+        compile_layers(stage)
     if not shards_over_replicas(run):
         return BuiltStage(index, stage, compute_on_local(stage))
     settle(stage)
