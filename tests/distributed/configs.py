@@ -15,6 +15,7 @@ from meshwright.api.spec import (
 )
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from tests.distributed.mixtures import MIXTURES
 
 
 def small_run(
@@ -35,6 +36,8 @@ def small_run(
     seed: int = 0,
     training: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
+    mixture: str | None = None,
+    parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -52,17 +55,21 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
-        architecture=Architecture(**{**numbers, **model}),
+        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
+        architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
-            steps=steps,
-            global_batch_size=8,
-            sequence_length=16,
-            seed=seed,
-            precision=precision,
-            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip, **(optimizer or {})),
-            **(training or {}),
+            **{
+                "steps": steps,
+                "global_batch_size": 8,
+                "sequence_length": 16,
+                "seed": seed,
+                "precision": precision,
+                "optimizer": OptimizerSpec(
+                    **{"learning_rate": 1e-3, "warmup_steps": 2, "gradient_clip": clip, **(optimizer or {})}
+                ),
+                **(training or {}),
+            }
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )

@@ -64,11 +64,6 @@ class Mesh:
         mesh = self.experts if dimension in (EXPERT, EXPERT_REPLICA) else self.devices
         return mesh.get_group(dimension)
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.coordinates.pipeline == self.layout.pipeline - 1
-
 
 @contextmanager
 def joined(task: RankTask) -> Iterator[Mesh]:

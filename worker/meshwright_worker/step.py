@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,13 @@ from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
-from meshwright_worker.parallel.apply import BuiltStage, build_stages
+from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
-from meshwright_worker.parallel.shards import Shard, shards_of
-from meshwright_worker.pipeline.accumulate import Accumulation
-from meshwright_worker.pipeline.executor import Executor, tokens_of_step
-from meshwright_worker.pipeline.one_f_one_b import OneForwardOneBackward
+from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
+from meshwright_worker.pipeline.assemble import assemble
+from meshwright_worker.pipeline.executor import tokens_of_step
+from meshwright_worker.task import ExpertLoad
 
 
 class DivergedError(ArithmeticError):
@@ -41,6 +43,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Mixture by mixture."""
     skipped: bool = False
     """Whether gradients overflowed fp16, and nothing was updated."""
 
@@ -52,11 +56,14 @@ class Trainer:
         self._mesh = mesh
         self._training = training
         self.stages = build_stages(run, model, mesh)
-        self.shards: list[Shard] = [
-            shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
-        ]
+        pipeline = assemble(self.stages, run, model, mesh)
+        self._executor, self._copies = pipeline.executor, pipeline.copies
+        shards = [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
+        self.shards: list[Shard] = self._copies.settle([s for s in shards if s[1].parameter.requires_grad])
+        self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
+        self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
+        self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
         self.optimizer = build_optimizer(self.shards, training, mesh)
-        self._executor = _executor(self.stages, run, model, mesh)
         self._fp8 = Fp8History((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
         scale_gradients_of((stage.module for stage in self.stages), self.loss_scale)
@@ -71,7 +78,9 @@ class Trainer:
             DivergedError: loss or gradients are not finite, in fp16 at any scale; no parameter was changed.
         """
         batch = batch.to(self._mesh.device)
+        self._loads.scale_losses(self.loss_scale.value)
         replica_loss = self._executor.run(batch)
+        self._copies.add_up()
         self._fp8.advance()
         gradients = reduce_gradients(self.shards, self._mesh)
         # Losses were divided by the tokens that a step may have; this many of them had a target.
@@ -85,7 +94,7 @@ class Trainer:
         if not math.isfinite(loss + norm):
             if self.loss_scale.skip():
                 self.optimizer.forget()
-                return StepResult(loss, norm, rate, stopping, skipped=True)
+                return StepResult(loss, norm, rate, stopping, self._loads.finish(), skipped=True)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
@@ -94,7 +103,21 @@ class Trainer:
         rescale(gradients, share, norm, optimizer.gradient_clip)
         self.optimizer.step(gradients, rate)
         self.loss_scale.passed()
-        return StepResult(loss, norm, rate, stopping)
+        return StepResult(loss, norm, rate, stopping, self._loads.finish())
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        _, pipeline, _, tensor = self._mesh.coordinates
+        sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        for batch in batches:
+            batch = batch.to(self._mesh.device)
+            loss = self._executor.evaluate(batch)
+            if tensor == 0:
+                sums[0] += loss.double()
+                sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
+        dist.all_reduce(sums)
+        total, targets = sums.tolist()
+        return float(total / max(1.0, targets))
 
     def record(self, state: TrainingState) -> TrainingState:
         """`state` with what this trainer has to remember beside its tensors."""
@@ -114,20 +137,12 @@ class Trainer:
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
     ) -> tuple[float, float, float, bool]:
         # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step.
-        mesh = self._mesh
-        counts = mesh.is_last_stage and mesh.coordinates.tensor == 0
+        _, pipeline, _, tensor = self._mesh.coordinates
         zero = torch.zeros_like(squares)
-        loss = replica_loss.double() if counts else zero
-        targets = (batch.targets != IGNORED).sum().double() if counts else zero
+        # Every stage has the targets; ranks of a pipeline that compute no loss have 0.
+        loss = replica_loss.double() if tensor == 0 else zero
+        targets = (batch.targets != IGNORED).sum().double() if pipeline == tensor == 0 else zero
         sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
         dist.all_reduce(sums)
         total_loss, total_squares, tokens, stops = sums.tolist()
         return total_loss, math.sqrt(total_squares), tokens, stops > 0
-
-
-def _executor(stages: list[BuiltStage], run: RunConfig, model: Architecture, mesh: Mesh) -> Executor:
-    if run.training is None:
-        raise ValueError("`training` is required")
-    if run.pipeline == 1:
-        return Accumulation(stages[0].module, run.micro_batches, tokens_of_step(run.training))
-    return OneForwardOneBackward(stages[0].module, run, model, mesh)

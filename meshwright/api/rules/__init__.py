@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from meshwright.api.rules.data import DATA_RULES
 from meshwright.api.rules.memory import MEMORY_RULES
+from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
+from meshwright.api.rules.pipeline import PIPELINE_RULES
 from meshwright.api.rules.policy import POLICY_RULES
 from meshwright.api.rules.rule import Rule
 from meshwright.api.rules.runtime import RUNTIME_RULES
@@ -25,6 +27,8 @@ SPEC_RULES: tuple[Rule, ...] = (
     *RUNTIME_RULES,
     *MODEL_RULES,
     *PARALLELISM_RULES,
+    *MIXTURE_RULES,
+    *PIPELINE_RULES,
     *TRAINING_RULES,
     *MEMORY_RULES,
     *DATA_RULES,

@@ -36,6 +36,11 @@ def _fp8_between_wide_numbers(spec: Spec) -> bool:
     return training is None or training.fp8 is None or training.precision in (Precision.BF16, Precision.FP32)
 
 
+def _fp8_of_whole_matrices(spec: Spec) -> bool:
+    training = spec.training
+    return training is None or training.fp8 is None or training.lora is None
+
+
 def _rows_scale_dynamically(spec: Spec) -> bool:
     fp8 = spec.training.fp8 if spec.training is not None else None
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
@@ -73,6 +78,12 @@ MEMORY_RULES = (
         "needs `training.precision: bf16` or `fp32`",
         "!has(self.training) || !has(self.training.fp8) || self.training.precision in ['bf16', 'fp32']",
         _fp8_between_wide_numbers,
+    ),
+    Rule(
+        "training.fp8",
+        "must be left out with `training.lora`: adapters are narrow matrices, which gain nothing from it",
+        "!has(self.training) || !has(self.training.fp8) || !has(self.training.lora)",
+        _fp8_of_whole_matrices,
     ),
     Rule(
         "training.fp8.update",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +42,9 @@ class CheckpointSession:
         self._saver = Checkpointer(self._directory, spec.retained, mesh)
         self._newest = -1
 
-    def load(self, shards: Sequence[Shard], optimizer: Optimizer) -> TrainingState:
+    def load(
+        self, shards: Sequence[Shard], optimizer: Optimizer, buffers: Mapping[str, torch.Tensor] | None = None
+    ) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
 
         Raises:
@@ -53,7 +55,7 @@ class CheckpointSession:
             return TrainingState()
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
-        load_tensors(checkpoint_tensors(shards, optimizer), path, self._mesh.checkpoint_group)
+        load_tensors(checkpoint_tensors(shards, optimizer, buffers), path, self._mesh.checkpoint_group)
         optimizer.set_steps(found.state.step - found.state.skipped)
         self._newest = found.state.step
         return found.state
@@ -62,7 +64,15 @@ class CheckpointSession:
         """Whether the interval asks for a checkpoint after `step`."""
         return step % self._spec.interval == 0
 
-    def save(self, shards: Sequence[Shard], optimizer: Optimizer, state: TrainingState, *, wait: bool) -> None:
+    def save(
+        self,
+        shards: Sequence[Shard],
+        optimizer: Optimizer,
+        state: TrainingState,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        *,
+        wait: bool,
+    ) -> None:
         """Save `state`, whose digest is this rank's own part; returns at once, or with `wait` when it is durable.
 
         Raises:
@@ -73,7 +83,7 @@ class CheckpointSession:
             self._newest = state.step
             whole = state.model_copy(update={"digest": self._summed(state.digest)})
             manifest = self._blank.model_copy(update={"state": whole})
-            self._saver.begin(checkpoint_tensors(shards, optimizer), manifest)
+            self._saver.begin(checkpoint_tensors(shards, optimizer, buffers), manifest)
         if wait:
             self.report(wait=True)
 
@@ -113,4 +123,6 @@ def blank_manifest(
         sequence_length=training.sequence_length,
         stream=stream,
         layout=layout,
+        lora=training.lora,
+        initial_weights=training.initial_weights if training.lora else None,
     )

@@ -44,11 +44,16 @@ class Batch:
     def of(cls, samples: torch.Tensor, first: int = 0) -> Self:
         """The batch that predicts each next token of samples, int64 [batch, length + 1].
 
-        `first` is the number of the first of them in the run.
+        A token that is not to be predicted stands in a sample as its complement, -1 - token. `first` is the number of
+        the first of the samples in the run.
         """
         rows, length = len(samples), samples.shape[1] - 1
         serials = torch.arange(first * length, (first + rows) * length, device=samples.device).view(rows, length)
-        return cls(samples[:, :-1], samples[:, 1:], serials=serials)
+        given = samples < 0
+        if not given.any():
+            return cls(samples[:, :-1], samples[:, 1:], serials=serials)
+        tokens = torch.where(given, ~samples, samples)
+        return cls(tokens[:, :-1], tokens[:, 1:].masked_fill(given[:, 1:], IGNORED), serials=serials)
 
     @property
     def places(self) -> Places:

@@ -46,6 +46,8 @@ def _format_problems(training: TrainingSpec) -> Iterator[str]:
     optimizer, fp8 = training.optimizer, training.fp8
     if fp8 is not None and training.precision not in (Precision.BF16, Precision.FP32):
         yield f"`training.fp8` needs `training.precision: bf16` or `fp32`, not `{training.precision.value}`"
+    if fp8 is not None and training.lora is not None:
+        yield "`training.fp8` needs `training.lora` left out: adapters are narrow matrices, which gain nothing from it"
     if fp8 is not None and fp8.scaling is Fp8Scaling.ROWWISE and fp8.update is not Fp8Update.DYNAMIC:
         yield (
             f"`training.fp8.update: {fp8.update.value}` needs `training.fp8.scaling: Tensorwise`: rows are other "

@@ -2,7 +2,7 @@
 
 A mask's bits are hashed from the run's seed, the place in the model, the token's serial number and the feature. The
 same token meets the same mask however its batch is split over replicas, micro-batches, stages or positions, and when a
-layer is recomputed; no mask is kept for the backward pass.
+layer is recomputed; no mask is kept for the backward pass. What computes no gradients, an evaluation, drops nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenDropout(nn.Module):
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, width] -> the same shape."""
-        if not self.training:
+        if not (self.training and torch.is_grad_enabled()):
             return x
         tokens = _serials(places).chunk(self._slices, dim=1)[self._index]
         dropped: torch.Tensor = _Drop.apply(x, tokens, self._salt, self._rate)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class DroppingAttention(AttentionCore):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """See `AttentionCore.forward`."""
-        if not self.training:
+        if not (self.training and torch.is_grad_enabled()):
             return super().forward(query, key, value, places)
         groups = query.shape[2] // key.shape[2]
         queries, keys, values = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

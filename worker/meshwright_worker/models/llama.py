@@ -1,4 +1,4 @@
-"""One pipeline stage of a Llama-style decoder; the whole model is the one stage of one.
+"""One pipeline stage of a decoder; the whole model is the one stage of one.
 
 A stage makes only its own layers, and names them by their index in the model: a parameter has the same name in every
 layout, which is what initial weights and checkpoints go by.
@@ -14,15 +14,17 @@ from torch import nn
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
+from meshwright_worker.models.experts import feed_forward_of
 from meshwright_worker.models.layers import (
     Block,
     Linear,
     NoDropout,
-    RMSNorm,
-    RotaryEmbedding,
+    PositionEmbedding,
     TokenEmbedding,
     TokenLoss,
+    norm_of,
 )
+from meshwright_worker.models.rotary import RotaryEmbedding
 
 Through = Callable[[Sequence[Block], torch.Tensor, Places], torch.Tensor]
 """A way to run layers on hidden states: `in_turn`, or one that gives the same and keeps less for the backward pass."""
@@ -36,12 +38,22 @@ def in_turn(layers: Sequence[Block], x: torch.Tensor, places: Places) -> torch.T
 
 
 class DecoderStage(nn.Module):
-    """Layers `split_layers(layers, stages)[stage]`, with the embedding in the first stage and the output in the last.
+    """Some consecutive layers, with the embedding in the first stage and the output in the last.
+
+    `own` are the layers, `split_layers(layers, stages)[stage]` when left out. With tied embeddings the last stage has
+    the embedding's matrix too, under the same name: its holders add up their gradients.
 
     Built on the meta device where only a shard of it is to be kept; `initialize` then gives it its weights.
     """
 
-    def __init__(self, model: Architecture, compute: torch.dtype, stage: int = 0, stages: int = 1) -> None:
+    def __init__(
+        self,
+        model: Architecture,
+        compute: torch.dtype,
+        stage: int = 0,
+        stages: int = 1,
+        own: range | None = None,
+    ) -> None:
         super().__init__()
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
@@ -49,31 +61,25 @@ class DecoderStage(nn.Module):
         self.tied = model.tie_embeddings
         self.through: Through = in_turn
         self.chunked_loss: nn.Module | None = None
-        rotary = RotaryEmbedding(model.head_size, model.rope_theta)
-        if self.is_first:
+        rotates = model.rope_size > 0
+        rotary = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling) if rotates else None
+        if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
+        if self.is_first:
             self.embedding_dropout: nn.Module = NoDropout()
-        own = split_layers(model.layers, stages)[stage]
-        self.layers = nn.ModuleDict({str(index): Block(model, rotary) for index in own})
+            self.positions = PositionEmbedding(model.positions, model.hidden_size) if model.positions else None
+        own = split_layers(model.layers, stages)[stage] if own is None else own
+        self.layers = nn.ModuleDict({str(index): Block(model, rotary, feed_forward_of(model, index)) for index in own})
         if self.is_last:
-            self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+            self.norm = norm_of(model)
             self.output = Linear(model.hidden_size, model.vocab_size)
             self.loss = TokenLoss()
         self.tie()
 
     def tie(self) -> None:
-        """Let the output projection be the token embedding, if the model says so; again after parameters were replaced.
-
-        Raises:
-            ValueError: they are in different stages.
-        """
-        if not self.tied:
-            return
-        if not (self.is_first and self.is_last):
-            raise ValueError(
-                "tied embeddings need the embedding and the output in one stage: `parallelism.pipeline: 1`"
-            )
-        self.output.weight = self.embedding.weight
+        """Let the output be the token embedding, if the model says so; again after parameters were replaced."""
+        if self.tied and self.is_last:
+            self.output.weight = self.embedding.weight
 
     def forward(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, places: Places | None = None
@@ -90,9 +96,10 @@ class DecoderStage(nn.Module):
             Hidden states; from the last stage the loss summed over all targets, fp32 [], if it was given targets, and
             logits [batch, positions, vocabulary] otherwise.
         """
+        places = places or Places()
         if self.is_first:
-            x = self.embedding_dropout(self.embedding(x).to(self.compute), places or Places())
-        x = self.through([*self.layers.values()], x, places or Places())  # type: ignore[list-item]
+            x = self._embedded(x, places)
+        x = self.through([*self.layers.values()], x, places)  # type: ignore[list-item]
         if not self.is_last:
             return x
         x = self.norm(x)
@@ -105,3 +112,10 @@ class DecoderStage(nn.Module):
             return logits
         loss = self.loss(logits, targets)
         return loss
+
+    def _embedded(self, tokens: torch.Tensor, places: Places) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens).to(self.compute)
+        if self.positions is not None:
+            x = x + self.positions(tokens, places.positions).to(self.compute)
+        dropped: torch.Tensor = self.embedding_dropout(x, places)
+        return dropped

@@ -1,8 +1,9 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
-1. build on the meta device: no memory yet;
-2. split over the tensor group: matrices become DTensors, and the loss is one of split logits;
-3. shard over replicas (ZeRO 2 and 3): shards of those shards;
+1. build on the meta device, with adapters if any: no memory yet;
+2. spread experts over the expert group and split over the tensor group: matrices become DTensors; put in what knows
+   which part of a layer a rank has (fp8 products, dropout, the loss in chunks);
+3. shard over replicas (ZeRO 2 and 3), experts over their own: shards of those shards;
 4. take memory for what is left and fill it with initial weights;
 5. recompute and offload activations: a change of how layers are run, not of the layers;
 6. without FSDP, let modules compute on the local parts themselves.
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import Division, divide
 from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.apply import home_of_parameters, parameter_offload, save_memory
 from meshwright_worker.memory.compiled import compile_layers
@@ -27,6 +30,8 @@ from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.dropout import Slice, drop_out
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import adapt
+from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.linear_loss import chunk_loss
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
@@ -50,28 +55,40 @@ def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[BuiltS
     Raises:
         ValueError: `run` is not a run of this runtime.
     """
-    return [_build(run, model, mesh, index, mesh.layout.pipeline) for index in [mesh.coordinates.pipeline]]
+    division = division_of(run, model)
+    stages = len(division.layers)
+    return [
+        _build(run, model, mesh, index, stages, division.layers[index])
+        for index in division.stages(mesh.coordinates.pipeline)
+    ]
 
 
-def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int) -> BuiltStage:
+def division_of(run: RunConfig, model: Architecture) -> Division:
+    """The run's pipeline: its schedule, and which stages and layers each of its ranks holds.
+
+    Raises:
+        ValueError: `run` is not a run of this runtime.
+    """
+    if run.training is None:
+        raise ValueError("`training` is required")
+    return divide(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
+
+
+def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int, own: range) -> BuiltStage:
     if run.training is None:
         raise ValueError("`training` is required")
     precision = run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(stored_dtype(run.training))
+        stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(stored_dtype(run.training))
+    if run.training.lora is not None:
+        adapt(stage, run.training.lora)
+    spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
-    if run.training.fp8 is not None:
-        use_fp8(stage, run.training.fp8, mesh.group(TENSOR) if mesh.layout.tensor > 1 else None)
-    if run.training.dropout or run.training.attention_dropout:
-        part = Slice(mesh.coordinates.tensor, mesh.layout.tensor, run.parallelism.sequence and mesh.layout.tensor > 1)
-        drop_out(stage, model.heads, run.training, part)
-    if run.training.loss_chunk_tokens is not None:
-        group = mesh.group(TENSOR) if mesh.layout.tensor > 1 else None
-        chunk_loss(stage, run.training.loss_chunk_tokens, group, sequence=run.parallelism.sequence)
+    _equip(stage, run.training, model, mesh, sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
-        zero = run.parallelism.zero_stage
-        offload = parameter_offload(run.training, mesh.device)
+        zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
+        shard_experts_over_replicas(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
         shard_over_replicas(stage, mesh.replicas, zero_stage=zero, precision=precision, offload=offload)
     initialize(stage, model, run.training.seed, home_of_parameters(run.training, mesh.device))
     save_memory(stage, run.training, mesh.device)
@@ -84,6 +101,18 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         name: value for name, value in stage.named_parameters() if isinstance(value, DTensor)
     }
     return BuiltStage(index, stage, distributed)
+
+
+def _equip(stage: DecoderStage, training: TrainingSpec, model: Architecture, mesh: Mesh, *, sequence: bool) -> None:
+    """Put in what knows which part of a layer this rank has."""
+    tensor = mesh.layout.tensor
+    group = mesh.group(TENSOR) if tensor > 1 else None
+    if training.fp8 is not None:
+        use_fp8(stage, training.fp8, group)
+    if training.dropout or training.attention_dropout:
+        drop_out(stage, model.heads, training, Slice(mesh.coordinates.tensor, tensor, sequence and tensor > 1))
+    if training.loss_chunk_tokens is not None:
+        chunk_loss(stage, training.loss_chunk_tokens, group, sequence=sequence)
 
 
 def shards_over_replicas(run: RunConfig) -> bool:

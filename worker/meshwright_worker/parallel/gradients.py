@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
+from meshwright_worker.mesh import EXPERT_REPLICA, REPLICA, TENSOR, Mesh
 from meshwright_worker.parallel.shards import Shard
 
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
@@ -25,9 +25,12 @@ def reduce_gradients(shards: Sequence[Shard], mesh: Mesh) -> list[torch.Tensor]:
     partial = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.partial]
     if mesh.layout.tensor > 1:
         _all_reduce(partial, mesh.group(TENSOR))
-    replicated = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.replicated]
-    if mesh.layout.replicas > 1 and replicated:
-        _all_reduce(replicated, mesh.group(REPLICA))
+    for group, spread in ((REPLICA, False), (EXPERT_REPLICA, True)):
+        replicated = [
+            g for g, shard in zip(gradients, shards, strict=True) if shard.replicated and shard.expert is spread
+        ]
+        if replicated and mesh.group(group).size() > 1:
+            _all_reduce(replicated, mesh.group(group))
     return gradients
 
 

@@ -42,7 +42,7 @@ class ChunkedLoss(nn.Module):
             hidden = enter(hidden, self._group, sequence=self._sequence)
             first = self._group.rank() * weight.shape[0]
         loss: torch.Tensor = _ChunkedLinearLoss.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, 1), weight, targets.flatten(), self._chunk, first, self._group
+            hidden.flatten(0, 1), weight, targets.flatten(), self._chunk, first, self._group, torch.is_grad_enabled()
         )
         return loss
 
@@ -63,8 +63,8 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         chunk: int,
         first: int,
         group: dist.ProcessGroup | None,
+        needed: bool,
     ) -> torch.Tensor:
-        needed = hidden.requires_grad or weight.requires_grad
         matrix = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if needed else None
         accumulated = torch.promote_types(weight.dtype, torch.float32)
@@ -88,7 +88,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
             (saved * gradients[0]).to(dtype) if needed else None
             for saved, dtype, needed in zip(ctx.saved_tensors, ctx.formats, ctx.needs_input_grad, strict=False)
         ]
-        return (*parts, None, None, None, None)
+        return (*parts, None, None, None, None, None)
 
 
 def _loss_and_gradient(
