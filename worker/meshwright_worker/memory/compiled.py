@@ -14,4 +14,4 @@ from meshwright_worker.models.llama import DecoderStage
 def compile_layers(stage: DecoderStage) -> None:
     """Let the blocks of a stage run compiled code from their first batch on."""
     for block in stage.layers.values():
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
