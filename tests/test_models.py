@@ -39,8 +39,6 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
 }
 # Billions, as table 2.1 of GPT-3's paper rounds them; the table of positions and tokens weighs most in the small ones.
 ROUNDED = {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshwright.api.spec import PipelineSchedule, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import REPLICA, Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
@@ -81,6 +82,13 @@ class StaleTrainer:
         if len(self._under_way) <= places:
             return None
         return self._hear()
+
+    def record(self, state: TrainingState) -> TrainingState:
+        """See `Trainer.record`: there is nothing more to remember."""
+        return state
+
+    def resume(self, state: TrainingState) -> None:
+        """See `Trainer.resume`."""
 
     def settle(self) -> list[StepResult]:
         """Drain the pipeline; what the steps came to that were not told yet. Collective."""

@@ -40,6 +40,7 @@ from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.utilisation import Work, work_of
 from meshwright_worker.validate import validate
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,10 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         with _phase(events, "load"):
             begin_from_weights(trainer, architecture, training, mesh)
             state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
+        trainer.resume(state)
         events.running(state.step)
-        return _Loop(task.run, trainer, stream, session, evaluation, mesh, events).run(state)
+        work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
+        return _Loop(task.run, trainer, stream, session, evaluation, mesh, work, events).run(state)
 
 
 def begin_from_weights(
@@ -115,6 +118,7 @@ class _Loop:
         session: CheckpointSession | None,
         evaluation: Evaluation | None,
         mesh: Mesh,
+        work: Work,
         events: RankEvents,
     ) -> None:
         architecture, self._data, self._training = validate(run)
@@ -125,6 +129,7 @@ class _Loop:
         self._session = session
         self._evaluation = evaluation
         self._mesh = mesh
+        self._work = work
         self._events = events
         self._digest = SampleDigest()
 
@@ -162,7 +167,7 @@ class _Loop:
         mine = self._share(range(state.samples, state.samples + batch))
         samples = self._stream.rows(mine)
         read = time.monotonic()
-        packed = batch_of(samples, self._data, self._stream.separator)
+        packed = batch_of(samples, self._data, self._stream.separator, mine)
         result = self._trainer.step(number, packed, stop=self._events.stop_requested())
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
@@ -174,7 +179,7 @@ class _Loop:
         if self._evaluation is not None and self._evaluation.due(number) and isinstance(self._trainer, Trainer):
             report = replace(report, evaluation_loss=self._evaluation.loss(self._trainer, self._mesh))
         self._events.step(report)
-        return after.model_copy(update={"loss": result.loss.hex()}), result.stop
+        return self._trainer.record(after.model_copy(update={"loss": result.loss.hex()})), result.stop
 
     def _settle(self, state: TrainingState) -> TrainingState:
         """The state when every update of its steps is made: a pipeline without a flush is some steps behind."""
@@ -204,6 +209,9 @@ class _Loop:
             samples=samples,
             seconds=seconds,
             data_seconds=data_seconds,
+            model_flops=self._work.model,
+            hardware_flops=self._work.hardware,
+            peak_flops=self._work.peak,
             experts=result.experts,
         )
 

@@ -15,6 +15,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.memory.validate import memory_problems
 from meshwright_worker.nearest import nearest
 from meshwright_worker.parallel.context_validate import context_problems
 from meshwright_worker.pipeline.validate import pipeline_problems
@@ -41,6 +42,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_expert_problems(run, run.architecture),
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
+        *memory_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.api.rules.context import CONTEXT_RULES
 from meshwright.api.rules.data import DATA_RULES
+from meshwright.api.rules.memory import MEMORY_RULES
 from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
@@ -31,6 +32,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
+    *MEMORY_RULES,
     *DATA_RULES,
     *WORKERS_RULES,
     *VOLUMES_RULES,
