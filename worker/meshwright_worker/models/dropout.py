@@ -73,10 +73,11 @@ class DroppingAttention(AttentionCore):
         rate: probability that a query does not see a key.
         salt: a key of the run and of the layer.
         first_head: number of this rank's first head in the layer.
+        scale: see `AttentionCore`.
     """
 
-    def __init__(self, rate: float, salt: int, first_head: int) -> None:
-        super().__init__()
+    def __init__(self, rate: float, salt: int, first_head: int, scale: float | None = None) -> None:
+        super().__init__(scale=scale)
         self._rate = rate
         self._salt = salt
         self._first_head = first_head
@@ -91,7 +92,7 @@ class DroppingAttention(AttentionCore):
         seen = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
         if places.documents is not None:
             seen = seen & (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
-        scores = queries @ keys.mT * query.shape[-1] ** -0.5
+        scores = queries @ keys.mT * (self.scale or query.shape[-1] ** -0.5)
         probabilities = F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
         attended: torch.Tensor = (probabilities * self._kept(scores, places)) @ values
         return attended.transpose(1, 2)
@@ -130,7 +131,9 @@ def drop_out(stage: DecoderStage, heads: int, training: TrainingSpec, part: Slic
             block.feed_forward_dropout = residual(number, "feed-forward")
         if training.attention_dropout:
             salt, first = key(seed, "dropout", number, "scores"), heads // part.ranks * part.rank
-            block.get_submodule("attention").core = DroppingAttention(training.attention_dropout, salt, first)
+            attention = block.get_submodule("attention")
+            scale = attention.core.scale if isinstance(attention.core, AttentionCore) else None
+            attention.core = DroppingAttention(training.attention_dropout, salt, first, scale)
 
 
 def _serials(places: Places) -> torch.Tensor:

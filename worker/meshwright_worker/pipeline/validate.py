@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import PipelineSchedule, TrainingSpec
+from meshwright.api.spec import PipelineSchedule, Precision, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import ASYNCHRONOUS, CHUNKED, layers_of_stages, stages_of_rank
@@ -100,6 +100,11 @@ def _asynchronous_problems(run: RunConfig, model: Architecture, training: Traini
         yield f"`model.tieEmbeddings: true` needs `parallelism.pipeline: 1` with {schedule.value}"
     if run.context > 1:
         yield f"`parallelism.context: {run.context}` must be 1 with {schedule.value}: stages would wait for each other"
+    if training.precision is Precision.FP16 or training.fp8 is not None:
+        yield (
+            f"`training.precision: fp16` and `training.fp8` need another `parallelism.schedule` than {schedule.value}: "
+            "their scales follow from a common step"
+        )
     if training.evaluation is not None or training.lora is not None:
         yield (
             f"`training.evaluation` and `training.lora` need another `parallelism.schedule` than {schedule.value}, "
