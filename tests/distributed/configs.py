@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.api.spec import (
     CheckpointSpec,
+    DataParallelSpec,
     DataSource,
     DataSpec,
     OptimizerSpec,
+    OuterSpec,
     ParallelismSpec,
     Precision,
     TrainingSpec,
@@ -33,6 +36,9 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    replicas: Mapping[str, Any] | None = None,
+    outer: Mapping[str, Any] | None = None,
+    batch: int = 8,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -50,15 +56,18 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero),
+        parallelism=ParallelismSpec(
+            sequence=sequence, zero_stage=zero, data_parallel=DataParallelSpec(**replicas or {})
+        ),
         architecture=Architecture(**{**numbers, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
             steps=steps,
-            global_batch_size=8,
+            global_batch_size=batch,
             sequence_length=16,
             seed=seed,
             precision=precision,
+            outer=OuterSpec(**outer) if outer else None,
             optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -73,6 +74,9 @@ def _serve(connection: Connection) -> None:
         connection.send(answer)
         if isinstance(answer[1], Last):
             os._exit(0)
+        # Modules and their hooks are cycles that keep process groups alive, whose threads spin once a peer is gone.
+        del answer
+        gc.collect()
 
 
 def _answer(connection: Connection, timeout: float) -> tuple[bool, Any]:

@@ -12,11 +12,14 @@ from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.mesh import Mesh
+from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
+from meshwright_worker.outer.choose import outer_of
+from meshwright_worker.outer.outer import Outer, Rounds
 from meshwright_worker.parallel.apply import BuiltStage, build_stages
-from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
-from meshwright_worker.parallel.shards import Shard, shards_of
+from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
+from meshwright_worker.parallel.replicas import replicas_of
+from meshwright_worker.parallel.shards import shards_of
 from meshwright_worker.pipeline.accumulate import Accumulation
 from meshwright_worker.pipeline.executor import Executor, tokens_of_step
 from meshwright_worker.pipeline.one_f_one_b import OneForwardOneBackward
@@ -40,17 +43,37 @@ class StepResult:
 
 
 class Trainer:
-    """The model's stages, their optimizer and the way to run them on this rank."""
+    """The model's stages, their optimizer and the way to run them on this rank.
 
-    def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+    `samples` is the number of samples of this island's own text, for `FedAvg`.
+    """
+
+    def __init__(
+        self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh, samples: int = 1
+    ) -> None:
         self._mesh = mesh
         self._training = training
         self.stages = build_stages(run, model, mesh)
-        self.shards: list[Shard] = [
-            shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)
-        ]
+        held = [shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)]
+        self.replicas = replicas_of(run, held, mesh)
+        self.shards = self.replicas.shards
         self.optimizer = AdamW(self.shards, training.optimizer)
+        self.outer: Outer | None = None
+        if training.outer is not None:
+            self.outer = outer_of(training.outer, training, self.replicas, self.optimizer, mesh, samples)
+        self._rounds = Rounds(training.outer.every_steps if training.outer else 1, training.steps)
         self._executor = _executor(self.stages, run, model, mesh)
+
+    def loaded(self, step: int) -> None:
+        """Parameters were loaded from the checkpoint of `step`, or were just initialized. Collective."""
+        self.replicas.publish()
+        if self.outer is not None:
+            self.outer.loaded(step)
+
+    def close(self) -> None:
+        """Training is over. Collective."""
+        if self.outer is not None:
+            self.outer.close()
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
@@ -61,9 +84,13 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
+        if self.outer is not None:
+            self.outer.before()
         batch = batch.to(self._mesh.device)
         replica_loss = self._executor.run(batch)
-        gradients = reduce_gradients(self.shards, self._mesh)
+        gradients = self.replicas.reduce()
+        if self._mesh.layout.tensor > 1:
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
         # Losses were divided by the tokens that a step may have; this many of them had a target.
         loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)
         share = tokens_of_step(self._training) / max(1.0, tokens)
@@ -76,7 +103,13 @@ class Trainer:
         optimizer = self._training.optimizer
         rescale(gradients, share, norm, optimizer.gradient_clip)
         rate = learning_rate(number, self._training.steps, optimizer)
-        self.optimizer.step(gradients, rate)
+        if self.outer is None:
+            self.optimizer.step(gradients, rate)
+        else:
+            self.outer.update(gradients, rate)
+            # A single pod cannot stop alone: until islands meet, only its own knows of the wish.
+            stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
+        self.replicas.publish()
         return StepResult(loss, norm, rate, stopping)
 
     def _agree(
@@ -89,7 +122,7 @@ class Trainer:
         loss = replica_loss.double() if counts else zero
         targets = (batch.targets != IGNORED).sum().double() if counts else zero
         sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=mesh.together)
         total_loss, total_squares, tokens, stops = sums.tolist()
         return total_loss, math.sqrt(total_squares), tokens, stops > 0
 

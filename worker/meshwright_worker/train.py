@@ -24,7 +24,8 @@ from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.corpus import CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.mesh import Mesh, joined
+from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
 from meshwright_worker.validate import validate
@@ -55,17 +56,21 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            trainer = Trainer(task.run, architecture, training, mesh)
-            stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
+            stream = SampleStream(
+                open_corpus(data, own_data_dir(training, task.data_dir, mesh)), training.sequence_length, training.seed
+            )
+            identity = joint_identity(training, stream.identity, mesh)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
-            if not same_everywhere(stream.identity, mesh):
+            if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
+            trainer = Trainer(task.run, architecture, training, mesh, stream.samples_per_epoch)
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
-            blank = blank_manifest(task, architecture, training, stream.identity, mesh)
+            blank = blank_manifest(task, architecture, training, identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
-            state = session.load(trainer.shards, trainer.optimizer) if session else TrainingState()
+            state = session.load(trainer.shards, trainer.optimizer, trainer.outer) if session else TrainingState()
+            trainer.loaded(state.step)
         events.running(state.step)
         return _Loop(trainer, stream, session, mesh, training, events).run(state)
 
@@ -106,17 +111,22 @@ class _Loop:
             if self._session is not None:
                 self._session.report()
                 if self._session.due(number):
-                    self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=False)
+                    self._save(self._session, state, wait=False)
         if self._session is not None:
-            self._session.save(self._trainer.shards, self._trainer.optimizer, state, wait=True)
+            self._save(self._session, state, wait=True)
+        self._trainer.close()
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _save(self, session: CheckpointSession, state: TrainingState, *, wait: bool) -> None:
+        trainer = self._trainer
+        session.save(trainer.shards, trainer.optimizer, state, wait=wait, outer=trainer.outer)
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         began = time.monotonic()
         coordinates = self._mesh.coordinates
         batch = self._training.global_batch_size
         share = batch // self._mesh.layout.data
-        mine = state.samples + coordinates.data * share
+        mine = first_sample(self._training, state.samples, share, self._mesh)
         samples = self._stream.batch(mine, share)
         read = time.monotonic()
         result = self._trainer.step(number, Batch.of(samples), stop=self._events.stop_requested())

@@ -6,12 +6,16 @@ a mismatch found inside a collective would show as a hang of all ranks. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from meshwright.api.spec import DataSpec, Tokenizer, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.nearest import nearest
+from meshwright_worker.validate_replicas import replica_problems
+
+__all__ = ["InvalidRunError", "nearest", "validate"]
 
 
 class InvalidRunError(ValueError):
@@ -31,18 +35,12 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_tensor_problems(run, run.architecture, run.training),
         *_pipeline_problems(run, run.architecture),
         *_training_problems(run, run.training),
+        *replica_problems(run),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:
         raise InvalidRunError("; ".join(problems))
     return run.architecture, run.data, run.training
-
-
-def nearest(value: int, works: Callable[[int], bool], limit: int) -> str:
-    """The closest values at or below and above `value` that work, among 1 to `limit`, as text for a message."""
-    below = next((n for n in range(min(value, limit), 0, -1) if works(n)), None)
-    above = next((n for n in range(value + 1, limit + 1) if works(n)), None)
-    return ", ".join(str(n) for n in (below, above) if n is not None) or "none"
 
 
 def _model_problems(model: Architecture) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
 from meshwright.api.rules.policy import POLICY_RULES
+from meshwright.api.rules.replicas import REPLICA_RULES
 from meshwright.api.rules.rule import Rule
 from meshwright.api.rules.runtime import RUNTIME_RULES
 from meshwright.api.rules.training import TRAINING_RULES
@@ -23,6 +24,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *RUNTIME_RULES,
     *MODEL_RULES,
     *PARALLELISM_RULES,
+    *REPLICA_RULES,
     *TRAINING_RULES,
     *WORKERS_RULES,
     *VOLUMES_RULES,

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from meshwright.api.spec import CheckpointSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, newest_intact
+from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, names_in, newest_intact
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
 from meshwright_worker.data.digest import MODULUS
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW
+from meshwright_worker.outer.outer import Outer
+from meshwright_worker.outer.state import outer_tensors
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.task import RankEvents, RankTask
 
@@ -42,7 +44,7 @@ class CheckpointSession:
         self._saver = Checkpointer(self._directory, spec.retained, mesh)
         self._newest = -1
 
-    def load(self, shards: Sequence[Shard], optimizer: AdamW) -> TrainingState:
+    def load(self, shards: Sequence[Shard], optimizer: AdamW, outer: Outer | None = None) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
 
         Raises:
@@ -53,7 +55,11 @@ class CheckpointSession:
             return TrainingState()
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
-        load_tensors(checkpoint_tensors(shards, optimizer), path, self._mesh.checkpoint_group)
+        if outer is None:
+            tensors = checkpoint_tensors(shards, optimizer)
+        else:
+            tensors = outer_tensors(shards, outer, self._mesh.island, names_in(path))
+        load_tensors(tensors, path, self._mesh.checkpoint_group)
         optimizer.set_steps(found.state.step)
         self._newest = found.state.step
         return found.state
@@ -62,7 +68,15 @@ class CheckpointSession:
         """Whether the interval asks for a checkpoint after `step`."""
         return step % self._spec.interval == 0
 
-    def save(self, shards: Sequence[Shard], optimizer: AdamW, state: TrainingState, *, wait: bool) -> None:
+    def save(
+        self,
+        shards: Sequence[Shard],
+        optimizer: AdamW,
+        state: TrainingState,
+        *,
+        wait: bool,
+        outer: Outer | None = None,
+    ) -> None:
         """Save `state`, whose digest is this rank's own part; returns at once, or with `wait` when it is durable.
 
         Raises:
@@ -73,7 +87,11 @@ class CheckpointSession:
             self._newest = state.step
             whole = state.model_copy(update={"digest": self._summed(state.digest)})
             manifest = self._blank.model_copy(update={"state": whole})
-            self._saver.begin(checkpoint_tensors(shards, optimizer), manifest)
+            if outer is None:
+                tensors = checkpoint_tensors(shards, optimizer)
+            else:
+                tensors = outer_tensors(shards, outer, self._mesh.island)
+            self._saver.begin(tensors, manifest)
         if wait:
             self.report(wait=True)
 

@@ -20,9 +20,9 @@ def checkpoint_tensors(shards: Sequence[Shard], optimizer: AdamW) -> dict[str, t
     """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
     tensors = {}
     for shard in shards:
-        tensors[f"{MODEL}.{shard.name}"] = _distributed(shard, shard.local)
+        tensors[f"{MODEL}.{shard.name}"] = as_whole(shard, shard.local)
         for moment, local in optimizer.moments(shard).items():
-            tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = _distributed(shard, local)
+            tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = as_whole(shard, local)
     return tensors
 
 
@@ -43,7 +43,8 @@ def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]
     return staged
 
 
-def _distributed(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+def as_whole(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+    """`local` as the part of a tensor that it is, in the same memory; shaped like this rank's part of the shard."""
     return local if shard.whole is None else _like(shard.whole, local)
 
 

@@ -2,7 +2,7 @@
 
 1. build on the meta device: no memory yet;
 2. split over the tensor group: matrices become DTensors;
-3. shard over replicas (ZeRO 2 and 3): shards of those shards;
+3. shard over replicas (FSDP2): shards of those shards;
 4. take memory for what is left and fill it with initial weights;
 5. without FSDP, let modules compute on the local parts themselves.
 
@@ -22,6 +22,7 @@ from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.engine import Engine, engine_of
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, parameter_dtype
@@ -56,7 +57,7 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
-        shard_over_replicas(stage, mesh.replicas, zero_stage=run.parallelism.zero_stage, precision=precision)
+        shard_over_replicas(stage, mesh.hybrid or mesh.replicas, run.parallelism, precision)
     initialize(stage, model, run.training.seed, mesh.device)
     if not shards_over_replicas(run):
         return BuiltStage(index, stage, compute_on_local(stage))
@@ -68,5 +69,5 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
 
 
 def shards_over_replicas(run: RunConfig) -> bool:
-    """Whether parameters are sharded over replicas; a single replica has nobody to share with."""
-    return run.parallelism.zero_stage > 0 and run.layout.replicas > 1
+    """Whether FSDP shards parameters over replicas; a single replica has nobody to share with."""
+    return engine_of(run.parallelism) is Engine.FSDP and run.layout.replicas > run.islands

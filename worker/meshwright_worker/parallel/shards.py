@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import Mesh
+from meshwright_worker.mesh import SHARD_REPLICA, Mesh
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.apply import shards_over_replicas
@@ -53,13 +53,17 @@ class Shard:
 def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
     """The shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
     sharded = shards_over_replicas(run)
-    data, _, context, tensor = mesh.coordinates
+    tensor = mesh.coordinates.tensor
+    if sharded:
+        first = mesh.hybrid is None or mesh.hybrid.get_local_rank(SHARD_REPLICA) == 0
+    else:
+        first = mesh.replicas.get_local_rank() == 0
     sequence = run.parallelism.sequence and mesh.layout.tensor > 1
     partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
     shards = []
     for name, parameter in stage.named_parameters():
         # Matrices are split over the tensor group; what has one dimension, a norm, is whole on each of its ranks.
-        counted = (parameter.ndim > 1 or tensor == 0) and (sharded or data == context == 0)
+        counted = (parameter.ndim > 1 or tensor == 0) and first
         local, _ = local_shard(parameter)
         whole = distributed.get(name)
         shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded))

@@ -1,0 +1,12 @@
+"""Values close to one that does not work, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def nearest(value: int, works: Callable[[int], bool], limit: int) -> str:
+    """The closest values at or below and above `value` that work, among 1 to `limit`, as text for a message."""
+    below = next((n for n in range(min(value, limit), 0, -1) if works(n)), None)
+    above = next((n for n in range(value + 1, limit + 1) if works(n)), None)
+    return ", ".join(str(n) for n in (below, above) if n is not None) or "none"

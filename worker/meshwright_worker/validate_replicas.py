@@ -1,0 +1,77 @@
+"""Which ways of keeping replicas equal this runtime can execute, decided from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.api.spec import DataParallelStrategy, DataSource, GradientCompression, OuterMethod
+from meshwright.protocol import RunConfig
+from meshwright_worker.nearest import nearest
+
+_HYBRID = (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_ZERO2)
+_FIELD = "`parallelism.dataParallel."
+
+
+def replica_problems(run: RunConfig) -> Iterator[str]:
+    """What does not fit, each with its field and the fix."""
+    spec, stage = run.parallelism.data_parallel, run.parallelism.zero_stage
+    strategy = spec.strategy
+    if strategy is not None and stage not in strategy.zero_stages:
+        fits = " or ".join(str(n) for n in strategy.zero_stages)
+        yield f"{_FIELD}strategy: {strategy}` needs `parallelism.zeroStage` {fits}, not {stage}"
+    if strategy in _HYBRID and spec.shard_size is None:
+        yield f"{_FIELD}strategy: {strategy}` needs {_FIELD}shardSize`: replicas that share one set of shards"
+    if spec.compression is not GradientCompression.NONE and stage > 0:
+        yield f"{_FIELD}compression: {spec.compression}` needs `parallelism.zeroStage: 0`: only whole gradients fit"
+    if spec.shard_size is not None and stage == 0:
+        yield f"{_FIELD}shardSize: {spec.shard_size}` needs `parallelism.zeroStage` 1, 2 or 3"
+    yield from _divisor("shardSize", spec.shard_size, max(1, run.data_parallel // run.islands), run)
+    yield from _outer_problems(run)
+    yield from _reshard_problems(run)
+
+
+def _outer_problems(run: RunConfig) -> Iterator[str]:
+    outer = run.training.outer if run.training is not None else None
+    if outer is None:
+        return
+    replicas = run.data_parallel
+    if run.islands < 2 or replicas % run.islands:
+        fits = nearest(run.islands, lambda n: n > 1 and replicas % n == 0, replicas)
+        wrong = f"`training.outer.islands: {run.islands}`"
+        yield f"{wrong} must be at least 2 and divide `replicas: {replicas}`; nearest: {fits}"
+    if run.expert > 1:
+        yield f"`parallelism.expert: {run.expert}` cannot be combined with `training.outer`: experts would span islands"
+    every, checkpoint = outer.every_steps, run.checkpoint
+    if checkpoint is not None and checkpoint.interval % every:
+        fits = nearest(every, lambda n: checkpoint.interval % n == 0, checkpoint.interval)
+        yield (
+            f"`training.outer.everySteps: {every}` must divide `checkpoint.everySteps: {checkpoint.interval}`: islands "
+            f"are equal after a round alone; nearest: {fits}"
+        )
+    if outer.method is OuterMethod.FED_AVG and (run.data is None or run.data.source is not DataSource.FILES):
+        yield "`training.outer.method: FedAvg` needs `data.source: Files`: each island has files of its own"
+
+
+def _reshard_problems(run: RunConfig) -> Iterator[str]:
+    size = run.parallelism.data_parallel.reshard_size
+    if size is None:
+        return
+    if run.parallelism.zero_stage != 3:
+        yield f"{_FIELD}reshardSize: {size}` needs `parallelism.zeroStage: 3`: other stages do not reshard"
+    # torch makes a group for every layer inside each replica group alone: their names would clash between groups.
+    for name, degree in (("tensor", run.tensor), ("pipeline", run.pipeline), ("context", run.context)):
+        if degree > 1:
+            yield f"{_FIELD}reshardSize: {size}` needs `parallelism.{name}: 1`, not {degree}"
+    if run.islands > 1:
+        yield f"{_FIELD}reshardSize: {size}` cannot be combined with `training.outer`: remove one"
+    yield from _divisor("reshardSize", size, run.parallelism.data_parallel.shard_size or run.data_parallel, run)
+
+
+def _divisor(field: str, size: int | None, replicas: int, run: RunConfig) -> Iterator[str]:
+    if size is None or replicas % size == 0:
+        return
+    whole = f"`replicas: {run.data_parallel}`"
+    if replicas != run.data_parallel:
+        whole = f"{replicas}, the replicas that share shards of {whole}"
+    fits = nearest(size, lambda n: replicas % n == 0, replicas)
+    yield f"{_FIELD}{field}: {size}` must divide {whole}; nearest: {fits}"
