@@ -72,7 +72,7 @@ class _Simulated:
 def simulate_rounds(
     task: RankTask, islands: int, every: int, outer: tuple[float, float] | None, weights: Sequence[float]
 ) -> Parameters:
-    """Rounds of `every` steps and a weighted mean; with `outer`, rate and momentum, torch's Nesterov SGD on its change."""
+    """Rounds of `every` steps and a weighted mean; with `outer` (rate, momentum), torch's Nesterov SGD on it."""
     _, _, training = validate(task.run)
     with joined(task) as mesh:
         each = [_Simulated(task, mesh, island, islands) for island in range(islands)]

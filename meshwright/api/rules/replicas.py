@@ -46,6 +46,12 @@ def _compressed(spec: Spec) -> bool:
     return compression is GradientCompression.NONE or spec.parallelism.zero_stage == 0
 
 
+def _command_owns_replicas(spec: Spec) -> bool:
+    data = spec.parallelism.data_parallel
+    set_here = data.strategy or data.shard_size or data.reshard_size
+    return spec.runtime.command is None or (not set_here and data.compression is GradientCompression.NONE)
+
+
 def _islands_split(spec: Spec) -> bool:
     outer = spec.training.outer if spec.training is not None else None
     return outer is None or outer.islands is None or divides(outer.islands, spec.replicas)
@@ -93,6 +99,13 @@ REPLICA_RULES = (
         "needs `parallelism.zeroStage: 0`: only whole gradients are compressed",
         f"{_DATA}.compression == 'None' || {_STAGE} == 0",
         _compressed,
+    ),
+    Rule(
+        "parallelism.dataParallel",
+        "may not be set with `runtime.command`, which keeps replicas equal itself: remove it",
+        f"!has(self.runtime.command) || (!has({_DATA}.strategy) && !has({_DATA}.shardSize)"
+        f" && !has({_DATA}.reshardSize) && {_DATA}.compression == 'None')",
+        _command_owns_replicas,
     ),
     Rule(
         "training.outer.islands",
