@@ -33,6 +33,10 @@ DEATH = Last("died")
 SILENCE = (False, "did not answer\n")
 
 
+RUNS_OF_A_RANK = 6
+"""Cases that a rank's process runs: torch's caches keep some of their process groups, whose threads add up."""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -96,6 +100,7 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["meshwright_worker.train"])
         self._ranks: list[tuple[Any, Connection]] = []
+        self._runs = 0
 
     def run(
         self,
@@ -108,6 +113,10 @@ class RankPool:
     ) -> list[Any]:
         """`function(task, *arguments)` on every rank of the run; the answers by rank."""
         tasks = tasks_of(run, str(checkpoint_dir) if checkpoint_dir else None, str(data_dir) if data_dir else None)
+        self._runs += 1
+        if self._runs > RUNS_OF_A_RANK:
+            self.close()
+            self._runs = 1
         while len(self._ranks) < len(tasks):
             self._start()
         for task, (_, connection) in zip(tasks, self._ranks, strict=False):

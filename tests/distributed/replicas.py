@@ -50,12 +50,15 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sent = Sent()
+        self.calls = 0
+        """Of `allreduce`."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
         if "c10d" in name:
             if "allreduce_" in name:
                 self.sent.reduced += sum(tensor.numel() for tensor in args[0])
+                self.calls += 1
             elif "reduce_scatter" in name:
                 self.sent.scattered += args[1].numel()
             elif "allgather" in name:
@@ -72,6 +75,20 @@ def count_collectives(task: RankTask) -> Sent:
         with counter:
             trainer.step(2, batch)
         return counter.sent
+
+
+def reductions_under_way(task: RankTask) -> tuple[int, int]:
+    """When the last backward pass of a step returns: all-reduces that were started, and how many a step has."""
+    with joined(task) as mesh:
+        trainer, batch = _prepared(task, mesh)
+        counter = _Counter()
+        with counter:
+            trainer._executor.run(batch)
+        early = counter.calls
+        with counter:
+            gradients = trainer.replicas.reduce()
+        assert len(gradients) == len(trainer.shards)
+        return early, counter.calls
 
 
 def measure_memory(task: RankTask) -> Held:
@@ -114,7 +131,7 @@ def train_by_fsdp1(task: RankTask, strategy: str) -> tuple[dict[str, torch.Tenso
 def _by_fsdp1(task: RankTask, strategy: str, batch: Batch, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     model, _, training = validate(task.run)
     with torch.device("meta"):
-        stage = DecoderStage(model, torch.float32)
+        stage = DecoderStage(model, torch.float64).double()
     initialize(stage, model, training.seed, torch.device("cpu"))
     matrices = {name for name, parameter in stage.named_parameters() if parameter.ndim > 1}
     wrapped = FullyShardedDataParallel(

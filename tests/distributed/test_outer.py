@@ -100,8 +100,8 @@ def test_a_run_of_islands_goes_on_from_its_checkpoint(pool: RankPool, tmp_path: 
     # A bound of 0 makes the order of an asynchronous run depend on who reads first alone; its sums still differ.
     outer = {"method": method, "every_steps": 2, "staleness": 0}
     run = small_run(data=2, steps=6, every=2, keep=9, outer=outer)
-    for root, die_after in ((tmp_path / "straight", None), (tmp_path / "broken", 5)):
-        pool.run(train_fully, run, -1, None, die_after, checkpoint_dir=root, data_dir=text, timeout=240)
+    for root, stop_rank in ((tmp_path / "straight", -1), (tmp_path / "broken", 1)):
+        pool.run(train_fully, run, stop_rank, 4, checkpoint_dir=root, data_dir=text, timeout=240)
     answers = pool.run(train_fully, run, checkpoint_dir=tmp_path / "broken", data_dir=text, timeout=240)
     outcome, resumed = answers[0]
     assert (outcome, resumed.began_at) == (Outcome.COMPLETE, 4)

@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.spec import Precision
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import Outcome
 from tests.distributed.cases import load_only, train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
-from tests.distributed.replicas import Held, Sent, count_collectives, measure_memory, train_by_fsdp1
+from tests.distributed.replicas import (
+    Held,
+    Sent,
+    count_collectives,
+    measure_memory,
+    reductions_under_way,
+    train_by_fsdp1,
+)
 from tests.distributed.test_recovery import tensors_of
 
 WIDE: dict[str, Any] = {"layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "heads": 4}
@@ -28,7 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def wide_run(ranks: int, micro_batches: int = 1, **options: Any) -> RunConfig:
-    return small_run(data=ranks, micro_batches=micro_batches, **WIDE, **options)
+    return small_run(data=ranks, micro_batches=micro_batches, batch=16, **WIDE, **options)
 
 
 def parameters_of(run: RunConfig) -> int:
@@ -59,8 +67,8 @@ def test_a_step_sends_what_the_papers_say(
     run = wide_run(4, micro_batches, **ENGINES[engine])
     whole = parameters_of(run)
     sent: Sent = pool.run(count_collectives, run, timeout=240)[0]
-    assert sent.reduced == pytest.approx(reduced * whole, rel=0.02)
-    assert sent.scattered == pytest.approx(scattered * whole, rel=0.02)
+    assert sent.reduced == pytest.approx(reduced * whole, rel=0.02, abs=8)
+    assert sent.scattered == pytest.approx(scattered * whole, rel=0.02, abs=8)
     # The last layers are still whole when backward begins, so that FSDP gathers them once.
     assert sent.gathered == pytest.approx(gathered * whole, rel=0.02 if engine != "HSDP" and gathered < 2 else 0.4)
 
@@ -87,6 +95,15 @@ def test_memory_of_a_rank_follows_the_closed_form(
     assert held.at_update == pytest.approx(want, rel=0.05)
 
 
+@pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "pipeline": 2}, {"data": 2, "micro_batches": 4}], ids=str)
+def test_buckets_are_summed_while_backward_runs(pool: RankPool, layout: dict[str, Any]) -> None:
+    for early, calls in pool.run(reductions_under_way, small_run(**layout, replicas={"bucket_elements": 4000})):
+        assert early == calls > 2
+    late = {"bucket_elements": 4000, "overlap": False}
+    for early, calls in pool.run(reductions_under_way, small_run(**layout, replicas=late)):
+        assert early == 0 < calls
+
+
 def test_stage_2_frees_gradients_between_micro_batches(pool: RankPool) -> None:
     """Stage 1 has all gradients after the first micro-batch, stage 2 its part and the bucket under way."""
     peaks = {}
@@ -102,11 +119,11 @@ def test_stage_2_frees_gradients_between_micro_batches(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(("strategy", "zero"), [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0)])
 def test_names_of_fsdp1_mean_what_fsdp1_does(pool: RankPool, strategy: str, zero: int) -> None:
-    run = small_run(data=2, zero=zero, replicas={"strategy": strategy}, clip=0.1)
+    run = small_run(data=2, zero=zero, replicas={"strategy": strategy}, clip=0.1, precision=Precision.FP64)
     for ours, theirs in pool.run(train_by_fsdp1, run, strategy, timeout=240):
         assert set(ours) == set(theirs)
         for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-10)
 
 
 def test_checkpoints_pass_from_each_way_to_every_other(pool: RankPool, tmp_path: Path, text: Path) -> None:

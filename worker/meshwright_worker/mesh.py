@@ -170,11 +170,12 @@ def _outer_and_inner(replicas: DeviceMesh, inner: int, names: tuple[str, str]) -
 
 
 def _together(islands: int, rank: int, world_size: int) -> dist.ProcessGroup:
+    if islands == 1 and dist.group.WORLD is not None:
+        return dist.group.WORLD
     # Replicas are the outermost dimension, so an island has consecutive ranks.
     size = world_size // islands
-    groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)
-    ]
+    firsts = range(0, world_size, size)
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(range(first, first + size))) for first in firsts]
     return groups[rank // size]
 
 
