@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
 
-.PHONY: help setup demo test test-fast lint generate clean
+.PHONY: help setup demo test test-fast parity lint generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,6 +26,10 @@ test: setup lint ## Lint, type-check and run every test
 
 test-fast: setup ## Only tests that take seconds
 	$(VENV)/bin/python -m pytest -m "not slow"
+
+parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md and docs/loss-curves.md
+	$(VENV)/bin/python -m tests.parity
+	$(VENV)/bin/python -m tests.parity.curves
 
 lint: setup ## ruff, mypy, import-linter
 	$(VENV)/bin/ruff check .

@@ -23,7 +23,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from meshwright.api.base import ApiModel
-from meshwright.api.spec import CheckpointSpec, DataSpec, ParallelismSpec, TrainingSpec
+from meshwright.api.data import DataSpec
+from meshwright.api.spec import CheckpointSpec, ParallelismSpec, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 

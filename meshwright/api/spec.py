@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.data import DataSpec
 from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.values import Quantity, ShortText
@@ -38,32 +39,6 @@ class ModelSpec(ApiModel):
     """Base of the rotary position embedding; 10000 when left out."""
     tie_embeddings: bool | None = None
     """Whether the output projection is the token embedding; false when left out. Needs `parallelism.pipeline: 1`."""
-
-
-class DataSource(StrEnum):
-    """Where training text comes from."""
-
-    PYTHON_STDLIB = "PythonStdlib"
-    FILES = "Files"
-
-
-class Tokenizer(StrEnum):
-    """How text becomes tokens."""
-
-    BYTE = "Byte"
-
-
-class DataSpec(ApiModel):
-    """The text to train on."""
-
-    source: DataSource = DataSource.FILES
-    """`PythonStdlib`: the source code of the Python standard library in the image. `Files`: the files of a volume."""
-    claim_name: ShortText | None = None
-    """PersistentVolumeClaim that holds the files, mounted read-only. Required when `source` is `Files`."""
-    pattern: Annotated[str, Field(min_length=1, max_length=253)] = "**/*"
-    """Glob, relative to the volume's root, of the files to read when `source` is `Files`."""
-    tokenizer: Tokenizer = Tokenizer.BYTE
-    """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257."""
 
 
 class Precision(StrEnum):

@@ -8,6 +8,9 @@ from meshwright.cli.lazy import LazyCommand, LazyGroup
 
 COMMANDS = {
     "crd": LazyCommand("meshwright.cli.crd:crd", "Print the CustomResourceDefinition to apply to a cluster.", "cli"),
+    "data": LazyCommand(
+        "meshwright.cli.data:data", "Tokenize text for training, verify and look at tokens.", "cli,data"
+    ),
     "demo": LazyCommand(
         "meshwright.cli.demo.command:demo",
         "Train a language model on the embedded cluster, lose a worker midway, finish.",

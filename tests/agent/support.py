@@ -18,7 +18,8 @@ from aiohttp import web
 
 from meshwright import signing
 from meshwright.api import labels
-from meshwright.api.spec import CheckpointSpec, DataSource, DataSpec, OptimizerSpec, ParallelismSpec, TrainingSpec
+from meshwright.api.data import DataSource, DataSpec
+from meshwright.api.spec import CheckpointSpec, OptimizerSpec, ParallelismSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import (
     VERSION_HEADER,

@@ -20,6 +20,7 @@ from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankTask, StepReport
 from meshwright_worker.train import train
 from meshwright_worker.validate import validate
+from tests.distributed.counting import Counting, Traffic
 from tests.distributed.pool import Last
 
 
@@ -105,6 +106,20 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
             results.append(trainer.step(number, Batch.of(batch[first : first + share])))
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
         return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
+
+
+def count_a_step(task: RankTask) -> Traffic:
+    """What this rank communicates in its second step: the first one may set things up."""
+    model, _, training = validate(task.run)
+    with joined(task) as mesh:
+        trainer = Trainer(task.run, model, training, mesh)
+        share = training.global_batch_size // mesh.layout.data
+        samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
+        batch = Batch.of(samples[mesh.coordinates.data * share :][:share])
+        trainer.step(1, batch)
+        with Counting() as counting:
+            trainer.step(2, batch)
+        return counting.traffic
 
 
 def train_fully(

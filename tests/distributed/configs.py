@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.spec import (
     CheckpointSpec,
     DataParallelSpec,
-    DataSource,
-    DataSpec,
     OptimizerSpec,
     OuterSpec,
     ParallelismSpec,

@@ -1,4 +1,4 @@
-"""What ranks run to have their collectives counted and their memory measured, and torch's FSDP1 beside."""
+"""What ranks run to have their memory and overlap measured, and torch's FSDP1 beside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.mesh import REPLICA, joined
@@ -19,19 +18,12 @@ from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.layers import Block
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.optimizer import learning_rate
+from meshwright_worker.precision import compute_dtype, parameter_dtype
 from meshwright_worker.step import Trainer
 from meshwright_worker.task import RankTask
 from meshwright_worker.validate import validate
 from tests.distributed.cases import samples_of, whole_of
-
-
-@dataclass
-class Sent:
-    """Elements that collectives of a step took, whole tensors counted: the sum, not one rank's part of it."""
-
-    reduced: float = 0
-    scattered: float = 0
-    gathered: float = 0
+from tests.distributed.counting import Counting
 
 
 @dataclass
@@ -44,51 +36,16 @@ class Held:
     """After the first micro-batch's backward pass."""
 
 
-class _Counter(TorchDispatchMode):
-    """Counts c10d's operators, whoever calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = Sent()
-        self.calls = 0
-        """Of `allreduce`."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(function)
-        if "c10d" in name:
-            if "allreduce_" in name:
-                self.sent.reduced += sum(tensor.numel() for tensor in args[0])
-                self.calls += 1
-            elif "reduce_scatter" in name:
-                self.sent.scattered += args[1].numel()
-            elif "allgather" in name:
-                self.sent.gathered += args[0].numel()
-        return function(*args, **(kwargs or {}))
-
-
-def count_collectives(task: RankTask) -> Sent:
-    """The collectives of the second step; what the step itself agrees on, a few numbers, included."""
-    with joined(task) as mesh:
-        trainer, batch = _prepared(task, mesh)
-        trainer.step(1, batch)
-        counter = _Counter()
-        with counter:
-            trainer.step(2, batch)
-        return counter.sent
-
-
 def reductions_under_way(task: RankTask) -> tuple[int, int]:
     """When the last backward pass of a step returns: all-reduces that were started, and how many a step has."""
     with joined(task) as mesh:
         trainer, batch = _prepared(task, mesh)
-        counter = _Counter()
-        with counter:
+        with Counting() as counting:
             trainer._executor.run(batch)
-        early = counter.calls
-        with counter:
+            early = counting.traffic.calls["all-reduce", 2]
             gradients = trainer.replicas.reduce()
         assert len(gradients) == len(trainer.shards)
-        return early, counter.calls
+        return early, counting.traffic.calls["all-reduce", 2]
 
 
 def measure_memory(task: RankTask) -> Held:
@@ -131,7 +88,7 @@ def train_by_fsdp1(task: RankTask, strategy: str) -> tuple[dict[str, torch.Tenso
 def _by_fsdp1(task: RankTask, strategy: str, batch: Batch, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     model, _, training = validate(task.run)
     with torch.device("meta"):
-        stage = DecoderStage(model, torch.float64).double()
+        stage = DecoderStage(model, compute_dtype(training.precision)).to(parameter_dtype(training.precision))
     initialize(stage, model, training.seed, torch.device("cpu"))
     matrices = {name for name, parameter in stage.named_parameters() if parameter.ndim > 1}
     wrapped = FullyShardedDataParallel(
@@ -156,7 +113,8 @@ def _by_fsdp1(task: RankTask, strategy: str, batch: Batch, group: dist.ProcessGr
         optimizer.zero_grad()
         loss = wrapped(batch.tokens, targets=batch.targets) / batch.targets.numel()
         loss.backward()
-        wrapped.clip_grad_norm_(spec.gradient_clip)
+        if spec.gradient_clip:
+            wrapped.clip_grad_norm_(spec.gradient_clip)
         for one in optimizer.param_groups:
             one["lr"] = learning_rate(number, training.steps, spec)
         optimizer.step()

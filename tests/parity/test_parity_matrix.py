@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,8 @@ from meshwright.api.spec import Precision
 from tests.distributed.pool import RankPool
 from tests.parity.case import Case
 from tests.parity.matrix import all_cases
-from tests.parity.measure import LIMITS, Oracle, check_refused, measure
+from tests.parity.measure import Oracle, check_refused, measure
+from tests.parity.report import layout, limits
 
 CASES = all_cases()
 
@@ -30,11 +32,16 @@ def oracle(pool: RankPool) -> Oracle:
 @pytest.mark.parametrize("case", [case for case in CASES if case.smoke and not case.refused], ids=lambda c: c.name)
 def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
     precision = Precision.FP64 if case.exact else Precision.FP32
-    gradient, parameter = LIMITS[precision] if case.exact else (case.tolerance, float("inf"))
     errors = measure(case, pool, oracle, precision)
-    assert errors.within(gradient, parameter), errors
+    assert errors.within(*limits(case, precision)), errors
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=lambda c: c.name)
 def test_illegal_combinations_are_refused(case: Case) -> None:
     check_refused(case)
+
+
+def test_the_page_has_a_row_for_every_case() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+    missing = [case.name for case in CASES if f"| {layout(case)}" not in page or case.technique not in page]
+    assert not missing, "run `make parity`"

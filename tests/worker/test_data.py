@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.api.spec import DataSource, DataSpec
+from meshwright.api.data import DataSource, DataSpec
 from meshwright_worker.data.corpus import Corpus, CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.permutation import Permutation

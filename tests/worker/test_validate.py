@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.spec import DataSource, DataSpec, OptimizerSpec, ParallelismSpec, TrainingSpec
+from meshwright.api.data import DataSource, DataSpec
+from meshwright.api.spec import OptimizerSpec, ParallelismSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.validate import InvalidRunError, nearest, validate

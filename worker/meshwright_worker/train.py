@@ -21,8 +21,9 @@ from meshwright.api.spec import TrainingSpec
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.data.corpus import CorpusError, open_corpus
+from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.mesh import Mesh, joined
 from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
@@ -45,7 +46,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
-        CorpusError: there is no text to train on, or not the same on every rank.
+        DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
@@ -56,14 +57,15 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            stream = SampleStream(
-                open_corpus(data, own_data_dir(training, task.data_dir, mesh)), training.sequence_length, training.seed
+            stream = open_stream(
+                data, own_data_dir(training, task.data_dir, mesh), training.sequence_length, training.seed
             )
             identity = joint_identity(training, stream.identity, mesh)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-            trainer = Trainer(task.run, architecture, training, mesh, stream.samples_per_epoch)
+            samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
+            trainer = Trainer(task.run, architecture, training, mesh, samples)
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
@@ -81,7 +83,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        stream: SampleStream,
+        stream: SampleStream | MixedStream,
         session: CheckpointSession | None,
         mesh: Mesh,
         training: TrainingSpec,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import DataSpec, Tokenizer, TrainingSpec
+from meshwright.api.data import DataSpec, Tokenizer
+from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY

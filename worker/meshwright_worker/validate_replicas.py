@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import DataParallelStrategy, DataSource, GradientCompression, OuterMethod
+from meshwright.api.spec import DataParallelStrategy, GradientCompression, OuterMethod
 from meshwright.protocol import RunConfig
 from meshwright_worker.nearest import nearest
 
@@ -48,8 +48,15 @@ def _outer_problems(run: RunConfig) -> Iterator[str]:
             f"`training.outer.everySteps: {every}` must divide `checkpoint.everySteps: {checkpoint.interval}`: islands "
             f"are equal after a round alone; nearest: {fits}"
         )
-    if outer.method is OuterMethod.FED_AVG and (run.data is None or run.data.source is not DataSource.FILES):
-        yield "`training.outer.method: FedAvg` needs `data.source: Files`: each island has files of its own"
+    if (
+        outer.method is OuterMethod.FED_AVG
+        and run.data is not None
+        and (run.data.claim_name is None or run.data.mixture)
+    ):
+        yield (
+            "`training.outer.method: FedAvg` needs `data.claimName` and no `data.mixture`: each island has files of "
+            "its own, in the folders `island-0`, `island-1`, ... of the volume"
+        )
 
 
 def _reshard_problems(run: RunConfig) -> Iterator[str]:

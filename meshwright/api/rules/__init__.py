@@ -7,6 +7,7 @@ feeds both the same specs. A degree that is left out is chosen later, so a rule 
 
 from __future__ import annotations
 
+from meshwright.api.rules.data import DATA_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
 from meshwright.api.rules.policy import POLICY_RULES
@@ -26,6 +27,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *PARALLELISM_RULES,
     *REPLICA_RULES,
     *TRAINING_RULES,
+    *DATA_RULES,
     *WORKERS_RULES,
     *VOLUMES_RULES,
     *POLICY_RULES,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.api.data import Tokenizer
 from meshwright.api.rules.rule import Rule, divides
-from meshwright.api.spec import ModelSpec, Tokenizer
+from meshwright.api.spec import ModelSpec
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 BYTE_VOCABULARY = 257

@@ -1,9 +1,8 @@
-"""Rules on data, batch and learning-rate schedule."""
+"""Rules on batch and learning-rate schedule."""
 
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import DataSource
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 
@@ -16,14 +15,6 @@ def _micro_batches_split(spec: Spec) -> bool:
     if spec.training is None or micro_batches is None:
         return True
     return spec.training.global_batch_size % (spec.replicas * micro_batches) == 0
-
-
-def _claim_for_files(spec: Spec) -> bool:
-    return spec.data is None or (spec.data.source is DataSource.FILES) == (spec.data.claim_name is not None)
-
-
-def _pattern_for_files(spec: Spec) -> bool:
-    return spec.data is None or spec.data.source is DataSource.FILES or spec.data.pattern == "**/*"
 
 
 def _warm_up_ends(spec: Spec) -> bool:
@@ -48,18 +39,6 @@ TRAINING_RULES = (
         "!has(self.training) || !has(self.parallelism.microBatches)"
         " || self.training.globalBatchSize % (self.replicas * self.parallelism.microBatches) == 0",
         _micro_batches_split,
-    ),
-    Rule(
-        "data.claimName",
-        "must be set with `data.source: Files`, and only then: name the PersistentVolumeClaim that holds the files",
-        "!has(self.data) || (self.data.source == 'Files') == has(self.data.claimName)",
-        _claim_for_files,
-    ),
-    Rule(
-        "data.pattern",
-        "may only be set with `data.source: Files`: remove it",
-        "!has(self.data) || self.data.source == 'Files' || self.data.pattern == '**/*'",
-        _pattern_for_files,
     ),
     Rule(
         "training.optimizer.warmupSteps",

@@ -103,4 +103,27 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "`parallelism.dataParallel.compression: PowerSGD` needs `parallelism.zeroStage: 0`",
     ),
 ]
+_REFUSED += [
+    (
+        "islands that do not divide",
+        {"data": 4, "outer": {"method": "DiLoCo", "islands": 3, "every_steps": 3}},
+        "`training.outer.islands: 3` must be at least 2 and divide `replicas: 4`; nearest: 2, 4",
+    ),
+    (
+        "one island",
+        {"outer": {"method": "LocalSGD", "every_steps": 3}},
+        "`training.outer.islands: 1` must be at least 2",
+    ),
+    (
+        "rounds between checkpoints",
+        {"data": 2, "every": 6, "outer": {"method": "LocalSGD", "every_steps": 4}},
+        "`training.outer.everySteps: 4` must divide `checkpoint.everySteps: 6`: islands are equal after a round alone; "
+        "nearest: 3, 6",
+    ),
+    (
+        "experts over islands",
+        {"data": 4, "expert": 2, "outer": {"method": "AsyncSGD", "every_steps": 3}},
+        "`parallelism.expert: 2` cannot be combined with `training.outer`",
+    ),
+]
 CASES += [Case(technique, layout, refused=text) for technique, layout, text in _REFUSED]

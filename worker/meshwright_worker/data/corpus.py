@@ -1,53 +1,68 @@
-"""Files as one long row of tokens, read where needed.
+"""A corpus as one long row of tokens, read where needed.
 
-Only sizes are held in memory: a sample is read from its file when it is used, so a rank starts at once and the corpus
-may be larger than memory. The page cache keeps what is read again.
+Bytes of text files are tokens as they stand: only sizes are held in memory, so a rank starts at once and the corpus may
+be larger than memory. Every other format is tokenized into shards first (`prepared`), unless it is shards already. The
+page cache keeps what is read again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.api.spec import DataSource, DataSpec
-from meshwright_worker.data.tokenizer import SEPARATOR
-
-Tokens = npt.NDArray[np.int64]
+from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
+from meshwright.data.errors import DataError
+from meshwright.data.files import FileEntry, Folder, LocalFolder, matching, open_folder
+from meshwright.data.shards import Tokens, TokenShards
+from meshwright.data.tokenizers import BYTE_SEPARATOR
+from meshwright_worker.data.prepared import prepared, tokenizer_of
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-class CorpusError(ValueError):
-    """The training text cannot be read. The message names the field and the fix."""
+class CorpusError(DataError):
+    """The training text cannot be used. The message names the field and the fix."""
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One file of the corpus."""
+class Corpus(Protocol):
+    """Documents in a fixed order, each followed by the separator, addressed as one row of tokens."""
 
-    path: Path
-    name: str
-    """Path relative to the corpus' root: what identifies the document on every machine."""
-    size: int
-    """Bytes, and so tokens before the separator."""
+    @property
+    def separator(self) -> int:
+        """The token after each document."""
+
+    def __len__(self) -> int:
+        """Tokens of the whole row."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Whether two machines, or two starts of a run, see the same row of tokens."""
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """The tokens at `start` to `stop - 1`, int64 [stop - start].
+
+        Raises:
+            DataError: they cannot be read.
+        """
 
 
-class Corpus:
-    """Documents in a fixed order, each followed by the separator, addressed as one row of tokens.
+class TextCorpus:
+    """Files whose bytes are the tokens.
 
     Raises:
         CorpusError: there is no document with any content.
     """
 
-    def __init__(self, documents: Iterable[Document]) -> None:
+    separator = BYTE_SEPARATOR
+
+    def __init__(self, folder: Folder, documents: Iterable[FileEntry]) -> None:
+        self._folder = folder
         self._documents = [document for document in documents if document.size]
         if not self._documents:
             raise CorpusError("no text to train on: no file matches `data.pattern`, or all of them are empty")
@@ -58,17 +73,13 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of names and sizes: whether two machines, or two starts of a run, see the same row of tokens."""
+        """Hash of names and sizes."""
         lines = (f"{document.name}\0{document.size}\n" for document in self._documents)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """The tokens at `start` to `stop - 1`, shape [stop - start].
-
-        Raises:
-            CorpusError: a file is shorter than when the corpus was opened.
-        """
-        row = np.full(stop - start, SEPARATOR, dtype=np.int64)
+        """See `Corpus.tokens`."""
+        row = np.full(stop - start, self.separator, dtype=np.int64)
         index = int(np.searchsorted(self._ends, start, side="right"))
         position = start
         while position < stop:
@@ -76,56 +87,64 @@ class Corpus:
             begin = end - 1 - document.size
             length = min(stop, end - 1) - position
             if length > 0:
-                row[position - start : position - start + length] = _read(document, position - begin, length)
+                row[position - start : position - start + length] = self._read(document, position - begin, length)
             position, index = end, index + 1
         return row
 
+    def _read(self, document: FileEntry, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        with self._folder.open(document.name) as file:
+            file.seek(offset)
+            raw = file.read(length)
+        if len(raw) != length:
+            raise CorpusError(
+                f"{document.name} became shorter while it is trained on; `data` must not change during a run"
+            )
+        return np.frombuffer(raw, dtype=np.uint8)
 
-def open_corpus(data: DataSpec, data_dir: str | None) -> Corpus:
-    """The corpus that `data` names; `data_dir` is the root of the mounted volume.
+
+class ShardCorpus(TokenShards):
+    """Shards of tokens."""
+
+    @property
+    def separator(self) -> int:
+        """See `Corpus.separator`."""
+        return self.manifest.separator
+
+
+def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:
+    """The corpus that `data` names, or the one of its mixture at `path`; `data_dir` is the root of the mounted volume.
 
     Raises:
-        CorpusError: there is no volume, or nothing in it matches.
+        DataError: there is no volume, nothing in it matches, or it cannot be read.
     """
     if data.source is DataSource.PYTHON_STDLIB:
-        return Corpus(_walk(Path(sysconfig.get_path("stdlib")), skip=_NOT_LIBRARY, suffix=".py"))
+        library = LocalFolder(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
+        return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
+    root = root_of(data, data_dir)
+    where = f"{root.rstrip('/')}/{path}" if path else root
+    folder = open_folder(where)
+    if data.format is DataFormat.TOKENS:
+        shards = ShardCorpus(folder)
+        expected = tokenizer_of(data, root).identity
+        if shards.manifest.tokenizer != expected:
+            raise CorpusError(
+                f"{where} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` and "
+                "`data.tokenizerFile` must be what wrote them"
+            )
+        return shards
+    if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
+        return TextCorpus(folder, matching(folder, data.pattern))
+    return ShardCorpus(prepared(data, folder, tokenizer_of(data, root)))
+
+
+def root_of(data: DataSpec, data_dir: str | None) -> str:
+    """The folder of the data, as a path or a URI.
+
+    Raises:
+        CorpusError: no volume is mounted.
+    """
+    if data.uri is not None:
+        return data.uri
     if data_dir is None:
-        raise CorpusError("`data.source: Files` needs `data.claimName`: no data volume is mounted")
-    wanted = _glob_pattern(data.pattern)
-    return Corpus(document for document in _walk(Path(data_dir)) if wanted.fullmatch(document.name))
-
-
-def _walk(root: Path, skip: frozenset[str] = frozenset(), suffix: str = "") -> list[Document]:
-    # Hidden entries are not data: Kubernetes keeps `..data` beside the files of projected volumes.
-    # Every rank does this at every start, so directories that are skipped are never entered.
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        for file in files:
-            path = os.path.join(folder, file)
-            if file.endswith(suffix) and not file.startswith(".") and os.path.isfile(path):
-                found.append(Document(Path(path), os.path.relpath(path, root), os.path.getsize(path)))
-    return sorted(found, key=lambda document: document.name)
-
-
-def _glob_pattern(pattern: str) -> re.Pattern[str]:
-    """`**` as any number of folders, `*` and `?` within one name."""
-    parts = pattern.strip("/").split("/")
-    text = ""
-    for index, part in enumerate(parts):
-        last = index == len(parts) - 1
-        if part == "**":
-            text += ".*" if last else "(?:.*/)?"
-            continue
-        name = "".join({"*": "[^/]*", "?": "[^/]"}.get(letter, re.escape(letter)) for letter in part)
-        text += name if last else name + "/"
-    return re.compile(text, re.DOTALL)
-
-
-def _read(document: Document, offset: int, length: int) -> npt.NDArray[np.uint8]:
-    with document.path.open("rb") as file:
-        file.seek(offset)
-        raw = file.read(length)
-    if len(raw) != length:
-        raise CorpusError(f"{document.path} became shorter while it is trained on; `data` must not change during a run")
-    return np.frombuffer(raw, dtype=np.uint8)
+        raise CorpusError("`data.source: Files` needs `data.claimName` or `data.uri`: no data volume is mounted")
+    return data_dir

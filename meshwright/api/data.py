@@ -1,0 +1,85 @@
+"""`spec.data`: the text to train on."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+from meshwright.api.values import ShortText
+
+RelativePath = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^/].*$")]
+
+
+class DataSource(StrEnum):
+    """Where training text comes from."""
+
+    PYTHON_STDLIB = "PythonStdlib"
+    FILES = "Files"
+
+
+class DataFormat(StrEnum):
+    """How documents lie in files."""
+
+    TEXT = "Text"
+    JSON_LINES = "JSONLines"
+    PARQUET = "Parquet"
+    TOKENS = "Tokens"
+
+
+class Tokenizer(StrEnum):
+    """How text becomes tokens."""
+
+    BYTE = "Byte"
+    BPE = "BPE"
+    SENTENCE_PIECE = "SentencePiece"
+
+
+class OnCorrupt(StrEnum):
+    """What becomes of a record that cannot be read."""
+
+    FAIL = "Fail"
+    SKIP = "Skip"
+
+
+class MixturePart(ApiModel):
+    """One corpus of a mixture."""
+
+    path: RelativePath
+    """Folder of the corpus, relative to the volume's root or to `uri`."""
+    weight: Annotated[float, Field(gt=0, le=1000000)] = 1.0
+    """Its share of the samples is this over the sum of all weights, to a thousandth."""
+
+
+class DataSpec(ApiModel):
+    """The text to train on."""
+
+    source: DataSource = DataSource.FILES
+    """`PythonStdlib`: the source code of the Python standard library in the image. `Files`: the files of a volume or
+    behind a URI."""
+    claim_name: ShortText | None = None
+    """PersistentVolumeClaim that holds the files, mounted read-only. `source: Files` needs this or `uri`."""
+    uri: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[a-z][a-z0-9+.-]*://.+$")] | None = None
+    """Folder of the files as a URI that fsspec knows, such as `s3://bucket/text`. The image must hold the scheme's
+    package, and `workers.env` the credentials. Excludes `claimName`."""
+    pattern: Annotated[str, Field(min_length=1, max_length=253)] = "**/*"
+    """Glob, relative to the root, of the files to read when `source` is `Files`."""
+    format: DataFormat = DataFormat.TEXT
+    """`Text`: each file is a document. `JSONLines`: each line is one, gzip when the name ends in `.gz`. `Parquet`: each
+    row is one. `Tokens`: what `meshwright data tokenize` wrote, memory-mapped; the other formats, but for bytes of
+    text, are tokenized on every worker when it starts."""
+    field: Annotated[str, Field(min_length=1, max_length=253)] = "text"
+    """Field or column that holds the text, with `format: JSONLines` or `Parquet`."""
+    tokenizer: Tokenizer = Tokenizer.BYTE
+    """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257. `BPE`: a
+    `tokenizer.json` of the library tokenizers. `SentencePiece`: a model of that library. With `format: Tokens` what
+    wrote them must be this one."""
+    tokenizer_file: RelativePath | None = None
+    """The tokenizer's file, relative to the volume's root or to `uri`. Required unless `tokenizer` is `Byte`."""
+    on_corrupt_record: OnCorrupt = OnCorrupt.FAIL
+    """`Fail`: a record that cannot be read ends the job, with its file and line. `Skip`: it is counted, told in the log
+    and left out."""
+    mixture: Annotated[list[MixturePart], Field(max_length=64, json_schema_extra={"x-list-map-key": "path"})] = []
+    """Several corpora, from which samples are taken by weight; when empty, `pattern` of the whole root is one."""

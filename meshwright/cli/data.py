@@ -1,0 +1,149 @@
+"""`meshwright data`: tokenize text once for all runs, verify what was written, look at it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
+from meshwright.data.errors import DataError
+from meshwright.data.files import open_folder
+from meshwright.data.records import Skipped
+from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest, verify
+from meshwright.data.tokenize import Progress as Done
+from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenizers import open_tokenizer
+
+_SHOWN_TOKENS = 200
+
+
+@click.group()
+def data() -> None:
+    """Prepare and check training data."""
+
+
+@data.command("tokenize")
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--pattern", default="**/*", show_default=True, help="Glob of the files, relative to SOURCE.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([f.value for f in DataFormat if f is not DataFormat.TOKENS]),
+    default=DataFormat.TEXT.value,
+    show_default=True,
+    help="How documents lie in the files.",
+)
+@click.option("--field", default="text", show_default=True, help="Field or column that holds the text.")
+@click.option(
+    "--tokenizer",
+    "kind_of_tokenizer",
+    type=click.Choice([t.value for t in Tokenizer]),
+    default=Tokenizer.BYTE.value,
+    show_default=True,
+    help="How text becomes tokens.",
+)
+@click.option("--tokenizer-file", type=click.Path(path_type=Path), help="tokenizer.json or SentencePiece model.")
+@click.option("--skip-corrupt", is_flag=True, help="Count and leave out records that cannot be read.")
+@click.option("--shard-tokens", type=click.IntRange(1), default=SHARD_TOKENS, show_default=True, help="Tokens a shard.")
+def tokenize_command(
+    source: str,
+    target: Path,
+    pattern: str,
+    kind: str,
+    field: str,
+    kind_of_tokenizer: str,
+    tokenizer_file: Path | None,
+    skip_corrupt: bool,
+    shard_tokens: int,
+) -> None:
+    """Write the tokens of SOURCE, a folder or a URI, to the new folder TARGET.
+
+    TARGET is what `data.format: Tokens` reads.
+    """
+    console = Console(stderr=True)
+    try:
+        tokenizer = open_tokenizer(Tokenizer(kind_of_tokenizer), tokenizer_file)
+        policy = OnCorrupt.SKIP if skip_corrupt else OnCorrupt.FAIL
+        what = Source(open_folder(source), pattern, DataFormat(kind), field, policy)
+        with _progress(console) as bar:
+            task = bar.add_task("tokenizing", total=None)
+
+            def tell(done: Done) -> None:
+                bar.update(task, completed=done.files, total=done.of, description=done.file[-40:] or "done")
+
+            manifest, skipped = tokenize(what, tokenizer, target, tell, shard_tokens)
+    except DataError as error:
+        raise click.ClickException(_as_options(str(error))) from None
+    _tell_skipped(console, skipped)
+    click.echo(_summary(manifest))
+
+
+@data.command("verify")
+@click.argument("folder")
+def verify_command(folder: str) -> None:
+    """Read every shard of FOLDER, a path or a URI, and compare it with what was written."""
+    try:
+        manifest, problems = verify(open_folder(folder))
+    except DataError as error:
+        raise click.ClickException(str(error)) from None
+    if problems:
+        raise click.ClickException("\n  ".join([f"{len(problems)} shards are damaged:", *problems]))
+    click.echo(f"whole: {_summary(manifest)}")
+
+
+@data.command("show")
+@click.argument("folder")
+@click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="First token.")
+@click.option("--count", type=click.IntRange(1), default=_SHOWN_TOKENS, show_default=True, help="How many.")
+@click.option("--tokenizer-file", type=click.Path(path_type=Path), help="What wrote the tokens; bytes need none.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def show_command(folder: str, start: int, count: int, tokenizer_file: Path | None, output: str) -> None:
+    """Print what the tokens of FOLDER say."""
+    try:
+        shards = TokenShards(open_folder(folder))
+        if start >= len(shards):
+            raise click.ClickException(f"--start {start} is behind the last of {len(shards)} tokens")
+        tokens = shards.tokens(start, min(len(shards), start + count)).tolist()
+        if output == "json":
+            click.echo(json.dumps({**shards.manifest.wire(), "start": start, "tokens": tokens}))
+            return
+        kind = {"byte": Tokenizer.BYTE, "bpe": Tokenizer.BPE}.get(
+            shards.manifest.tokenizer.split("/")[0], Tokenizer.SENTENCE_PIECE
+        )
+        tokenizer = open_tokenizer(kind, tokenizer_file)
+    except DataError as error:
+        raise click.ClickException(_as_options(str(error))) from None
+    if tokenizer.identity != shards.manifest.tokenizer:
+        raise click.ClickException(f"--tokenizer-file is not what wrote these tokens (`{shards.manifest.tokenizer}`)")
+    click.echo(_summary(shards.manifest))
+    click.echo(tokenizer.decode(tokens))
+
+
+def _summary(manifest: TokensManifest) -> str:
+    skipped = f", {manifest.skipped:,} records left out" if manifest.skipped else ""
+    return (
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.vocabulary:,} kinds in "
+        f"{len(manifest.shards)} shards ({manifest.dtype}){skipped}"
+    )
+
+
+def _as_options(message: str) -> str:
+    """A message that names fields of a job, for somebody who types options."""
+    return message.replace("`data.tokenizerFile`", "--tokenizer-file").replace("`data.field`", "--field")
+
+
+def _tell_skipped(console: Console, skipped: Skipped) -> None:
+    for example in skipped.examples:
+        console.print(f"left out: {example}", highlight=False)
+    if skipped.count > len(skipped.examples):
+        console.print(f"and {skipped.count - len(skipped.examples)} more")
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,272 @@
+"""Tokens on disk: shards that are memory-mapped as they are, and a manifest that tells whether they are whole.
+
+    meshwright-tokens.json   the manifest: tokenizer, type, and size and CRC-32 of every shard
+    00000.tokens             little-endian uint16 or uint32, every document followed by the separator
+    00001.tokens             …
+
+The manifest is written last, so that a folder with one is complete. What a token is depends on no machine: two runs of
+`meshwright data tokenize` on the same files give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from meshwright.api.base import ApiModel
+from meshwright.data.errors import DataError
+from meshwright.data.files import Folder, LocalFolder
+
+MANIFEST = "meshwright-tokens.json"
+FORMAT = 1
+SHARD_TOKENS = 256 * 1024 * 1024
+_READ = 16 * 1024 * 1024
+
+Tokens = npt.NDArray[np.int64]
+
+
+class ShardRecord(ApiModel):
+    """A shard as it was written."""
+
+    file: str
+    """Name in the folder."""
+    tokens: int
+    """Tokens in it."""
+    crc32: int
+    """CRC-32 of its bytes."""
+
+
+class TokensManifest(ApiModel):
+    """The content of `meshwright-tokens.json`."""
+
+    format: int = FORMAT
+    """Version of the layout."""
+    tokenizer: str
+    """Identity of the tokenizer."""
+    vocabulary: int
+    """Number of different tokens."""
+    separator: int
+    """The token after each document."""
+    dtype: str
+    """`uint16` or `uint32`."""
+    documents: int
+    """Documents in all shards."""
+    skipped: int = 0
+    """Records that could not be read and were passed over."""
+    shards: list[ShardRecord]
+    """In order."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what the tokens are: equal on two machines exactly when they see the same row."""
+        lines = "".join(f"{shard.tokens}\0{shard.crc32}\n" for shard in self.shards)
+        return hashlib.sha256(f"{self.tokenizer}\0{self.dtype}\n{lines}".encode()).hexdigest()
+
+
+class ShardWriter:
+    """Writes documents to a new folder; complete when `close` has returned.
+
+    Raises:
+        DataError: the folder holds tokens already.
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: str, vocabulary: int, separator: int, shard: int = SHARD_TOKENS
+    ) -> None:
+        if (folder / MANIFEST).exists():
+            raise DataError(f"{folder} holds tokens already: name an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._limit = folder, shard
+        self._dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
+        self._blank = TokensManifest(
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            separator=separator,
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            documents=0,
+            shards=[],
+        )
+        self._shards: list[ShardRecord] = []
+        self._pending: list[npt.NDArray[np.unsignedinteger]] = []
+        self._held = 0
+        self._documents = 0
+
+    def add(self, documents: Iterable[Sequence[int]]) -> None:
+        """Append documents, each with its separator."""
+        for tokens in documents:
+            row = np.empty(len(tokens) + 1, dtype=self._dtype)
+            row[:-1], row[-1] = tokens, self._blank.separator
+            self._pending.append(row)
+            self._held += len(row)
+            self._documents += 1
+            if self._held >= self._limit:
+                self._flush()
+
+    def close(self, skipped: int = 0) -> TokensManifest:
+        """Write what is left and the manifest.
+
+        Raises:
+            DataError: there was no document.
+        """
+        self._flush()
+        if not self._shards:
+            raise DataError("no text: no file matches `data.pattern`, or all of them are empty")
+        manifest = self._blank.model_copy(
+            update={"documents": self._documents, "skipped": skipped, "shards": self._shards}
+        )
+        temporary = self._folder / f".{MANIFEST}"
+        with temporary.open("w") as file:
+            file.write(manifest.model_dump_json(by_alias=True, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._folder / MANIFEST)
+        return manifest
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        content = np.concatenate(self._pending).tobytes()
+        name = f"{len(self._shards):05}.tokens"
+        with (self._folder / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        self._shards.append(ShardRecord(file=name, tokens=self._held, crc32=zlib.crc32(content)))
+        self._pending, self._held = [], 0
+
+
+class TokenShards:
+    """The tokens of a folder as one row. Local shards are memory-mapped, others read in ranges.
+
+    Raises:
+        DataError: the folder holds no complete tokens, or a shard's size is not what the manifest says.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self.manifest = read_manifest(folder)
+        self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
+        self._maps: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+        sizes = {entry.name: entry.size for entry in folder.files()}
+        for shard in self.manifest.shards:
+            if sizes.get(shard.file) != shard.tokens * self._dtype.itemsize:
+                raise DataError(
+                    f"{shard.file} has {sizes.get(shard.file, 'no')} bytes where the manifest says "
+                    f"{shard.tokens * self._dtype.itemsize}: copy the folder again, or tokenize again"
+                )
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Whether two machines, or two starts of a run, see the same row of tokens."""
+        return self.manifest.fingerprint
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """The tokens at `start` to `stop - 1`, int64 [stop - start].
+
+        Raises:
+            DataError: a shard cannot be read.
+        """
+        row = np.empty(stop - start, dtype=np.int64)
+        index, position = bisect_right(self._ends, start), start
+        while position < stop:
+            first = self._ends[index] - self.manifest.shards[index].tokens
+            end = min(stop, self._ends[index])
+            row[position - start : end - start] = self._part(index, position - first, end - position)
+            position, index = end, index + 1
+        return row
+
+    def _part(self, index: int, offset: int, count: int) -> npt.NDArray[np.unsignedinteger]:
+        name = self.manifest.shards[index].file
+        path = self._folder.local(name)
+        if path is not None:
+            if index not in self._maps:
+                self._maps[index] = np.memmap(path, dtype=self._dtype, mode="r")
+            return self._maps[index][offset : offset + count]
+        size = self._dtype.itemsize
+        with self._folder.open(name) as file:
+            file.seek(offset * size)
+            raw = file.read(count * size)
+        if len(raw) != count * size:
+            raise DataError(f"{name} ends early: the data must not change during a run")
+        return np.frombuffer(raw, dtype=self._dtype)
+
+
+def read_manifest(folder: Folder) -> TokensManifest:
+    """The manifest of a folder of tokens.
+
+    Raises:
+        DataError: there is none that this version can read.
+    """
+    try:
+        with folder.open(MANIFEST) as file:
+            manifest = TokensManifest.model_validate_json(file.read())
+    except (OSError, DataError) as error:
+        raise DataError(f"no {MANIFEST}: `meshwright data tokenize` writes such folders ({error})") from error
+    except ValidationError as error:
+        raise DataError(f"{MANIFEST} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
+    if manifest.format != FORMAT or manifest.dtype not in ("uint16", "uint32") or not manifest.shards:
+        raise DataError(f"{MANIFEST} is of format {manifest.format}; this version reads format {FORMAT}")
+    return manifest
+
+
+def verify(folder: Folder) -> tuple[TokensManifest, list[str]]:
+    """Read every shard and compare it with the manifest; what is wrong, by shard.
+
+    Raises:
+        DataError: the folder holds no manifest.
+    """
+    manifest = read_manifest(folder)
+    problems = []
+    for shard in manifest.shards:
+        try:
+            with folder.open(shard.file) as file:
+                problems += _problems(file, shard, manifest)
+        except (OSError, DataError) as error:
+            problems.append(f"{shard.file}: cannot be read: {error}")
+    return manifest, problems
+
+
+def _problems(file: IO[bytes], shard: ShardRecord, manifest: TokensManifest) -> list[str]:
+    crc = size = 0
+    largest = 0
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    while content := file.read(_READ):
+        crc, size = zlib.crc32(content, crc), size + len(content)
+        whole = len(content) // dtype.itemsize * dtype.itemsize
+        largest = max(largest, int(np.frombuffer(content[:whole], dtype=dtype).max(initial=0)))
+    expected = shard.tokens * dtype.itemsize
+    if size != expected:
+        return [f"{shard.file}: {size} bytes, not {expected}"]
+    if crc != shard.crc32:
+        return [f"{shard.file}: its content is not what was written (CRC-32 {crc:08x}, not {shard.crc32:08x})"]
+    if largest >= manifest.vocabulary:
+        return [f"{shard.file}: token {largest} is outside the vocabulary of {manifest.vocabulary}"]
+    return []
+
+
+def open_shards(where: Path) -> TokenShards:
+    """The tokens of a folder of this machine.
+
+    Raises:
+        DataError: it holds none.
+    """
+    return TokenShards(LocalFolder(where))

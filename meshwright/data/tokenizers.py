@@ -1,0 +1,154 @@
+"""From text to tokens: bytes, a `tokenizers` JSON file (BPE and its relatives), or a SentencePiece model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from meshwright.api.data import Tokenizer as Kind
+from meshwright.data.errors import DataError
+
+BYTE_SEPARATOR = 256
+"""The token after each document, with bytes as tokens."""
+BYTE_VOCABULARY = 257
+"""The 256 byte values and the separator."""
+
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    vocabulary: int
+    """Number of different tokens, the separator included."""
+    separator: int
+    """The token after each document."""
+    identity: str
+    """Names the mapping: equal for two tokenizers that give the same tokens."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, without separators."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; a separator becomes a line break."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes: nothing to train, nothing to download, every text can be written and read back."""
+
+    vocabulary = BYTE_VOCABULARY
+    separator = BYTE_SEPARATOR
+    identity = "byte"
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode`."""
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer.decode`. Ids above the separator exist only where a vocabulary was rounded up: left out."""
+        raw = bytes(t if t < BYTE_SEPARATOR else ord("\n") for t in tokens if t <= BYTE_SEPARATOR)
+        return raw.decode(errors="replace")
+
+
+class BPETokenizer:
+    """A `tokenizer.json` of the `tokenizers` library.
+
+    Raises:
+        DataError: the library is missing, or the file is no tokenizer or has no token that ends a document.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise DataError("`data.tokenizer: BPE` needs the package tokenizers: install `meshwright[data]`") from error
+        content = _content(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{path} is no tokenizer.json: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        known = [self._tokenizer.token_to_id(token) for token in _ENDS]
+        found = next((number for number in known if number is not None), None)
+        if found is None:
+            raise DataError(f"{path} has no token that ends a document: one of {', '.join(_ENDS)}")
+        self.separator = int(found)
+        self.vocabulary = int(self._tokenizer.get_vocab_size())
+        self.identity = f"bpe/{hashlib.sha256(content).hexdigest()[:32]}"
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode`."""
+        return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer.decode`."""
+        pieces = _between(tokens, self.separator)
+        return "\n".join(self._tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (arXiv 1808.06226).
+
+    Raises:
+        DataError: the library is missing, or the file is no model or has no end-of-sentence token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise DataError(
+                "`data.tokenizer: SentencePiece` needs the package sentencepiece: install `meshwright[data]`"
+            ) from error
+        content = _content(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{path} is no SentencePiece model: {error}") from error
+        self.separator = int(self._model.eos_id())
+        if self.separator < 0:
+            raise DataError(f"{path} has no end-of-sentence token: train it with one")
+        self.vocabulary = int(self._model.vocab_size())
+        self.identity = f"sentencepiece/{hashlib.sha256(content).hexdigest()[:32]}"
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode`."""
+        found: list[list[int]] = self._model.encode(list(texts))
+        return found
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return "\n".join(str(self._model.decode(piece)) for piece in _between(tokens, self.separator))
+
+
+def open_tokenizer(kind: Kind, path: Path | None) -> Tokenizer:
+    """The tokenizer of a kind; `path` is its file.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    if kind is Kind.BYTE:
+        return ByteTokenizer()
+    if path is None:
+        raise DataError(f"`data.tokenizer: {kind.value}` needs `data.tokenizerFile`")
+    return BPETokenizer(path) if kind is Kind.BPE else SentencePieceTokenizer(path)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"`data.tokenizerFile`: {path} cannot be read: {error.strerror}") from error
+
+
+def _between(tokens: Iterable[int], separator: int) -> list[list[int]]:
+    pieces: list[list[int]] = [[]]
+    for token in tokens:
+        if token == separator:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return pieces

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from meshwright.cli.main import main
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["data", *map(str, arguments)])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"body": "hello"}\n{"body": "world"}\n')
+    return folder
+
+
+def test_tokenize_verify_show(text: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tokens"
+    written = run("tokenize", text, target, "--format", "JSONLines", "--field", "body")
+    assert written.exit_code == 0, written.output
+    assert "2 documents, 12 tokens of 257 kinds in 1 shards (uint16)" in written.output
+    assert "whole: 2 documents" in run("verify", target).output
+    assert run("show", target).output.endswith("hello\nworld\n\n")
+    shown = json.loads(run("show", target, "--start", 6, "--count", 3, "-o", "json").output)
+    assert shown["tokens"] == list(b"wor")
+
+
+def test_damage_is_told(text: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tokens"
+    run("tokenize", text, target, "--format", "JSONLines", "--field", "body")
+    shard = target / "00000.tokens"
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    found = run("verify", target)
+    assert found.exit_code == 1
+    assert "1 shards are damaged" in found.output
+    assert "00000.tokens" in found.output
+
+
+def test_corrupt_records_fail_or_are_listed(text: Path, tmp_path: Path) -> None:
+    with (text / "a.jsonl").open("a") as file:
+        file.write("broken\n")
+    options = ("--format", "JSONLines", "--field", "body")
+    failed = run("tokenize", text, tmp_path / "one", *options)
+    assert failed.exit_code == 1
+    assert "a.jsonl:3: not JSON" in failed.output
+    written = run("tokenize", text, tmp_path / "two", *options, "--skip-corrupt")
+    assert written.exit_code == 0
+    assert "left out: a.jsonl:3" in written.output
+    assert "1 records left out" in written.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tokenizer", "BPE"), "needs --tokenizer-file"),
+        (("--format", "JSONLines"), "--field names another"),
+        (("--pattern", "*.md"), "no file matches"),
+    ],
+)
+def test_errors_name_options(text: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    found = run("tokenize", text, tmp_path / "tokens", *arguments)
+    assert found.exit_code == 1
+    assert says in found.output

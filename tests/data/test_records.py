@@ -1,0 +1,103 @@
+"""Documents out of files: each format, and what becomes of records that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from meshwright.api.data import DataFormat, OnCorrupt
+from meshwright.data.errors import CorruptRecordError, DataError
+from meshwright.data.files import FileEntry, LocalFolder, matching, open_folder
+from meshwright.data.records import KEPT_EXAMPLES, Skipped, documents
+
+TEXTS = ["one", "two\nlines", "", "drei: ü"]
+
+
+def read(
+    path: Path, kind: DataFormat, on_corrupt: OnCorrupt = OnCorrupt.FAIL, key: str = "text"
+) -> tuple[list[str], Skipped]:
+    skipped = Skipped()
+    entry = FileEntry(path.name, path.stat().st_size)
+    return list(documents(LocalFolder(path.parent), entry, kind, key, on_corrupt, skipped)), skipped
+
+
+def lines(*records: object) -> bytes:
+    return "".join(f"{json.dumps(record)}\n" for record in records).encode()
+
+
+def test_every_line_of_json_lines_is_a_document(tmp_path: Path) -> None:
+    content = lines(*({"text": text, "n": 1} for text in TEXTS)) + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert read(tmp_path / name, DataFormat.JSON_LINES) == ([text for text in TEXTS if text], Skipped())
+
+
+def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
+    table = pyarrow.table({"body": [*TEXTS, None], "n": range(len(TEXTS) + 1)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found, skipped = read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP, "body")
+    assert found == [text for text in TEXTS if text]
+    assert skipped.examples == ["a.parquet: row 5 has no text in `body`"]
+    with pytest.raises(DataError, match="no column `text`: `data.field` may name one of body, n"):
+        read(tmp_path / "a.parquet", DataFormat.PARQUET)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [(b"{", "not JSON"), (b"[1]", "no text in field"), (b'{"text": 3}', "no text in field"), (b"\xff", "not JSON")],
+)
+def test_a_corrupt_line_fails_or_is_told(tmp_path: Path, bad: bytes, reason: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines({"text": "good"}) + bad + b"\n" + lines({"text": "after"}))
+    with pytest.raises(CorruptRecordError, match=rf"a\.jsonl:2: {reason}"):
+        read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
+    found, skipped = read(tmp_path / "a.jsonl", DataFormat.JSON_LINES, OnCorrupt.SKIP)
+    assert found == ["good", "after"]
+    assert skipped.count == 1
+    assert skipped.examples[0].startswith(f"a.jsonl:2: {reason}")
+
+
+def test_many_corrupt_records_are_counted_and_some_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"broken\n" * 100 + lines({"text": "good"}))
+    found, skipped = read(tmp_path / "a.jsonl", DataFormat.JSON_LINES, OnCorrupt.SKIP)
+    assert (found, skipped.count, len(skipped.examples)) == (["good"], 100, KEPT_EXAMPLES)
+
+
+def test_text_that_is_no_utf_8_is_a_corrupt_record(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(CorruptRecordError, match="a.txt: not UTF-8 at byte 2"):
+        read(tmp_path / "a.txt", DataFormat.TEXT)
+
+
+def test_a_broken_archive_and_a_broken_table_are_never_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines({"text": "x" * 999}))[:-9])
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no table")
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read to its end"):
+        read(tmp_path / "a.jsonl.gz", DataFormat.JSON_LINES, OnCorrupt.SKIP)
+    with pytest.raises(DataError, match=r"a\.parquet is no whole Parquet file"):
+        read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP)
+
+
+def test_a_folder_behind_a_uri_is_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("abc")
+    (tmp_path / ".hidden").write_text("x")
+    (tmp_path / "b.md").write_text("b")
+    local = open_folder(str(tmp_path))
+    remote = open_folder(f"local://{tmp_path}")
+    assert local.files() == remote.files() == [FileEntry("b.md", 1), FileEntry("deep/a.txt", 3)]
+    assert [entry.name for entry in matching(remote, "**/*.txt")] == ["deep/a.txt"]
+    with remote.open("deep/a.txt") as file:
+        assert file.read() == b"abc"
+    assert open_folder(f"file://{tmp_path}").local("b.md") == tmp_path / "b.md"
+
+
+@pytest.mark.parametrize("where", ["nosuch://bucket/x", "/no/such/folder"])
+def test_a_folder_that_cannot_be_opened(where: str) -> None:
+    with pytest.raises(DataError, match="nosuch|/no/such/folder is no folder"):
+        open_folder(where)

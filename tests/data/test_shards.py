@@ -1,0 +1,135 @@
+"""Tokens on disk: the same tokens back, on every way of reading, and damage found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
+from meshwright.data.errors import DataError
+from meshwright.data.files import open_folder
+from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards, verify
+from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenizers import ByteTokenizer, open_tokenizer
+
+
+def write(folder: Path, documents: list[list[int]], shard: int = 7, vocabulary: int = 300) -> None:
+    writer = ShardWriter(folder, "test", vocabulary, 256, shard)
+    writer.add(documents)
+    writer.close()
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_slice_of_any_shards(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    tokens = st.lists(st.integers(0, 299), max_size=12)
+    documents = data.draw(st.lists(tokens, min_size=1, max_size=8))
+    folder = tmp_path_factory.mktemp("shards")
+    vocabulary = data.draw(st.sampled_from([300, 70_000]))
+    write(folder, documents, data.draw(st.integers(1, 40)), vocabulary)
+    row = [token for document in documents for token in [*document, 256]]
+    start = data.draw(st.integers(0, len(row)))
+    stop = data.draw(st.integers(start, len(row)))
+    for where in (str(folder), f"local://{folder}"):
+        shards = TokenShards(open_folder(where))
+        assert len(shards) == len(row)
+        assert shards.tokens(start, stop).tolist() == row[start:stop]
+    assert verify(open_folder(str(folder)))[1] == []
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(5):
+        (tmp_path / "text" / f"{number}.txt").write_text("word " * number)
+    source = Source(open_folder(str(tmp_path / "text")))
+    (one, _), (other, _) = (tokenize(source, ByteTokenizer(), tmp_path / name, shard=8) for name in ("a", "b"))
+    assert one == other
+    assert one.fingerprint == other.fingerprint
+    assert one.documents == 4  # the empty one is none
+    assert open_shards(tmp_path / "a").tokens(0, 6).tolist() == [*b"word ", 256]
+
+
+def test_wide_vocabularies_need_wide_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "narrow", [[1]], vocabulary=1 << 16)
+    write(tmp_path / "wide", [[1]], vocabulary=(1 << 16) + 1)
+    assert open_shards(tmp_path / "narrow").manifest.dtype == "uint16"
+    assert open_shards(tmp_path / "wide").manifest.dtype == "uint32"
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    write(tmp_path, [[1, 2, 3], [4, 5, 6], [7]], shard=4)
+    target = tmp_path / "00001.tokens"
+    whole = target.read_bytes()
+    flipped = bytearray(whole)
+    flipped[2] ^= 1
+    target.write_bytes(bytes(flipped))
+    assert ["CRC-32" in problem and "00001.tokens" in problem for problem in verify(open_folder(str(tmp_path)))[1]] == [
+        True
+    ]
+    target.write_bytes(whole[:-2])
+    assert "6 bytes, not 8" in verify(open_folder(str(tmp_path)))[1][0]
+    with pytest.raises(DataError, match="00001.tokens has 6 bytes where the manifest says 8"):
+        open_shards(tmp_path)
+    target.unlink()
+    with pytest.raises(DataError, match="00001.tokens has no bytes"):
+        open_shards(tmp_path)
+    assert "cannot be read" in verify(open_folder(str(tmp_path)))[1][0]
+
+
+def test_tokens_outside_the_vocabulary_are_found(tmp_path: Path) -> None:
+    write(tmp_path, [[299]], vocabulary=299)
+    assert "token 299 is outside the vocabulary of 299" in verify(open_folder(str(tmp_path)))[1][0]
+
+
+def test_a_folder_without_or_with_a_broken_manifest(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="meshwright data tokenize"):
+        open_shards(tmp_path)
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        open_shards(tmp_path)
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    write(tmp_path, [[1]])
+    with pytest.raises(DataError, match="holds tokens already"):
+        write(tmp_path, [[1]])
+
+
+def test_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    with pytest.raises(DataError, match=r"no file matches `data.pattern: \*\*/\*`"):
+        tokenize(Source(open_folder(str(tmp_path / "text"))), ByteTokenizer(), tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [Tokenizer.BPE, Tokenizer.SENTENCE_PIECE])
+def test_libraries_tokens_come_back_as_text(
+    tmp_path: Path, kind: Tokenizer, bpe_file: Path, sentencepiece_file: Path
+) -> None:
+    tokenizer = open_tokenizer(kind, bpe_file if kind is Tokenizer.BPE else sentencepiece_file)
+    (tmp_path / "text.jsonl").write_text('{"text": "the quick brown fox"}\n{"text": "the lazy dog"}\n')
+    source = Source(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES, "text", OnCorrupt.FAIL)
+    manifest, _ = tokenize(source, tokenizer, tmp_path / "tokens")
+    shards = open_shards(tmp_path / "tokens")
+    row = shards.tokens(0, len(shards))
+    assert manifest.vocabulary == tokenizer.vocabulary > int(row.max())
+    assert int(np.sum(row == tokenizer.separator)) == 2
+    assert [text.strip() for text in tokenizer.decode(row.tolist()).split("\n")] == [
+        "the quick brown fox",
+        "the lazy dog",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("kind", [Tokenizer.BPE, Tokenizer.SENTENCE_PIECE])
+def test_a_file_that_is_no_tokenizer(tmp_path: Path, kind: Tokenizer) -> None:
+    (tmp_path / "x").write_text("{}")
+    with pytest.raises(DataError, match="is no"):
+        open_tokenizer(kind, tmp_path / "x")
+    with pytest.raises(DataError, match=r"`data.tokenizerFile`: .*cannot be read"):
+        open_tokenizer(kind, tmp_path / "missing")
+    with pytest.raises(DataError, match=r"needs `data.tokenizerFile`"):
+        open_tokenizer(kind, None)

@@ -1,0 +1,100 @@
+"""Each technique sends what its paper says: these collectives, this often, of these sizes, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases import count_a_step
+from tests.distributed.configs import small_run
+from tests.distributed.counting import Traffic
+from tests.distributed.pool import RankPool
+
+LAYERS, HIDDEN, VOCABULARY, LENGTH, BATCH = 3, 32, 260, 16, 8
+FP32 = 4
+AGREEMENT = 4 * 8
+"""The step's one reduction over all ranks: loss, squared norm, targets and the stop flag in fp64."""
+
+
+def parameters() -> int:
+    architecture = small_run().architecture
+    assert architecture is not None
+    return architecture.parameters
+
+
+def measured(pool: RankPool, **layout: Any) -> list[Traffic]:
+    ranks: list[Traffic] = pool.run(count_a_step, small_run(**layout))
+    return ranks
+
+
+def without_agreement(traffic: Traffic, world: int) -> dict[str, tuple[int, int]]:
+    found = dict(traffic.as_dict())
+    calls, size = found.pop(f"all-reduce/{world}")
+    if calls > 1:
+        found[f"all-reduce/{world}"] = (calls - 1, size - AGREEMENT)
+    return found
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_all_reduce_every_gradient_once(pool: RankPool, replicas: int) -> None:
+    for traffic in measured(pool, data=replicas, micro_batches=2):
+        counted = without_agreement(traffic, replicas)
+        assert set(counted) == {f"all-reduce/{replicas}"}
+        assert counted[f"all-reduce/{replicas}"][1] == FP32 * parameters()
+        ring = 2 * (replicas - 1) / replicas
+        assert traffic.sent() == round(ring * (FP32 * parameters() + AGREEMENT))
+
+
+def test_zero_3_sends_half_as_much_again(pool: RankPool) -> None:
+    """arXiv 1910.02054, section 7.2: two all-gathers of the parameters and a reduce-scatter of the gradients."""
+    size = FP32 * parameters()
+    for traffic in measured(pool, data=2, zero=3, micro_batches=1):
+        counted = without_agreement(traffic, 2)
+        assert {kind: amount for kind, (_, amount) in counted.items()} == {
+            "all-gather/2": 2 * size,
+            "reduce-scatter/2": size,
+        }
+        assert traffic.sent() == 1.5 * size + AGREEMENT
+
+
+def test_zero_2_sends_as_much_as_replicas(pool: RankPool) -> None:
+    size = FP32 * parameters()
+    for traffic in measured(pool, data=2, zero=2, micro_batches=1):
+        assert without_agreement(traffic, 2) == {
+            "all-gather/2": (LAYERS + 1, size),
+            "reduce-scatter/2": (LAYERS + 1, size),
+        }
+        assert traffic.sent() == size + AGREEMENT
+
+
+def test_tensor_parallelism_reduces_four_times_a_layer(pool: RankPool) -> None:
+    """arXiv 1909.08053, section 3: two all-reduces forward, two backward. Beside them the embedding's forward, the
+    output's backward, and per token three numbers of the loss."""
+    micro_batches = 2
+    stream = FP32 * BATCH * LENGTH * HIDDEN
+    for traffic in measured(pool, tensor=2, sequence=False, micro_batches=micro_batches):
+        calls, amount = without_agreement(traffic, 2)["all-reduce/2"]
+        assert calls == micro_batches * (4 * LAYERS + 2 + 2)
+        assert amount == (4 * LAYERS + 2) * stream + 3 * FP32 * BATCH * LENGTH
+
+
+def test_sequence_parallelism_sends_the_same_in_other_collectives(pool: RankPool) -> None:
+    """arXiv 2205.05198, section 4.2.2: an all-gather and a reduce-scatter in place of each all-reduce."""
+    micro_batches = 2
+    stream = FP32 * BATCH * LENGTH * HIDDEN
+    (plain, *_), ranks = measured(pool, tensor=2, sequence=False), measured(pool, tensor=2)
+    for traffic in ranks:
+        expected = (micro_batches * (4 * LAYERS + 2), (4 * LAYERS + 2) * stream)
+        assert traffic.as_dict()["all-gather/2"] == traffic.as_dict()["reduce-scatter/2"] == expected
+        norms = 2 * LAYERS + 1
+        assert traffic.sent() == plain.sent() + FP32 * HIDDEN * norms
+
+
+def test_stages_send_one_activation_and_one_gradient_a_micro_batch(pool: RankPool) -> None:
+    micro_batches = 4
+    expected = (micro_batches, FP32 * BATCH * LENGTH * HIDDEN)
+    first, middle, last = measured(pool, pipeline=3, micro_batches=micro_batches)
+    assert without_agreement(first, 3) == without_agreement(last, 3) == {"send/3": expected, "recv/3": expected}
+    twice = tuple(2 * number for number in expected)
+    assert without_agreement(middle, 3) == {"send/3": twice, "recv/3": twice}

@@ -1,0 +1,117 @@
+"""docs/parity.md and its numbers as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from meshwright.api.spec import Precision
+from tests.parity.case import Case
+from tests.parity.measure import LIMITS, STEPS, Errors
+
+_SHORT = {
+    "tensor": "tp",
+    "pipeline": "pp",
+    "data": "dp",
+    "context": "cp",
+    "expert": "ep",
+    "micro_batches": "micro-batches",
+}
+
+HEAD = f"""# Parity: every technique against one process
+
+Each row trains a small decoder for {STEPS} AdamW steps in a parallel layout and in one process, from the same seed and
+samples, and compares the loss of every step, every gradient of the first step and every parameter after the last. An
+error is the largest absolute difference over all ranks, relative to the largest element of the tensor. `make parity`
+writes this page; `make test` runs a part of the rows.
+
+Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {LIMITS[Precision.FP64][0]:g}, parameters
+{LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8-bit formats) name their own limit.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what was measured: errors by number format, or None for a combination that was refused."""
+
+    case: Case
+    errors: Mapping[Precision, Errors] | None
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every error is within its limit."""
+        return all(errors.within(*limits(self.case, precision)) for precision, errors in (self.errors or {}).items())
+
+
+def limits(case: Case, precision: Precision) -> tuple[float, float]:
+    """The largest errors allowed: of loss and gradients, and of parameters."""
+    if not case.exact:
+        return case.tolerance, float("inf")
+    gradient, parameter = LIMITS[precision]
+    return (max(gradient, case.tolerance), parameter) if precision is Precision.FP32 else (gradient, parameter)
+
+
+def layout(case: Case) -> str:
+    """The case's options as a reader's column."""
+    return ", ".join(f"{_SHORT.get(name, name)} {_shown(value)}" for name, value in case.layout.items()) or "one rank"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The page."""
+    legal = [row for row in rows if row.case.refused is None]
+    refused = [row for row in rows if row.case.refused is not None]
+    lines = [HEAD, f"{len(legal)} layouts, {len(refused)} refused combinations.", ""]
+    for technique, group in groupby(legal, key=lambda row: row.case.technique):
+        lines += ["", f"## {technique}", "", *_table(list(group))]
+    if refused:
+        lines += ["", "## Refused", "", "Illegal combinations, each refused before any process group forms.", ""]
+        lines += ["| Combination | Layout | Error says |", "|---|---|---|"]
+        lines += [f"| {r.case.technique} | {layout(r.case)}{_model(r.case)} | {r.case.refused} |" for r in refused]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The same numbers for programs."""
+    return [
+        {
+            "technique": row.case.technique,
+            "layout": {name: _shown(value) for name, value in row.case.layout.items()},
+            "model": {name: _shown(value) for name, value in row.case.common.items()},
+            "refused": row.case.refused,
+            "seconds": round(row.seconds, 2),
+            **{
+                precision.value: {"loss": e.loss, "gradient": e.gradient, "parameter": e.parameter, "worst": e.worst}
+                for precision, e in (row.errors or {}).items()
+            },
+        }
+        for row in rows
+    ]
+
+
+def _table(rows: list[Row]) -> list[str]:
+    lines = [
+        "| Layout | Model | fp32 loss | fp32 gradients | fp64 gradients | fp64 parameters |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        errors = row.errors or {}
+        single, double = errors.get(Precision.FP32), errors.get(Precision.FP64)
+        numbers = [
+            *((single.loss, single.gradient) if single else (None, None)),
+            *((double.gradient, double.parameter) if double else (None, None)),
+        ]
+        cells = ["-" if number is None else f"{number:.0e}" for number in numbers]
+        bound = "" if row.case.exact else f" (limit {row.case.tolerance:g})"
+        lines.append(f"| {layout(row.case)} | {_model(row.case) or 'default'}{bound} | {' | '.join(cells)} |")
+    return lines
+
+
+def _model(case: Case) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in case.common.items())
+
+
+def _shown(value: Any) -> str:
+    return str(getattr(value, "value", value))

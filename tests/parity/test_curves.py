@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.parity import curves
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_layout_learns_as_one_process_does() -> None:
+    pool = RankPool()
+    try:
+        reference = curves.losses(pool)
+        curve = curves.losses(pool, **curves.LAYOUTS["tensor x ZeRO-3"])
+    finally:
+        pool.close()
+    assert curves.learnt(reference) < curves.LEARNT
+    assert curves.largest_difference(curve, reference) < curves.LIMIT

@@ -1,0 +1,149 @@
+"""What `spec.data` opens on a worker: records, tokens, other tokenizers, mixtures."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.api.data import DataFormat, DataSpec, MixturePart, OnCorrupt, Tokenizer
+from meshwright.data.errors import CorruptRecordError, DataError
+from meshwright.data.files import open_folder
+from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
+from meshwright_worker.data.corpus import open_corpus
+from meshwright_worker.data.mixed import MixedStream, open_stream
+from meshwright_worker.data.prepared import ENV_CACHE_DIR
+from meshwright_worker.data.stream import SampleStream
+
+TEXTS = [f"document number {number} " * 3 for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(ENV_CACHE_DIR, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    root = tmp_path / "volume"
+    for name in ("a", "b"):
+        (root / name).mkdir(parents=True)
+        lines = (json.dumps({"text": f"{name} {text}"}) for text in TEXTS)
+        (root / name / "part.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def records(**fields: object) -> DataSpec:
+    return DataSpec(claim_name="v", format=DataFormat.JSON_LINES, **fields)
+
+
+def row(volume: Path, spec: DataSpec, path: str | None = None) -> list[int]:
+    corpus = open_corpus(spec, str(volume), path)
+    return corpus.tokens(0, len(corpus)).tolist()
+
+
+def want(name: str) -> list[int]:
+    return [token for text in TEXTS for token in [*f"{name} {text}".encode(), BYTE_SEPARATOR]]
+
+
+def test_records_are_tokenized_at_the_start(volume: Path) -> None:
+    assert row(volume, records()) == want("a") + want("b")
+    assert row(volume, records(pattern="b/*.jsonl")) == want("b")
+    assert row(volume, records(), "b") == want("b")
+
+
+def test_only_the_first_rank_of_a_pod_tokenizes(
+    volume: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        threads = [threading.Thread(target=row, args=(volume, records())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum("tokenized 24 documents" in record.message for record in caplog.records) == 1
+    (volume / "a" / "part.jsonl").write_text('{"text": "changed"}\n')
+    assert row(volume, records(pattern="a/*")) == [*b"changed", BYTE_SEPARATOR]
+
+
+def test_an_interrupted_tokenizing_is_done_again(volume: Path, cache: Path) -> None:
+    corpus = open_corpus(records(), str(volume))
+    (manifest,) = cache.glob("*/*/meshwright-tokens.json")
+    manifest.unlink()
+    again = open_corpus(records(), str(volume))
+    assert again.fingerprint == corpus.fingerprint
+
+
+def test_tokens_written_before_are_the_same_row(volume: Path) -> None:
+    tokenize(Source(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume.parent / "tokens")
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS)
+    assert row(volume.parent / "tokens", spec) == want("a") + want("b")
+    remote = DataSpec(uri=f"local://{volume.parent / 'tokens'}", format=DataFormat.TOKENS)
+    assert row(volume, remote) == want("a") + want("b")
+
+
+def test_tokens_of_another_tokenizer_are_refused(volume: Path, bpe_file: Path) -> None:
+    tokens = volume.parent / "tokens"
+    tokenize(Source(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), tokens)
+    (tokens / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS, tokenizer=Tokenizer.BPE, tokenizer_file="tokenizer.json")
+    with pytest.raises(DataError, match=r"holds tokens of `byte`, not of `bpe/"):
+        open_corpus(spec, str(tokens))
+
+
+@pytest.mark.parametrize("where", ["volume", "uri"])
+def test_a_tokenizer_beside_the_data(volume: Path, bpe_file: Path, where: str) -> None:
+    (volume / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    place = {"claim_name": "v"} if where == "volume" else {"uri": f"local://{volume}"}
+    spec = DataSpec(
+        **place,
+        format=DataFormat.JSON_LINES,
+        pattern="a/*.jsonl",
+        tokenizer=Tokenizer.BPE,
+        tokenizer_file="tokenizer.json",
+    )
+    corpus = open_corpus(spec, str(volume))
+    found = corpus.tokens(0, len(corpus)).tolist()
+    assert found.count(corpus.separator) == len(TEXTS)
+    assert len(found) < len(want("a"))
+
+
+def test_a_corrupt_record_ends_the_start_or_is_told(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (volume / "a" / "part.jsonl").open("a") as file:
+        file.write("\nbroken\n")
+    with pytest.raises(CorruptRecordError, match=r"a/part\.jsonl:13"):
+        open_corpus(records(), str(volume))
+    assert row(volume, records(on_corrupt_record=OnCorrupt.SKIP)) == want("a") + want("b")
+    assert any("left out: a/part.jsonl:13" in record.message for record in caplog.records)
+
+
+def test_a_mixture_takes_samples_by_weight(volume: Path) -> None:
+    parts = [MixturePart(path="a", weight=3), MixturePart(path="b", weight=1)]
+    stream = open_stream(records(mixture=parts), str(volume), 8, 0)
+    assert isinstance(stream, MixedStream)
+    batch = stream.batch(0, 400)
+    alone = {name: SampleStream(open_corpus(records(), str(volume), name), 8, 0) for name in ("a", "b")}
+    order = [stream._mixture.pick(number).corpus for number in range(400)]
+    assert 270 <= order.count(0) <= 330
+    for number, (corpus, sample) in enumerate(stream._mixture.pick(n) for n in range(400)):
+        assert torch.equal(batch[number], alone["ab"[corpus]].batch(sample, 1)[0])
+    assert torch.equal(stream.batch(123, 5), batch[123:128])
+
+
+def test_a_mixture_is_another_stream_when_a_weight_changes(volume: Path) -> None:
+    def identity(weight: float) -> str:
+        parts = [MixturePart(path="a", weight=weight), MixturePart(path="b")]
+        return open_stream(records(mixture=parts), str(volume), 8, 0).identity
+
+    assert identity(2) != identity(1) == identity(1)
+
+
+def test_a_weight_too_small_names_the_field(volume: Path) -> None:
+    parts = [MixturePart(path="a"), MixturePart(path="b", weight=0.0001)]
+    with pytest.raises(DataError, match=r"`data.mixture`: weight 0.0001"):
+        open_stream(records(mixture=parts), str(volume), 8, 0)

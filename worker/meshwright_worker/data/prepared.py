@@ -1,0 +1,85 @@
+"""Text that is tokenized when a worker starts: once a pod, whoever of its ranks comes first; the others wait.
+
+The tokens lie in scratch space under a name made from everything that decides them, so a restarted rank finds them
+again, and nothing stale is ever used. Large corpora are better tokenized once for all: `meshwright data tokenize`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from meshwright.api.data import DataSpec
+from meshwright.api.data import Tokenizer as Kind
+from meshwright.data.errors import DataError
+from meshwright.data.files import Folder, LocalFolder, matching, open_folder
+from meshwright.data.shards import MANIFEST
+from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenizers import Tokenizer, open_tokenizer
+
+log = logging.getLogger(__name__)
+
+ENV_CACHE_DIR = "MESHWRIGHT_CACHE_DIR"
+"""Where to keep the tokens instead of the temporary directory: a volume that outlives the pod saves the work."""
+
+
+def tokenizer_of(data: DataSpec, root: str) -> Tokenizer:
+    """The tokenizer that `data` names; `root` is the folder or URI of the data.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    if data.tokenizer is Kind.BYTE or data.tokenizer_file is None:
+        return open_tokenizer(data.tokenizer, None)
+    folder = open_folder(root)
+    path = folder.local(data.tokenizer_file)
+    if path is not None:
+        return open_tokenizer(data.tokenizer, path)
+    with tempfile.TemporaryDirectory() as scratch, folder.open(data.tokenizer_file) as file:
+        copy = Path(scratch) / "tokenizer"
+        copy.write_bytes(file.read())
+        return open_tokenizer(data.tokenizer, copy)
+
+
+def prepared(data: DataSpec, folder: Folder, tokenizer: Tokenizer) -> Folder:
+    """The folder of shards with the tokens of `folder`, made now if no rank of this pod has made it yet.
+
+    Raises:
+        CorruptRecordError: a record cannot be read, and `data.onCorruptRecord` is `Fail`.
+        DataError: nothing matches, or a file cannot be read.
+    """
+    source = Source(folder, data.pattern, data.format, data.field, data.on_corrupt_record)
+    base = Path(os.environ.get(ENV_CACHE_DIR) or tempfile.gettempdir()) / f"meshwright-tokens-{os.getuid()}"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if base.stat().st_uid != os.getuid():
+        raise DataError(f"{base} belongs to somebody else: set {ENV_CACHE_DIR} to a folder of this user")
+    target = base / _key(source, tokenizer)
+    with (base / f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (target / MANIFEST).exists():
+            shutil.rmtree(target, ignore_errors=True)
+            _tokenize(source, tokenizer, target)
+    return LocalFolder(target)
+
+
+def _tokenize(source: Source, tokenizer: Tokenizer, target: Path) -> None:
+    started = time.monotonic()
+    manifest, skipped = tokenize(source, tokenizer, target)
+    for example in skipped.examples:
+        log.warning("left out: %s", example)
+    if skipped.count:
+        log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
+    seconds = time.monotonic() - started
+    log.info("tokenized %d documents, %d tokens, in %.1f s", manifest.documents, manifest.tokens, seconds)
+
+
+def _key(source: Source, tokenizer: Tokenizer) -> str:
+    parts = [tokenizer.identity, source.kind, source.key, source.on_corrupt]
+    parts += [f"{entry.name}\0{entry.size}" for entry in matching(source.folder, source.pattern)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
