@@ -27,6 +27,7 @@ class DataFormat(StrEnum):
     JSON_LINES = "JSONLines"
     PARQUET = "Parquet"
     TOKENS = "Tokens"
+    PROMPT_COMPLETION = "PromptCompletion"
 
 
 class Tokenizer(StrEnum):
@@ -69,9 +70,13 @@ class DataSpec(ApiModel):
     format: DataFormat = DataFormat.TEXT
     """`Text`: each file is a document. `JSONLines`: each line is one, gzip when the name ends in `.gz`. `Parquet`: each
     row is one. `Tokens`: what `meshwright data tokenize` wrote, memory-mapped; the other formats, but for bytes of
-    text, are tokenized on every worker when it starts."""
+    text, are tokenized on every worker when it starts. `PromptCompletion`: each line is a JSON object with the texts
+    `prompt` and `completion`, for supervised fine-tuning: a record is a sequence, and only its completion is predicted.
+    """
     field: Annotated[str, Field(min_length=1, max_length=253)] = "text"
     """Field or column that holds the text, with `format: JSONLines` or `Parquet`."""
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the tokens that is never trained on, for `training.evaluation`: the last documents of each corpus."""
     tokenizer: Tokenizer = Tokenizer.BYTE
     """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257. `BPE`: a
     `tokenizer.json` of the library tokenizers. `SentencePiece`: a model of that library. With `format: Tokens` what

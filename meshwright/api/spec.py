@@ -11,6 +11,8 @@ from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec
 from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.mixture import MixtureSpec
+from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.api.values import Quantity, ShortText
 from meshwright.api.volumes import VolumeSpec
 
@@ -19,16 +21,16 @@ Degree = Annotated[int, Field(ge=1, le=65536)]
 
 
 class ModelSpec(ApiModel):
-    """The model to train: a preset by name, or a Llama-style decoder by its numbers."""
+    """The model to train: a preset by name, or a decoder by its numbers; what is left out is as in Llama."""
 
     preset: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     """A known architecture, such as `llama-3-8b`. Excludes every other field of `model`."""
     layers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of decoder layers."""
     hidden_size: Annotated[int, Field(ge=1, le=131072)] | None = None
-    """Width of the residual stream. Must be divisible by twice `heads`."""
+    """Width of the residual stream. Must be divisible by twice `heads` unless `headSize` is given."""
     intermediate_size: Annotated[int, Field(ge=1, le=1048576)] | None = None
-    """Width of the SwiGLU feed-forward layer. Must be divisible by `parallelism.tensor`."""
+    """Width of the feed-forward layer. Must be divisible by `parallelism.tensor`."""
     heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of query heads. Must be divisible by `parallelism.tensor`."""
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -38,7 +40,36 @@ class ModelSpec(ApiModel):
     rope_theta: Annotated[int, Field(ge=1, le=1000000000)] | None = None
     """Base of the rotary position embedding; 10000 when left out."""
     tie_embeddings: bool | None = None
-    """Whether the output projection is the token embedding; false when left out. Needs `parallelism.pipeline: 1`."""
+    """Whether the output projection is the token embedding; false when left out."""
+    mixture: MixtureSpec | None = None
+    """Mixtures of experts in place of feed-forward layers; none when left out."""
+    head_size: Annotated[int, Field(ge=2, le=65536)] | None = None
+    """Width of a query's and key's head; `hiddenSize / heads` when left out. With `latent`: without the rotary part."""
+    value_size: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Width of a value's head; `headSize` when left out."""
+    gated: bool | None = None
+    """Whether the feed-forward layer has a gate (SwiGLU, arXiv 2002.05202); true when left out."""
+    activation: Activation | None = None
+    """Non-linearity of the feed-forward layer, on the gate where there is one; `SiLU` when left out. `GELUTanh` is the
+    approximation that GPT-2 uses."""
+    norm: Norm | None = None
+    """`RMSNorm` (arXiv 1910.07467), or `LayerNorm` (arXiv 1607.06450); `RMSNorm` when left out."""
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Epsilon of the norms; 0.00001 when left out."""
+    biases: bool | None = None
+    """Whether every matrix but embedding and output, and every norm, has a bias (GPT); false when left out. Needs
+    `norm: LayerNorm`."""
+    attention_biases: bool | None = None
+    """Whether queries, keys and values have a bias (Qwen2); false when left out."""
+    query_key_norms: bool | None = None
+    """Whether each head's queries and keys are normalised (Qwen3); false when left out."""
+    positions: Annotated[int, Field(ge=0, le=16777216)] | None = None
+    """Rows of a learned position embedding (GPT), at least `training.sequenceLength`; 0, for rotary positions, when
+    left out."""
+    latent: LatentSpec | None = None
+    """Multi-head latent attention (DeepSeek); full keys and values when left out."""
+    rope_scaling: RopeScalingSpec | None = None
+    """Rescaling of rotary frequencies for long contexts (Llama 3.1); none when left out."""
 
 
 class Precision(StrEnum):
@@ -98,6 +129,40 @@ class OuterSpec(ApiModel):
     """With `AsyncSGD`, the most updates that a gradient may be behind when it is applied; 0 lets islands take turns."""
 
 
+class LoraTarget(StrEnum):
+    """A matrix of a layer that gets an adapter."""
+
+    QUERY = "Query"
+    KEY = "Key"
+    VALUE = "Value"
+    OUTPUT = "Output"
+    GATE = "Gate"
+    UP = "Up"
+    DOWN = "Down"
+
+
+class LoraSpec(ApiModel):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685): the model's own weights stay, two narrow matrices beside some of
+    them are trained.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Width of the adapters."""
+    alpha: Annotated[float, Field(gt=0, le=1000000)] = 16.0
+    """An adapter's output is scaled by `alpha / rank`."""
+    targets: Annotated[list[LoraTarget], Field(min_length=1, max_length=7)] = [LoraTarget.QUERY, LoraTarget.VALUE]
+    """The matrices that get an adapter, in every layer."""
+
+
+class EvaluationSpec(ApiModel):
+    """A loss on documents that are never trained on (`data.heldOut`)."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
+    """Steps between evaluations; the last step is followed by one too."""
+    samples: Annotated[int, Field(ge=1, le=16777216)] = 64
+    """Sequences of an evaluation, the same ones each time; rounded up to whole batches."""
+
+
 class TrainingSpec(ApiModel):
     """How long and how to train."""
 
@@ -115,12 +180,38 @@ class TrainingSpec(ApiModel):
     """Optimizer and learning-rate schedule."""
     outer: OuterSpec | None = None
     """Islands of replicas that meet once a round; when left out all replicas take every step together."""
+    initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
+    """Directory to begin from, as worker containers see it (a volume of `workers.volumes`): a Hugging Face
+    `config.json` of the same shape as `model`, and safetensors files. Random weights by `seed` when left out."""
+    lora: LoraSpec | None = None
+    """Train low-rank adapters alone; every parameter when left out."""
+    evaluation: EvaluationSpec | None = None
+    """Evaluate while training; needs `data.heldOut`. Not at all when left out."""
 
 
 class PipelineSchedule(StrEnum):
     """The order in which a pipeline runs its micro-batches."""
 
+    NAIVE = "Naive"
+    GPIPE = "GPipe"
     ONE_F_ONE_B = "1F1B"
+    INTERLEAVED = "Interleaved1F1B"
+    LOOPED_BFS = "LoopedBFS"
+    ZB_H1 = "ZBH1"
+    ZB_H2 = "ZBH2"
+    ZB_V = "ZBV"
+    AUTOMATIC = "Automatic"
+    DUAL_PIPE = "DualPipe"
+    DUAL_PIPE_V = "DualPipeV"
+    PIPEDREAM = "PipeDream"
+    PIPEDREAM_2BW = "PipeDream2BW"
+
+
+class StageBalance(StrEnum):
+    """What is dealt evenly to the stages of a pipeline."""
+
+    LAYERS = "Layers"
+    FLOPS = "Flops"
 
 
 class DataParallelStrategy(StrEnum):
@@ -201,10 +292,33 @@ class ParallelismSpec(ApiModel):
     """Tensor-parallel degree: every layer split over this many GPUs of one NVLink domain."""
     pipeline: Degree | None = None
     """Pipeline-parallel degree: number of stages the layers are split into."""
+    expert: Degree | None = None
+    """Expert-parallel degree: the experts of a mixture are spread over this many of the ranks that hold the same dense
+    parameters. Must divide `replicas` and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    """Pipeline schedule (PipeDream-Flush, arXiv 2006.09503)."""
+    """Order in which a pipeline runs its micro-batches. `Naive`: one at a time. `GPipe` (arXiv 1811.06965), `1F1B`
+    (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473), `LoopedBFS` (arXiv 2211.05953). Backward
+    in halves: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241), `ZBV` (arXiv 2405.15362). Forward and backward
+    overlapped: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and so with stale weights: `PipeDream`
+    (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
+    virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
+    """Stages of one rank with `Interleaved1F1B` and `LoopedBFS`, the only schedules that allow it; 2 when left out."""
+    layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (
+        None
+    )
+    """Layers of each stage, in the model's order; must add up to `model.layers`. As `stageBalance` says when left
+    out. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
+    stage_balance: StageBalance = StageBalance.LAYERS
+    """What stages have the same of. `Layers`: their number, the first stages taking what is left over. `Flops`: the
+    work, the last stage's output projection counted."""
+    rematerialize: bool = False
+    """Keep only the input of each stage for a micro-batch and compute the stage again before its backward pass (GPipe,
+    arXiv 1811.06965, section 2.3)."""
+    activation_limit: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Micro-batches whose activations a rank may hold with the schedule `Automatic`; `pipeline`, which is what 1F1B
+    holds, when left out."""
     micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be divisible by
     `replicas` times this."""

@@ -22,6 +22,7 @@ from meshwright.planner.memory import StageMemory, Workload, worst_stage
 from meshwright.planner.pricing import Pricer
 from meshwright.planner.search.search import AS_GOOD
 from meshwright.planner.search.shapes import divisors
+from meshwright.schedules.division import ASYNCHRONOUS, stages_of_rank, takes_micro_batches
 
 MICRO_BATCHES_PER_STAGE = 4
 """Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
@@ -95,12 +96,13 @@ class Search:
         return [first, *others]
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every allowed combination, in order of preference: fewest stages, fewest tensor-parallel ranks."""
+        """Every allowed combination, in order of preference: fewest stages, tensor-parallel ranks, parts of experts."""
         for pipeline in self.pipelines():
             for tensor in self.tensors():
-                layout = Layout(tensor, pipeline, self.replicas)
-                if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
-                    yield self.with_micro_batches(layout)
+                for expert in self.experts():
+                    layout = Layout(tensor, pipeline, self.replicas, expert=expert)
+                    if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
+                        yield self.with_micro_batches(layout)
 
     def tensors(self) -> list[int]:
         """Tensor-parallel degrees that split the model evenly and stay in an NVLink domain."""
@@ -108,26 +110,40 @@ class Search:
             return [self.parallelism.tensor]
         model = self.architecture
         common = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size)
+        if model.mixture is not None:
+            common = gcd(common, model.mixture.intermediate_size, model.mixture.shared_intermediate_size)
         if self.parallelism.sequence:
             common = gcd(common, self.training.sequence_length)
         widest = self.hardware.domain_gpus or common
         gpus = self.gpus_per_worker
         return [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
 
+    def experts(self) -> list[int]:
+        """Expert-parallel degrees: divisors of the experts and of the replicas that they are spread over."""
+        if self.parallelism.expert is not None:
+            return [self.parallelism.expert]
+        mixture = self.architecture.mixture
+        return divisors(gcd(mixture.experts, self.replicas)) if mixture is not None else [1]
+
     def pipelines(self) -> list[int]:
         """Pipeline degrees that leave each stage a layer."""
         if self.parallelism.pipeline is not None:
             return [self.parallelism.pipeline]
-        return list(range(1, 2 if self.architecture.tie_embeddings else self.architecture.layers + 1))
+        layers, tied = self.architecture.layers, self.architecture.tie_embeddings
+        if tied and self.parallelism.schedule in ASYNCHRONOUS:
+            return [1]
+        return [p for p in range(1, layers + 1) if p * stages_of_rank(self.parallelism, p) <= layers]
 
     def micro_batch_counts(self, pipeline: int) -> list[int]:
         """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy.
 
-        Empty when none gives every stage a micro-batch, which 1F1B needs.
+        Empty when the schedule can be made for none.
         """
         batch = self.training.global_batch_size // self.replicas
         stated = self.parallelism.micro_batches
-        possible = [m for m in (divisors(batch) if stated is None else [stated]) if pipeline <= m <= MAX_MICRO_BATCHES]
+        wanted = divisors(batch) if stated is None else [stated]
+        schedule = self.parallelism.schedule
+        possible = [m for m in wanted if m <= MAX_MICRO_BATCHES and takes_micro_batches(schedule, pipeline, m)]
         if pipeline == 1:
             return possible
         return [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline] or possible[-1:]

@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from meshwright.api.spec import Precision
 from meshwright.layout import Layout, split_layers
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import is_mixture, router_parameters
 
 FP32 = 4
 ADAM = 8
 """Bytes per parameter of AdamW's two moments in fp32."""
+INDEX = 8
+"""Bytes of a row's number."""
+ROUTER_TENSORS = 4
+"""fp32 tensors of [tokens, experts] that a router keeps: logits, scores and the gradients' inputs of both losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,11 @@ def worst_stage(workload: Workload, layout: Layout) -> StageMemory:
     """The stage whose ranks need most; the first of equals.
 
     Between the first stage, which holds the embedding, and the last, which holds the output, layers and micro-batches
-    in flight only become fewer, so the second stage stands for all of them.
+    in flight only become fewer, so the second stage stands for all of them; but for mixtures, which come late.
     """
     stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+    if workload.architecture.mixture is not None:
+        stages = list(range(layout.pipeline))
     return max((stage_memory(workload, layout, stage) for stage in stages), key=lambda m: (m.total, -m.stage))
 
 
@@ -86,7 +93,8 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
     layers = len(split_layers(workload.architecture.layers, layout.pipeline)[stage])
     own = rank_parameters(workload.architecture, layout, stage, layers)
     sharded = workload.zero_stage > 0 and layout.data > 1
-    shard = -(-own // layout.data) if sharded else own
+    experts = expert_parameters(workload.architecture, layout, stage)
+    shard = -(-(own - experts) // layout.data) - (-experts * layout.expert // layout.data) if sharded else own
     accumulates = workload.zero_stage < 2 or not sharded or workload.micro_batches > 1
     # Stage 1 shards optimizer state alone: parameters stay whole, and are reduced and gathered bucket by bucket.
     whole = not sharded or workload.zero_stage == 1
@@ -102,11 +110,35 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
 
 
 def rank_parameters(architecture: Architecture, layout: Layout, stage: int, layers: int) -> int:
-    """Parameters on one rank of a stage before any sharding over replicas; norms are whole on every rank."""
-    norms = 2 * architecture.hidden_size
-    split = layers * (architecture.layer_parameters - norms) + _tables(architecture, layout, stage)
-    final_norm = architecture.hidden_size if stage == layout.pipeline - 1 else 0
-    return -(-split // layout.tensor) + layers * norms + final_norm
+    """Parameters on one rank of a stage before any sharding over replicas; norms and routers are whole on each."""
+    whole = architecture.whole_parameters
+    split = layers * (architecture.layer_parameters - whole) + _tables(architecture, layout, stage)
+    positions = architecture.positions * architecture.hidden_size if stage == 0 else 0
+    final_norm = architecture.norm_parameters if stage == layout.pipeline - 1 else 0
+    mixture, mixtures = architecture.mixture, _mixtures(architecture, layout, stage)
+    routers = 0
+    if mixture is not None:
+        shared = 3 * architecture.hidden_size * mixture.shared_intermediate_size
+        split -= mixtures * (architecture.feed_forward_parameters - shared)
+        routers = mixtures * router_parameters(mixture, architecture.hidden_size)
+    experts = expert_parameters(architecture, layout, stage)
+    return -(-split // layout.tensor) + layers * whole + positions + final_norm + routers + experts
+
+
+def expert_parameters(architecture: Architecture, layout: Layout, stage: int) -> int:
+    """Of `rank_parameters`, those of routed experts: spread over the expert group, whose ranks share out replicas."""
+    mixture = architecture.mixture
+    if mixture is None:
+        return 0
+    one = 3 * architecture.hidden_size * mixture.intermediate_size
+    return -(-_mixtures(architecture, layout, stage) * mixture.experts * one // (layout.tensor * layout.expert))
+
+
+def _mixtures(architecture: Architecture, layout: Layout, stage: int) -> int:
+    """Layers of a stage that are mixtures of experts."""
+    return sum(
+        is_mixture(architecture.mixture, layer) for layer in split_layers(architecture.layers, layout.pipeline)[stage]
+    )
 
 
 def _tables(architecture: Architecture, layout: Layout, stage: int) -> int:
@@ -121,6 +153,10 @@ def _gathered(workload: Workload, layout: Layout, stage: int, own: int) -> int:
         return workload.element * own
     tables = -(-_tables(workload.architecture, layout, stage) // layout.tensor)
     layer = -(-workload.architecture.layer_parameters // layout.tensor)
+    mixtures = _mixtures(workload.architecture, layout, stage)
+    if mixtures:
+        # Attention and the experts here, whose width the dense layer's takes no part in.
+        layer += expert_parameters(workload.architecture, layout, stage) // mixtures
     return workload.element * min(own, tables + 2 * layer)
 
 
@@ -136,7 +172,11 @@ def _activations(workload: Workload, layout: Layout, stage: int, layers: int, ca
     boundary = -(-workload.tokens * workload.architecture.hidden_size * workload.element // slices)
     neighbours = int(stage > 0) + int(stage < layout.pipeline - 1)
     sent = in_flight * boundary if stage < layout.pipeline - 1 else 0
-    kept = in_flight * (layers * layer_activations(workload, layout.tensor) + copies)
+    mixtures = _mixtures(workload.architecture, layout, stage)
+    of_layers = layers * layer_activations(workload, layout.tensor)
+    if mixtures:
+        of_layers += mixtures * (mixture_activations(workload, layout) - _feed_forward_activations(workload, layout))
+    kept = in_flight * (of_layers + copies)
     return kept + sent + neighbours * workload.micro_batches * boundary
 
 
@@ -145,15 +185,39 @@ def layer_activations(workload: Workload, tensor: int) -> int:
 
     Twice, for each norm: its fp32 input, the inverse root mean square and the normed input, split along the sequence
     with sequence parallelism; and the whole of its output, which the column-parallel products share. Split over the
-    ranks always: queries, keys, values, attention's output and log-sum-exp; gate, its SiLU, up, and their product.
+    ranks always: queries, keys, values, attention's output and log-sum-exp; gate, its SiLU, up, and their product, or
+    without a gate what goes into the non-linearity and what comes out.
     """
     model, element = workload.architecture, workload.element
     slices = tensor if workload.sequence_parallel else 1
     norm = -(-(FP32 * model.hidden_size + FP32 + element * model.hidden_size) // slices)
     whole = element * model.hidden_size
-    attention = element * 2 * (model.hidden_size + model.kv_heads * model.head_size) + FP32 * model.heads
-    feed_forward = element * 4 * model.intermediate_size
+    keyed = model.kv_heads if model.latent is None else model.heads
+    widths = (model.heads + keyed) * (model.key_size + model.value_size)
+    attention = element * widths + FP32 * model.heads
+    feed_forward = element * (4 if model.gated else 2) * model.intermediate_size
     return workload.tokens * (2 * (norm + whole) + -(-(attention + feed_forward) // tensor))
+
+
+def mixture_activations(workload: Workload, layout: Layout) -> int:
+    """Bytes one mixture of experts keeps of one micro-batch, in place of a dense layer's, when loads are even.
+
+    For each token and expert that it uses: the copied row, gate, its SiLU, up and their product, and the row that comes
+    back, beside its place among the choices; for each token scores and logits of all experts, and shared experts.
+    """
+    model, element = workload.architecture, workload.element
+    mixture = model.mixture
+    if mixture is None:
+        return 0
+    slices = layout.tensor if workload.sequence_parallel and layout.expert > 1 else 1
+    rows = 2 * element * model.hidden_size + 2 * INDEX
+    inner = element * 4 * (mixture.per_token * mixture.intermediate_size + mixture.shared_intermediate_size)
+    routed = mixture.per_token * rows + ROUTER_TENSORS * FP32 * mixture.experts
+    return workload.tokens * (-(-inner // layout.tensor) + -(-routed // slices))
+
+
+def _feed_forward_activations(workload: Workload, layout: Layout) -> int:
+    return workload.tokens * -(-workload.element * 4 * workload.architecture.intermediate_size // layout.tensor)
 
 
 def _logits(workload: Workload, layout: Layout) -> int:

@@ -21,6 +21,8 @@ from meshwright.planner.pricing import Calibration, Pricer, pricer_for
 from meshwright.planner.reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.protocol import RunConfig
 
+MAX_PLANS = 6
+"""Layouts to choose from by what is free: each costs a placement."""
 _MAX_REASONS = 16
 _MAX_REASON_TEXT = 1024
 
@@ -52,13 +54,20 @@ class Plan:
     @property
     def summary(self) -> str:
         """The layout in one line."""
-        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}"
+        experts = f", EP {self.layout.expert}" if self.layout.expert > 1 else ""
+        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}{experts}"
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
         whole_workers = replicas * self.layout.replica_size % self.gpus_per_worker == 0
         batch = self.global_batch_size
-        return replicas >= 1 and whole_workers and (batch is None or batch % (replicas * self.micro_batches) == 0)
+        spread = replicas % self.layout.expert == 0
+        return (
+            replicas >= 1
+            and whole_workers
+            and spread
+            and (batch is None or batch % (replicas * self.micro_batches) == 0)
+        )
 
     def to_status(self) -> PlanStatus:
         """The plan as `status.plan`."""
@@ -66,6 +75,7 @@ class Plan:
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             data=self.layout.data,
+            expert=self.layout.expert,
             micro_batches=self.micro_batches,
             world_size=self.layout.world_size,
             workers=self.layout.world_size // self.gpus_per_worker,
@@ -95,6 +105,7 @@ class Plan:
                 update={
                     "tensor": self.layout.tensor,
                     "pipeline": self.layout.pipeline,
+                    "expert": self.layout.expert,
                     "micro_batches": self.micro_batches,
                 },
             ),
@@ -127,24 +138,30 @@ def make_plan(
     running = _as_it_runs(spec, architecture, keep) if keep is not None else None
     if running is not None:
         return _priced(running, pricer)
-    return _anew(spec, architecture, inventory, pricer)[0]
+    return _anew(spec, architecture, inventory, pricer, most=1)[0]
 
 
 def make_plans(
-    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
+    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None, most: int = MAX_PLANS
 ) -> list[Plan]:
     """The plan of a job that does not run yet, and after it other layouts of as many GPUs, the fastest first.
+
+    At most `most` in all.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
-    return _anew(spec, architecture, inventory, pricer_for(spec, architecture, inventory, calibration))
+    return _anew(spec, architecture, inventory, pricer_for(spec, architecture, inventory, calibration), most)
 
 
 def _anew(
-    spec: ParallelTrainingJobSpec, architecture: Architecture | None, inventory: Inventory, pricer: Pricer | None
+    spec: ParallelTrainingJobSpec,
+    architecture: Architecture | None,
+    inventory: Inventory,
+    pricer: Pricer | None,
+    most: int,
 ) -> list[Plan]:
     hardware = Hardware.of(inventory, spec.workers.gpus_per_worker)
     _check_reach(spec, hardware)
@@ -156,7 +173,7 @@ def _anew(
     if not ranked:
         raise nothing_fits(search)
     plans = []
-    for chosen in ranked:
+    for chosen in ranked[:most]:
         plan = _priced(_plan(spec, architecture, chosen, reasons_for(search, chosen)), pricer)
         plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(search, plan.estimate))))
     return plans
@@ -177,7 +194,7 @@ def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> 
 
 
 def _in_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
-    numbers = architecture.model_dump(exclude={"name", "rope_theta", "norm_epsilon"})
+    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
     return spec.model_copy(update={"model": ModelSpec(**numbers)})
 
 
@@ -190,6 +207,7 @@ def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None
         update={
             "tensor": asked.tensor or keep.tensor,
             "pipeline": asked.pipeline or keep.pipeline,
+            "expert": asked.expert or keep.expert,
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
     )

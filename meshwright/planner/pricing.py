@@ -18,6 +18,7 @@ from meshwright.planner.cost.choices import Choices, Numbers, Work
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
 from meshwright.planner.cost.fabric import Fabric, Level
+from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.step import Machine
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.inventory import Inventory
@@ -60,19 +61,20 @@ class Pricer:
             sequence_parallel=self.sequence_parallel and layout.tensor > 1,
             pipeline=layout.pipeline,
             data=layout.data,
+            expert=layout.expert,
             zero_stage=self.zero_stage if layout.data > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
             numbers=self.numbers,
         )
 
-    def price(self, layout: Layout, micro_batches: int) -> Estimate:
-        """Memory and time of one step.
+    def price(self, layout: Layout, micro_batches: int, groups: Groups | None = None) -> Estimate:
+        """Memory and time of one step; `groups` are those of a placement, without it ranks fill domains in order.
 
         Raises:
             ValueError: there are more stages than layers.
         """
-        return estimate(self.work, self.choices(layout, micro_batches), self.machine)
+        return estimate(self.work, self.choices(layout, micro_batches), self.machine, groups)
 
 
 def pricer_for(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.layout import Layout
+from dataclasses import replace
+
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.degrees import MICRO_BATCHES_PER_STAGE, Candidate, Search
 from meshwright.planner.errors import PlanError
@@ -39,6 +40,7 @@ def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
         _tensor_reason(search, chosen),
         _pipeline_reason(search, chosen),
         f"DP {chosen.layout.data}: set by `replicas`",
+        _expert_reason(search, chosen),
         _micro_batches_reason(search, chosen),
         _memory_reason(search, chosen.memory),
     )
@@ -52,7 +54,7 @@ def _tensor_reason(search: Search, chosen: Candidate) -> str:
     smaller = [t for t in search.tensors() if t < tensor]
     if not smaller:
         return f"TP {tensor}: the smallest degree that splits the model evenly and fills workers"
-    rejected = search.with_micro_batches(Layout(smaller[-1], chosen.layout.pipeline, chosen.layout.data))
+    rejected = search.with_micro_batches(replace(chosen.layout, tensor=smaller[-1]))
     limit = search.hardware.largest_memory
     if limit is not None and rejected.needed > limit:
         need = f"TP {smaller[-1]} needs {amount_text(rejected.needed)} per GPU, usable are {amount_text(limit)}"
@@ -68,6 +70,18 @@ def _pipeline_reason(search: Search, chosen: Candidate) -> str:
         return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
     widest = search.hardware.domain_gpus or 1
     return f"PP {pipeline}: the fewest stages that fit; an NVLink domain of {widest} GPUs alone does not hold a replica"
+
+
+def _expert_reason(search: Search, chosen: Candidate) -> str:
+    mixture, expert = search.architecture.mixture, chosen.layout.expert
+    if mixture is None:
+        return ""
+    if search.parallelism.expert is not None:
+        return f"EP {expert}: set by `parallelism.expert`"
+    held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
+    if expert == 1:
+        return f"EP 1: every replica has all experts, and no token travels ({held})"
+    return f"EP {expert}: {held}; fewer parts need more memory or take longer"
 
 
 def _micro_batches_reason(search: Search, chosen: Candidate) -> str:

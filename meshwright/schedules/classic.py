@@ -1,8 +1,18 @@
-"""Schedules with whole backward passes: GPipe, 1F1B, interleaved 1F1B, looped breadth-first."""
+"""Schedules with whole backward passes: naive, GPipe, 1F1B, interleaved 1F1B, looped breadth-first."""
 
 from __future__ import annotations
 
 from meshwright.schedules.actions import Kind, Schedule, Slot, check_counts, one
+
+
+def naive(ranks: int, micro_batches: int) -> Schedule:
+    """One micro-batch at a time, forward and back: model parallelism without a pipeline, one rank working at a time."""
+    check_counts(ranks, micro_batches)
+    every = tuple(
+        tuple(one(kind, rank, m) for m in range(micro_batches) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        for rank in range(ranks)
+    )
+    return Schedule("naive", ranks, micro_batches, every)
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:

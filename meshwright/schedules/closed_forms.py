@@ -43,6 +43,8 @@ def bubble(schedule: str, stages: int, micro_batches: int, chunks: int, times: S
         return 0.0
     forward, backward, weight = times.forward, times.backward_input, times.backward_weight
     hops = stages - 1
+    if schedule == "naive":
+        return hops * micro_batches * times.total
     if schedule in ("gpipe", "1f1b"):
         return hops * times.total
     if schedule in ("interleaved", "looped-bfs"):
@@ -66,6 +68,8 @@ def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int, rank:
     Raises:
         ValueError: the schedule is not known.
     """
+    if schedule == "naive":
+        return 1.0
     if schedule in ("gpipe", "looped-bfs"):
         return float(micro_batches)
     if schedule == "1f1b" or (schedule in ("interleaved", "zb-h1", "zb-h2") and stages == 1):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.classic import gpipe, interleaved, looped_bfs, one_f_one_b
+from meshwright.schedules.classic import gpipe, interleaved, looped_bfs, naive, one_f_one_b
 from meshwright.schedules.dual import dual_pipe, dual_pipe_v
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
+NAMES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
 
 
 def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -23,6 +23,7 @@ def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
         ValueError: the name is not known, or the schedule cannot be made for these numbers; the text says why.
     """
     simple = {
+        "naive": naive,
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
         "zb-h1": zb_h1,

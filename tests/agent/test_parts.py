@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from meshwright_worker.agent.training_log import TrainingLog
 from meshwright_worker.metrics import TrainerMetrics
 from meshwright_worker.rank_server import decode_request, encode_request
 from meshwright_worker.settings import Settings, SettingsError, from_environment
-from meshwright_worker.task import Outcome, StepReport
+from meshwright_worker.task import ExpertLoad, Outcome, StepReport
 from tests.agent.support import command_run, mesh, training_run
 
 ENVIRONMENT = {
@@ -140,11 +141,13 @@ def test_messages_survive_the_pipe(message: messages.RankMessage) -> None:
 
 
 def test_a_loss_that_is_no_number_survives_the_pipe() -> None:
-    sent = messages.StepDone(StepReport(1, math.nan, math.inf, 0.0, 1, 1, 0.1, 0.0))
+    loads = (ExpertLoad(1, 1.5, 0.0, 1.0, 2.0), ExpertLoad(3, 2.5, 0.25, 1.5, 3.0))
+    sent = messages.StepDone(StepReport(1, math.nan, math.inf, 0.0, 1, 1, 0.1, 0.0, loads))
     got = messages.decode(messages.encode(sent))
     assert isinstance(got, messages.StepDone)
     assert math.isnan(got.report.loss)
     assert math.isinf(got.report.gradient_norm)
+    assert got.report.experts == loads
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b"not json", b'{"kind": "exec"}', b'{"kind": "running", "step": "x"}'])
@@ -252,18 +255,24 @@ def test_metrics_follow_the_ranks() -> None:
     metrics.rank_up(0, up=True)
     metrics.step(0, REPORT)
     metrics.step(1, REPORT)
+    metrics.step(0, replace(REPORT, experts=(ExpertLoad(5, 1.25, 0.125, 1.0625, 4.0),)))
     metrics.checkpoint_saved(0.2)
     metrics.phase(0, "load", 0.3)
     text = metrics.render().decode()
     base = 'job_name="job",namespace="team-a"'
+    mixture = 'job_name="job",layer="5",namespace="team-a"'
     for line in (
         f'ptj_rank_up{{{base},rank="0"}} 1.0',
         f'ptj_rank_up{{{base},rank="1"}} 0.0',
         f'ptj_step{{{base},rank="1"}} 3.0',
-        f"ptj_tokens_total{{{base}}} 512.0",
+        f"ptj_tokens_total{{{base}}} 1024.0",
+        f"ptj_expert_load_imbalance{{{mixture}}} 1.25",
+        f"ptj_expert_dropped_ratio{{{mixture}}} 0.125",
+        f"ptj_auxiliary_loss{{{mixture}}} 1.0625",
+        f"ptj_router_z_loss{{{mixture}}} 4.0",
         f"ptj_loss{{{base}}} 2.5",
         f"ptj_rank_restarts_total{{{base}}} 0.0",
-        f'ptj_step_duration_seconds_count{{{base},rank="0"}} 1.0',
+        f'ptj_step_duration_seconds_count{{{base},rank="0"}} 2.0',
         f'ptj_checkpoint_duration_seconds_count{{{base},op="save"}} 1.0',
         f'ptj_checkpoint_duration_seconds_count{{{base},op="load"}} 1.0',
     ):
@@ -271,6 +280,7 @@ def test_metrics_follow_the_ranks() -> None:
     metrics.generation(2, [4, 5], restart=True)
     text = metrics.render().decode()
     assert 'rank="0"' not in text
+    assert 'layer="5"' not in text
     assert 'rank="4"' in text
     assert "ptj_rank_restarts_total" in text
     assert "2.0" in next(line for line in text.splitlines() if line.startswith("ptj_rank_restarts_total{"))

@@ -59,6 +59,15 @@ def volumes(*changes: dict[str, Any]) -> dict[str, Any]:
     return {"workers.volumes": [{k: v for k, v in {**claim, **c}.items() if v is not None} for c in changes]}
 
 
+def mixture(**fields: Any) -> dict[str, Any]:
+    """A mixture of 8 experts with these changes."""
+    return {"model.mixture": {"experts": 8, "perToken": 2, "intermediateSize": 64, **fields}}
+
+
+STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
+ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
+ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
+
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO"}),
@@ -99,6 +108,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("model.kvHeads", {"model.kvHeads": 8}),
     ("model.hiddenSize", {"model.hiddenSize": 130}),
     ("model.hiddenSize", {"model.hiddenSize": 4}),
+    ("model.preset", {"model": {"preset": "gpt2", "norm": "LayerNorm"}}),
+    ("model.headSize", {"model.headSize": 33}),
+    ("model.biases", {"model.biases": True}),
+    ("model.latent", {"model.latent": {"kvRank": 16, "ropeSize": 8}}),
+    ("model.latent", {"model.kvHeads": 4, "model.latent": {"kvRank": 16, "ropeSize": 7}}),
+    (
+        "model.latent",
+        {"model.kvHeads": None, "model.queryKeyNorms": True, "model.latent": {"kvRank": 8, "ropeSize": 8}},
+    ),
+    ("model.ropeScaling", {"model.ropeScaling": {"factor": 8, "lowFrequencyFactor": 4}}),
+    ("model.ropeScaling", {"model.positions": 128, "model.ropeScaling": {"factor": 8}}),
+    ("model.positions", {"model.positions": 64}),
     ("model.vocabSize", {"model.vocabSize": 256}),
     ("replicas", {"replicas": 65536, "training.globalBatchSize": 65536 * 4, "workers.gpusPerWorker": 1024}),
     ("workers.gpusPerWorker", {"workers.gpusPerWorker": 3}),
@@ -115,7 +136,20 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.pipeline", {"training.globalBatchSize": 2, "parallelism.microBatches": None}),
     ("parallelism.tensor", {"model.kvHeads": None, "parallelism.tensor": 8, "workers.gpusPerWorker": 8}),
     ("parallelism.pipeline", {"parallelism.pipeline": 8}),
-    ("model.tieEmbeddings", {"model.tieEmbeddings": True}),
+    ("model.tieEmbeddings", {"model.tieEmbeddings": True, **STALE}),
+    ("parallelism.virtualStages", {"parallelism.virtualStages": 2}),
+    ("parallelism.activationLimit", {"parallelism.activationLimit": 2}),
+    ("parallelism.layerSplit", {"parallelism.layerSplit": [1, 1, 2]}),
+    ("parallelism.layerSplit", {"parallelism.schedule": "ZBV", "parallelism.layerSplit": [2, 2]}),
+    ("parallelism.pipeline", {"parallelism.schedule": "ZBV", "model.layers": 3}),
+    ("parallelism.pipeline", {"parallelism.schedule": "LoopedBFS", "parallelism.virtualStages": 3}),
+    ("parallelism.microBatches", {**ROUNDS, "parallelism.microBatches": 5}),
+    ("parallelism.pipeline", {"parallelism.schedule": "DualPipe", **ODD}),
+    ("parallelism.microBatches", {"parallelism.schedule": "DualPipe", "parallelism.microBatches": 2}),
+    ("parallelism.microBatches", {"parallelism.schedule": "DualPipeV", "parallelism.microBatches": 2}),
+    ("parallelism.microBatches", {**STALE, "parallelism.schedule": "PipeDream"}),
+    ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
+    ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
     ("parallelism.microBatches", {"parallelism.microBatches": 3}),
@@ -123,6 +157,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("data.claimName", {"data.claimName": "text"}),
     ("data.claimName", {"data": {}}),
     ("data.claimName", {"data": {"source": "Files"}}),
+    ("training.evaluation", {"training.evaluation": {}}),
     ("data.claimName", {"data": {"claimName": "c", "uri": "s3://b/c"}}),
     ("data.source", {"data.pattern": "*.py"}),
     ("data.source", {"data.format": "Tokens"}),
@@ -155,6 +190,20 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.volumes", volumes({}, {"name": "other"})),
     ("recovery.maxRestarts", {"recovery": {"maxRestarts": 101, "restartWindowSeconds": 600}}),
     ("successPolicy", {"successPolicy": "FirstWorker"}),
+    ("model.preset", {"model": {"preset": "tiny", "mixture": mixture()["model.mixture"]}}),
+    ("model.mixture.perToken", mixture(perToken=9)),
+    ("model.mixture.groups", mixture(groups=3)),
+    ("model.mixture.groupsPerToken", mixture(groupsPerToken=2)),
+    ("model.mixture.groupsPerToken", mixture(groups=8)),
+    ("model.mixture.renormalize", mixture(perToken=1)),
+    ("model.mixture.auxiliaryWeight", mixture(balancing="None", auxiliaryWeight=0.1)),
+    ("model.mixture.denseLayers", mixture(denseLayers=4)),
+    ("model.mixture.denseLayers", mixture(denseLayers=2, every=3)),
+    ("parallelism.expert", {"parallelism.expert": 2}),
+    ("parallelism.expert", {**mixture(), "parallelism.expert": 4}),
+    ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
+    ("parallelism.tensor", mixture(intermediateSize=63)),
+    ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -166,6 +215,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism", {"parallelism.sequence": False}),
     ("parallelism.dataParallel", {"parallelism.dataParallel.strategy": "DDP"}),
     ("parallelism.dataParallel", {"parallelism.dataParallel.compression": "FP16"}),
+    ("parallelism.expert", {"parallelism.expert": 2}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
 ]
@@ -174,7 +224,11 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"parallelism": None}),
     (GOOD, {"model": {"preset": "llama-3-8b"}}),
     (GOOD, {"model.kvHeads": None}),
-    (GOOD, {"model.tieEmbeddings": True, "parallelism.pipeline": 1, "workers.gpusPerWorker": 4}),
+    (GOOD, {"model.tieEmbeddings": True}),
+    (GOOD, STALE),
+    (GOOD, {"parallelism.schedule": "Naive", "parallelism.microBatches": 1}),
+    (GOOD, {"parallelism.schedule": "Interleaved1F1B", "parallelism.layerSplit": [1, 1, 1, 1]}),
+    (GOOD, {"parallelism.schedule": "Automatic", "parallelism.activationLimit": 3}),
     (GOOD, {"training.sequenceLength": 129, "parallelism.sequence": False}),
     (GOOD, {"data": {"source": "Files", "claimName": "text", "pattern": "*.txt"}}),
     (GOOD, {"parallelism.pipeline": None, "workers.gpusPerWorker": 1}),
@@ -193,6 +247,10 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"workers.env": [{"name": "A", "valueFrom": SECRET_KEY}, {"name": "B", "valueFrom": CONFIG_KEY}]}),
     (GOOD, volumes({}, {"name": "more", "mountPath": "/developer"}, {"name": "b", "mountPath": "/extra/..b"})),
     (GOOD, volumes({"claimName": None, "scratch": "10Gi"}, {"claimName": None, "secretName": "s", "mountPath": "/s"})),
+    (GOOD, {**mixture(), "parallelism.expert": 2}),
+    (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
+    (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
+    (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

@@ -105,6 +105,7 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
             results.append(trainer.step(number, Batch.of(batch[first : first + share])))
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
+        parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
         return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
 
 
@@ -160,6 +161,6 @@ def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:
         stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
         blank = blank_manifest(task, model, training, stream.identity, mesh)
         session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, Recorder(), blank)
-        state = session.load(trainer.shards, trainer.optimizer)
-        tensors = checkpoint_tensors(trainer.shards, trainer.optimizer)
+        state = session.load(trainer.shards, trainer.optimizer, trainer.buffers)
+        tensors = checkpoint_tensors(trainer.shards, trainer.optimizer, trainer.buffers)
         return state.step, {name: whole(tensor) for name, tensor in tensors.items()}

@@ -17,6 +17,7 @@ from meshwright.api.spec import (
 )
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from tests.distributed.mixtures import MIXTURES
 
 
 def small_run(
@@ -38,6 +39,9 @@ def small_run(
     replicas: Mapping[str, Any] | None = None,
     outer: Mapping[str, Any] | None = None,
     batch: int = 8,
+    training: dict[str, Any] | None = None,
+    mixture: str | None = None,
+    parallelism: dict[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -56,18 +60,23 @@ def small_run(
         expert=expert,
         micro_batches=micro_batches,
         parallelism=ParallelismSpec(
-            sequence=sequence, zero_stage=zero, data_parallel=DataParallelSpec(**replicas or {})
+            sequence=sequence,
+            zero_stage=zero,
+            **{"data_parallel": DataParallelSpec(**(replicas or {})), **(parallelism or {})},
         ),
-        architecture=Architecture(**{**numbers, **model}),
+        architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
         training=TrainingSpec(
-            steps=steps,
-            global_batch_size=batch,
-            sequence_length=16,
-            seed=seed,
-            precision=precision,
-            outer=OuterSpec(**outer) if outer else None,
-            optimizer=OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+            **{
+                "steps": steps,
+                "global_batch_size": batch,
+                "sequence_length": 16,
+                "seed": seed,
+                "precision": precision,
+                "outer": OuterSpec(**outer) if outer else None,
+                "optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+                **(training or {}),
+            }
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )

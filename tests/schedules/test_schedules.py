@@ -16,7 +16,7 @@ from meshwright.schedules.simulate import Costs, first_idle, simulate
 from meshwright.schedules.validate import problems
 
 CHUNKED = ("interleaved", "looped-bfs")
-EXACT = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1")
+EXACT = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1")
 """Schedules whose closed form holds for any F, B and W with W the shortest."""
 
 
@@ -39,7 +39,7 @@ def test_every_schedule_is_complete_and_runs(shape: tuple[str, int, int]) -> Non
     assert problems(made(*shape)[0]) == []
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "looped-bfs"])
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "looped-bfs"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_steps_of_few_micro_batches_run_too(name: str, ranks: int) -> None:
     for micro_batches in range(1, 2 * ranks + 2):

@@ -90,11 +90,6 @@ class Mesh:
         """Which island this rank is of."""
         return self.islands.get_local_rank() if self.islands is not None else 0
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.coordinates.pipeline == self.layout.pipeline - 1
-
 
 @contextmanager
 def joined(task: RankTask) -> Iterator[Mesh]:

@@ -1,22 +1,31 @@
 """Prometheus metrics of one worker pod. A metric stands here only if its value is measured.
 
-Values of the whole job (loss, tokens, learning rate) come from the worker of rank 0 alone, so that a sum over pods
-counts them once; values of a rank carry the label `rank`, at most as many as the pod has GPUs. Series of ranks that
-a new mesh generation moved elsewhere are dropped.
+Values of the whole job (loss, tokens, learning rate, loads of experts) come from the worker of rank 0 alone, so that a
+sum over pods counts them once; values of a rank carry the label `rank`, at most as many as the pod has GPUs. Series of
+ranks that a new mesh generation moved elsewhere are dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from meshwright_worker.task import StepReport
+from meshwright_worker.task import ExpertLoad, StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
 STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
 CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss per token; infinite where that is more than a number holds."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 class TrainerMetrics:
@@ -26,6 +35,7 @@ class TrainerMetrics:
         self.registry = CollectorRegistry()
         self._names = (namespace, job)
         self._ranks: set[str] = set()
+        self._mixtures: set[str] = set()
         base = ["namespace", "job_name"]
         per_rank = [*base, "rank"]
 
@@ -53,6 +63,21 @@ class TrainerMetrics:
         self._loss = gauge("ptj_loss", "Mean loss per token of the last step.", base)
         self._gradient_norm = gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.", base)
         self._learning_rate = gauge("ptj_learning_rate", "Learning rate of the last step.", base)
+        self._evaluation_loss = gauge(
+            "ptj_evaluation_loss",
+            "Mean loss per token of the last evaluation on documents that are not trained on.",
+            base,
+        )
+        self._perplexity = gauge("ptj_evaluation_perplexity", "Exponential of `ptj_evaluation_loss`.", base)
+        layer = [*base, "layer"]
+        self._imbalance = gauge(
+            "ptj_expert_load_imbalance", "Tokens of a mixture's busiest expert over the mean, in the last step.", layer
+        )
+        self._dropped = gauge(
+            "ptj_expert_dropped_ratio", "Part of a mixture's choices whose expert was full, in the last step.", layer
+        )
+        self._auxiliary = gauge("ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", layer)
+        self._z_loss = gauge("ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", layer)
         self._checkpoint = Histogram(
             "ptj_checkpoint_duration_seconds",
             "Time to make a checkpoint durable (save) or to restore one (load).",
@@ -74,6 +99,8 @@ class TrainerMetrics:
             self._seconds.labels(*self._names, rank)
             self._data_wait.labels(*self._names, rank)
         self._ranks = now
+        if "0" not in now:
+            self._drop_mixtures()
         self._generation.labels(*self._names).set(number)
         self._restarts.labels(*self._names).inc(len(now) if restart else 0)
 
@@ -91,6 +118,25 @@ class TrainerMetrics:
             self._loss.labels(*self._names).set(report.loss)
             self._gradient_norm.labels(*self._names).set(report.gradient_norm)
             self._learning_rate.labels(*self._names).set(report.learning_rate)
+            if report.evaluation_loss is not None:
+                self._evaluation_loss.labels(*self._names).set(report.evaluation_loss)
+                self._perplexity.labels(*self._names).set(perplexity(report.evaluation_loss))
+            for load in report.experts:
+                self._mixture(load)
+
+    def _mixture(self, load: ExpertLoad) -> None:
+        names = (*self._names, str(load.layer))
+        self._mixtures.add(str(load.layer))
+        self._imbalance.labels(*names).set(load.imbalance)
+        self._dropped.labels(*names).set(load.dropped)
+        self._auxiliary.labels(*names).set(load.auxiliary_loss)
+        self._z_loss.labels(*names).set(load.z_loss)
+
+    def _drop_mixtures(self) -> None:
+        for layer in self._mixtures:
+            for metric in (self._imbalance, self._dropped, self._auxiliary, self._z_loss):
+                metric.remove(*self._names, layer)
+        self._mixtures = set()
 
     def checkpoint_saved(self, seconds: float) -> None:
         """A checkpoint became durable."""

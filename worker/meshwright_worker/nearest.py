@@ -1,4 +1,4 @@
-"""Values close to one that does not work, for messages."""
+"""What to write instead of a number that does not work."""
 
 from __future__ import annotations
 

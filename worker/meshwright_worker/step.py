@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,14 @@ from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.outer.choose import outer_of
 from meshwright_worker.outer.outer import Outer, Rounds
-from meshwright_worker.parallel.apply import BuiltStage, build_stages
+from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
 from meshwright_worker.parallel.replicas import replicas_of
-from meshwright_worker.parallel.shards import shards_of
-from meshwright_worker.pipeline.accumulate import Accumulation
-from meshwright_worker.pipeline.executor import Executor, tokens_of_step
-from meshwright_worker.pipeline.one_f_one_b import OneForwardOneBackward
+from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
+from meshwright_worker.pipeline.assemble import assemble
+from meshwright_worker.pipeline.executor import tokens_of_step
+from meshwright_worker.task import ExpertLoad
 
 
 class DivergedError(ArithmeticError):
@@ -40,6 +42,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Mixture by mixture."""
 
 
 class Trainer:
@@ -54,15 +58,20 @@ class Trainer:
         self._mesh = mesh
         self._training = training
         self.stages = build_stages(run, model, mesh)
-        held = [shard for stage in self.stages for shard in shards_of(stage.module, stage.distributed, run, mesh)]
+        pipeline = assemble(self.stages, run, model, mesh)
+        self._executor, self._copies = pipeline.executor, pipeline.copies
+        shards = [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
+        held = self._copies.settle([s for s in shards if s[1].parameter.requires_grad])
         self.replicas = replicas_of(run, held, mesh)
         self.shards = self.replicas.shards
+        self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
+        self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
+        self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
         self.optimizer = AdamW(self.shards, training.optimizer)
+        self._rounds = Rounds(training.outer.every_steps if training.outer else 1, training.steps)
         self.outer: Outer | None = None
         if training.outer is not None:
             self.outer = outer_of(training.outer, training, self.replicas, self.optimizer, mesh, samples)
-        self._rounds = Rounds(training.outer.every_steps if training.outer else 1, training.steps)
-        self._executor = _executor(self.stages, run, model, mesh)
 
     def loaded(self, step: int) -> None:
         """Parameters were loaded from the checkpoint of `step`, or were just initialized. Collective."""
@@ -88,9 +97,7 @@ class Trainer:
             self.outer.before()
         batch = batch.to(self._mesh.device)
         replica_loss = self._executor.run(batch)
-        gradients = self.replicas.reduce()
-        if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+        gradients = self._gradients()
         # Losses were divided by the tokens that a step may have; this many of them had a target.
         loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)
         share = tokens_of_step(self._training) / max(1.0, tokens)
@@ -110,26 +117,40 @@ class Trainer:
             # A single pod cannot stop alone: until islands meet, only its own knows of the wish.
             stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.replicas.publish()
-        return StepResult(loss, norm, rate, stopping)
+        return StepResult(loss, norm, rate, stopping, self._loads.finish())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = self.replicas.reduce()
+        # Sums all: those over replicas come first, since they may be under way while backward runs.
+        self._copies.add_up()
+        if self._mesh.layout.tensor > 1:
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+        return gradients
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        _, pipeline, _, tensor = self._mesh.coordinates
+        sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        for batch in batches:
+            batch = batch.to(self._mesh.device)
+            loss = self._executor.evaluate(batch)
+            if tensor == 0:
+                sums[0] += loss.double()
+                sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
+        dist.all_reduce(sums)
+        total, targets = sums.tolist()
+        return float(total / max(1.0, targets))
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
     ) -> tuple[float, float, float, bool]:
         # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step.
-        mesh = self._mesh
-        counts = mesh.is_last_stage and mesh.coordinates.tensor == 0
+        _, pipeline, _, tensor = self._mesh.coordinates
         zero = torch.zeros_like(squares)
-        loss = replica_loss.double() if counts else zero
-        targets = (batch.targets != IGNORED).sum().double() if counts else zero
+        # Every stage has the targets; ranks of a pipeline that compute no loss have 0.
+        loss = replica_loss.double() if tensor == 0 else zero
+        targets = (batch.targets != IGNORED).sum().double() if pipeline == tensor == 0 else zero
         sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
-        dist.all_reduce(sums, group=mesh.together)
+        dist.all_reduce(sums, group=self._mesh.together)
         total_loss, total_squares, tokens, stops = sums.tolist()
         return total_loss, math.sqrt(total_squares), tokens, stops > 0
-
-
-def _executor(stages: list[BuiltStage], run: RunConfig, model: Architecture, mesh: Mesh) -> Executor:
-    if run.training is None:
-        raise ValueError("`training` is required")
-    if run.pipeline == 1:
-        return Accumulation(stages[0].module, run.micro_batches, tokens_of_step(run.training))
-    return OneForwardOneBackward(stages[0].module, run, model, mesh)

@@ -30,6 +30,21 @@ class RankTask:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How a mixture of experts was used in one step, over all tokens of the global batch."""
+
+    layer: int
+    imbalance: float
+    """Choices of the busiest expert over the mean; 1 when balanced."""
+    dropped: float
+    """Part of the choices that found their expert full."""
+    auxiliary_loss: float
+    """Mean over sequences, not weighted; 1 when balanced."""
+    z_loss: float
+    """Mean over tokens, not weighted."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One finished optimizer step, as every rank knows it. Times in seconds."""
 
@@ -44,6 +59,10 @@ class StepReport:
     """Sequences consumed since the beginning of the run."""
     seconds: float
     data_seconds: float
+    evaluation_loss: float | None = None
+    """Mean loss per token on documents that are never trained on, after this step; None when it was not evaluated."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Mixture by mixture, in the order of layers."""
 
 
 class RankEvents(Protocol):

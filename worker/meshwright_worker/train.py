@@ -16,17 +16,25 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from meshwright.api.spec import TrainingSpec
+from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.mesh import Mesh, joined
+from meshwright_worker.evaluate import Evaluation
+from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
+from meshwright_worker.pretrained.files import PretrainedError
+from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
 from meshwright_worker.validate import validate
@@ -46,6 +54,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
+        PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
@@ -66,15 +75,34 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
             samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
             trainer = Trainer(task.run, architecture, training, mesh, samples)
+            asked = training.evaluation
+            evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
-            state = session.load(trainer.shards, trainer.optimizer, trainer.outer) if session else TrainingState()
+            begin_from_weights(trainer, architecture, training, mesh)
+            state = TrainingState()
+            if session is not None:
+                state = session.load(trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer)
             trainer.loaded(state.step)
         events.running(state.step)
-        return _Loop(trainer, stream, session, mesh, training, events).run(state)
+        return _Loop(trainer, stream, session, evaluation, mesh, training, events).run(state)
+
+
+def begin_from_weights(trainer: Trainer, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+    """Fill the model from `training.initialWeights`, if there is any. A checkpoint of adapters holds nothing else.
+
+    Raises:
+        PretrainedError: the files hold another model, are damaged, or are not the same on every rank.
+    """
+    if training.initial_weights is None:
+        return
+    shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
+    fingerprint = load_pretrained(shards, model, Path(training.initial_weights))
+    if not same_everywhere(fingerprint, mesh):
+        raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
 
 
 class _Loop:
@@ -83,8 +111,9 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        stream: SampleStream | MixedStream,
+        stream: SampleStream | InstructionStream | MixedStream,
         session: CheckpointSession | None,
+        evaluation: Evaluation | None,
         mesh: Mesh,
         training: TrainingSpec,
         events: RankEvents,
@@ -92,6 +121,7 @@ class _Loop:
         self._trainer = trainer
         self._stream = stream
         self._session = session
+        self._evaluation = evaluation
         self._mesh = mesh
         self._training = training
         self._events = events
@@ -113,15 +143,15 @@ class _Loop:
             if self._session is not None:
                 self._session.report()
                 if self._session.due(number):
-                    self._save(self._session, state, wait=False)
-        if self._session is not None:
-            self._save(self._session, state, wait=True)
+                    self._save(state, wait=False)
+        self._save(state, wait=True)
         self._trainer.close()
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
 
-    def _save(self, session: CheckpointSession, state: TrainingState, *, wait: bool) -> None:
+    def _save(self, state: TrainingState, *, wait: bool) -> None:
         trainer = self._trainer
-        session.save(trainer.shards, trainer.optimizer, state, wait=wait, outer=trainer.outer)
+        if self._session is not None:
+            self._session.save(trainer.shards, trainer.optimizer, state, trainer.buffers, trainer.outer, wait=wait)
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         began = time.monotonic()
@@ -135,7 +165,10 @@ class _Loop:
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
-        self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))
+        report = self._report(number, result, consumed, time.monotonic() - began, read - began)
+        if self._evaluation is not None and self._evaluation.due(number):
+            report = replace(report, evaluation_loss=self._evaluation.loss(self._trainer, self._mesh))
+        self._events.step(report)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
         return after, result.stop
 
@@ -149,6 +182,7 @@ class _Loop:
             samples=samples,
             seconds=seconds,
             data_seconds=data_seconds,
+            experts=result.experts,
         )
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.api.data import DataSpec, Tokenizer
+from meshwright.api.shape import Activation, Norm
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
 from meshwright_worker.nearest import nearest
+from meshwright_worker.pipeline.validate import pipeline_problems
 from meshwright_worker.validate_replicas import replica_problems
 
 __all__ = ["InvalidRunError", "nearest", "validate"]
@@ -33,8 +36,11 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         raise InvalidRunError("`model`, `data` and `training` are required unless `runtime.command` is set")
     problems = [
         *_model_problems(run.architecture),
+        *_length_problems(run.architecture, run.training),
+        *_evaluation_problems(run.training, run.data),
         *_tensor_problems(run, run.architecture, run.training),
-        *_pipeline_problems(run, run.architecture),
+        *_expert_problems(run, run.architecture),
+        *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
         *replica_problems(run),
         *_data_problems(run.architecture, run.data),
@@ -46,12 +52,26 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
 
 def _model_problems(model: Architecture) -> Iterator[str]:
     hidden, heads = model.hidden_size, model.heads
-    if hidden % heads or model.head_size % 2:
+    if model.head_size == hidden // heads and (hidden % heads or model.head_size % 2):
         fits = nearest(heads, lambda n: hidden % n == 0 and hidden // n % 2 == 0, hidden)
         yield f"`model.heads: {heads}` must divide `model.hiddenSize: {hidden}` into even widths; nearest: {fits}"
     if heads % model.kv_heads:
         fits = nearest(model.kv_heads, lambda n: heads % n == 0, heads)
         yield f"`model.kvHeads: {model.kv_heads}` must divide `model.heads: {heads}`; nearest: {fits}"
+    if model.rope_size % 2:
+        name = "model.latent.ropeSize" if model.latent else "model.headSize"
+        yield f"`{name}: {model.rope_size}` must be even; nearest: {model.rope_size - 1}, {model.rope_size + 1}"
+    if model.biases and model.norm is not Norm.LAYER_NORM:
+        yield f"`model.biases: true` needs `model.norm: LayerNorm`, not `{model.norm}`"
+    if model.latent and (model.kv_heads != heads or model.biases or model.attention_biases or model.query_key_norms):
+        yield (
+            f"`model.latent` needs `model.kvHeads: {heads}`, and excludes `model.biases`, `model.attentionBiases` and "
+            "`model.queryKeyNorms`"
+        )
+    if model.mixture is not None and (not model.gated or model.biases or model.activation is not Activation.SILU):
+        yield "`model.mixture` needs `model.gated: true`, `model.activation: SiLU` and no `model.biases`"
+    if model.positions and (model.latent or model.rope_scaling):
+        yield "`model.positions` excludes `model.latent` and `model.ropeScaling`: both turn by rotary positions"
 
 
 def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
@@ -69,15 +89,31 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
 
 
-def _pipeline_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
-    if run.pipeline > model.layers:
-        yield f"`parallelism.pipeline: {run.pipeline}` needs a layer a stage; at most `model.layers: {model.layers}`"
-    if run.pipeline > 1 and model.tie_embeddings:
-        yield "`model.tieEmbeddings: true` needs `parallelism.pipeline: 1`: both ends would own the matrix"
-    if run.micro_batches < run.pipeline:
+def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
+    mixture, replicas, spread = model.mixture, run.data_parallel * run.context, run.expert
+    experts = mixture.experts if mixture else 1
+    if spread > 1 and mixture is None:
+        yield f"`parallelism.expert: {spread}` needs a `model.mixture`; without one only 1 fits"
+        return
+    fits = nearest(spread, lambda n: replicas % n == 0 and experts % n == 0, replicas)
+    for name, value in {"replicas` x `parallelism.context": replicas, "model.mixture.experts": experts}.items():
+        if value % spread:
+            yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if mixture is None:
+        return
+    yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
+    widths = {
+        "model.mixture.intermediateSize": mixture.intermediate_size,
+        "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
+    }
+    fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
+    for name, value in widths.items():
+        if value % run.tensor:
+            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if mixture.capacity_factor is not None and run.context > 1:
         yield (
-            f"`parallelism.microBatches: {run.micro_batches}` must be at least `parallelism.pipeline: {run.pipeline}`: "
-            "1F1B needs a micro-batch for every stage"
+            "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
+            "ranks hold parts of a sequence"
         )
 
 
@@ -96,6 +132,19 @@ def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
             f"`training.optimizer.minLearningRate: {optimizer.min_learning_rate}` must not be above "
             f"`training.optimizer.learningRate: {optimizer.learning_rate}`"
         )
+
+
+def _length_problems(model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    if 0 < model.positions < training.sequence_length:
+        yield (
+            f"`training.sequenceLength: {training.sequence_length}` must be at most "
+            f"`model.positions: {model.positions}`: each position needs a row"
+        )
+
+
+def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str]:
+    if training.evaluation is not None and not data.held_out:
+        yield "`training.evaluation` needs `data.heldOut` above 0: it is measured on documents that are not trained on"
 
 
 def _data_problems(model: Architecture, data: DataSpec) -> Iterator[str]:

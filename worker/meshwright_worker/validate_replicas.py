@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import DataParallelStrategy, GradientCompression, OuterMethod
+from meshwright.api.spec import DataParallelStrategy, GradientCompression, OuterMethod, PipelineSchedule
 from meshwright.protocol import RunConfig
 from meshwright_worker.nearest import nearest
+from meshwright_worker.parallel.engine import Engine, engine_of
 
 _HYBRID = (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_ZERO2)
 _FIELD = "`parallelism.dataParallel."
@@ -27,7 +28,23 @@ def replica_problems(run: RunConfig) -> Iterator[str]:
         yield f"{_FIELD}shardSize: {spec.shard_size}` needs `parallelism.zeroStage` 1, 2 or 3"
     yield from _divisor("shardSize", spec.shard_size, max(1, run.data_parallel // run.islands), run)
     yield from _outer_problems(run)
+    yield from _flat_problems(run)
     yield from _reshard_problems(run)
+
+
+def _flat_problems(run: RunConfig) -> Iterator[str]:
+    model, stage = run.architecture, run.parallelism.zero_stage
+    if run.expert > 1 and run.parallelism.data_parallel.shard_size is not None:
+        yield f"`parallelism.expert: {run.expert}` cannot be combined with {_FIELD}shardSize`: remove one"
+    if engine_of(run.parallelism) is not Engine.FLAT or run.data_parallel * run.context == 1 or model is None:
+        return
+    instead = f"use {_FIELD}strategy: FSDP` with `parallelism.zeroStage` 2 or 3, or `zeroStage: 0`"
+    if model.mixture is not None and (run.expert > 1 or run.tensor > 1):
+        yield f"`parallelism.zeroStage: {stage}` on flat shards does not go with experts that are split: {instead}"
+    if run.pipeline > 1 and model.tie_embeddings:
+        yield f"`model.tieEmbeddings: true` in a pipeline does not go with flat shards: {instead}"
+    if run.pipeline > 1 and run.parallelism.schedule is PipelineSchedule.DUAL_PIPE:
+        yield f"`parallelism.schedule: DualPipe` does not go with flat shards: {instead}"
 
 
 def _outer_problems(run: RunConfig) -> Iterator[str]:
@@ -41,6 +58,8 @@ def _outer_problems(run: RunConfig) -> Iterator[str]:
         yield f"{wrong} must be at least 2 and divide `replicas: {replicas}`; nearest: {fits}"
     if run.expert > 1:
         yield f"`parallelism.expert: {run.expert}` cannot be combined with `training.outer`: experts would span islands"
+    if run.architecture is not None and run.architecture.mixture is not None:
+        yield "`model.mixture` cannot be combined with `training.outer`: routers' balancing would differ by island"
     every, checkpoint = outer.every_steps, run.checkpoint
     if checkpoint is not None and checkpoint.interval % every:
         fits = nearest(every, lambda n: checkpoint.interval % n == 0, checkpoint.interval)

@@ -8,8 +8,10 @@ feeds both the same specs. A degree that is left out is chosen later, so a rule 
 from __future__ import annotations
 
 from meshwright.api.rules.data import DATA_RULES
+from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
+from meshwright.api.rules.pipeline import PIPELINE_RULES
 from meshwright.api.rules.policy import POLICY_RULES
 from meshwright.api.rules.replicas import REPLICA_RULES
 from meshwright.api.rules.rule import Rule
@@ -26,6 +28,8 @@ SPEC_RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLELISM_RULES,
     *REPLICA_RULES,
+    *MIXTURE_RULES,
+    *PIPELINE_RULES,
     *TRAINING_RULES,
     *DATA_RULES,
     *WORKERS_RULES,

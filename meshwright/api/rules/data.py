@@ -19,7 +19,7 @@ def _one_place_for_files(spec: Spec) -> bool:
 
 def _files_alone(spec: Spec) -> bool:
     data = _data(spec)
-    placed = DataSpec(source=data.source, claim_name=data.claim_name, uri=data.uri)
+    placed = DataSpec(source=data.source, claim_name=data.claim_name, uri=data.uri, held_out=data.held_out)
     return data.source is DataSource.FILES or data == placed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule, divides
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.spec import PipelineSchedule
 
 MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024
@@ -14,6 +15,13 @@ _WORLD = (
     " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.replicas"
 )
 _WORLD_IS_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
+
+
+SPARSE = (PipelineSchedule.NAIVE, PipelineSchedule.PIPEDREAM)
+"""Schedules that do with fewer micro-batches than stages."""
+STALE = (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
+"""Schedules that update weights without draining the pipeline."""
+_SPARSE = "self.parallelism.schedule in ['Naive', 'PipeDream']"
 
 
 def least_world_size(spec: Spec) -> int:
@@ -60,21 +68,19 @@ def _vocabulary_splits(spec: Spec) -> bool:
 
 def _stages_have_micro_batches(spec: Spec) -> bool:
     count, pipeline = spec.parallelism.micro_batches, spec.parallelism.pipeline
-    return count is None or pipeline is None or count >= pipeline
+    return spec.parallelism.schedule in SPARSE or count is None or pipeline is None or count >= pipeline
 
 
 def _stages_have_sequences(spec: Spec) -> bool:
-    return spec.training is None or spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
-
-
-def _stages_have_layers(spec: Spec) -> bool:
-    layers = spec.model.layers if spec.model is not None else None
-    return layers is None or layers >= (spec.parallelism.pipeline or 1)
+    if spec.training is None or spec.parallelism.schedule in SPARSE:
+        return True
+    return spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
 
 
 def _tied_on_one_stage(spec: Spec) -> bool:
     tied = spec.model is not None and bool(spec.model.tie_embeddings)
-    return not tied or (spec.parallelism.pipeline or 1) == 1
+    one_stage = (spec.parallelism.pipeline or 1) == 1
+    return not tied or one_stage or spec.parallelism.schedule not in STALE
 
 
 def _sequence_splits(spec: Spec) -> bool:
@@ -145,30 +151,24 @@ PARALLELISM_RULES = (
         _sequence_splits,
     ),
     Rule(
-        "parallelism.pipeline",
-        "must be at most `model.layers`: each stage needs at least one layer",
-        "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
-        " || self.model.layers >= self.parallelism.pipeline",
-        _stages_have_layers,
-    ),
-    Rule(
         "parallelism.microBatches",
-        "must be at least `parallelism.pipeline`: 1F1B needs a micro-batch for every stage",
-        "!has(self.parallelism.microBatches) || !has(self.parallelism.pipeline)"
+        "must be at least `parallelism.pipeline`: with fewer some stage always waits; only `schedule: Naive` may",
+        f"{_SPARSE} || !has(self.parallelism.microBatches) || !has(self.parallelism.pipeline)"
         " || self.parallelism.microBatches >= self.parallelism.pipeline",
         _stages_have_micro_batches,
     ),
     Rule(
         "parallelism.pipeline",
         "times `replicas` must be at most `training.globalBatchSize`: every stage needs a micro-batch of its replica",
-        "!has(self.training) || self.training.globalBatchSize"
+        f"{_SPARSE} || !has(self.training) || self.training.globalBatchSize"
         " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)",
         _stages_have_sequences,
     ),
     Rule(
         "model.tieEmbeddings",
-        "needs `parallelism.pipeline: 1`: with more stages the embedding and the output are on different ranks",
+        "needs `parallelism.pipeline: 1` with `PipeDream` and `PipeDream2BW`: the ends would have different weights",
         "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
+        " || !(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW'])"
         " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1",
         _tied_on_one_stage,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Recompute
+from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Recompute, Work
 from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
 from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.fabric import Fabric, Span
@@ -102,12 +102,21 @@ def hop(tokens: float, model: Transformer, choices: Choices, groups: Groups, fab
     if choices.pipeline == 1:
         return 0.0
     size = tokens * model.hidden * element(choices.numbers)
-    if choices.sequence_parallel:
-        return send(size / choices.tensor, groups.pipeline_level, fabric)
-    if runtime.sliced_sends:
-        sliced = send(size / choices.tensor, groups.pipeline_level, fabric)
-        return sliced + all_gather(size, groups.tensor, fabric)
-    return send(size, groups.pipeline_level, fabric)
+    sent = send(_sent_bytes(size, choices, runtime), groups.pipeline_level, fabric)
+    if runtime.sliced_sends and not choices.sequence_parallel:
+        return sent + all_gather(size, groups.tensor, fabric)
+    return sent
+
+
+def hop_bytes(work: Work, choices: Choices, runtime: Runtime) -> float:
+    """Bytes that one rank sends to hand one micro-batch to the next stage."""
+    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    return _sent_bytes(tokens * work.model.hidden * element(choices.numbers), choices, runtime)
+
+
+def _sent_bytes(size: float, choices: Choices, runtime: Runtime) -> float:
+    """One rank's part of a micro-batch of `size` bytes: a slice, with sequence parallelism or where slices are sent."""
+    return size / choices.tensor if choices.sequence_parallel or runtime.sliced_sends else size
 
 
 def recomputed_part(how: Recompute) -> float:

@@ -51,7 +51,6 @@ MESHWRIGHT_RUNTIME = Techniques(
     schedules=(Schedule.ONE_F_ONE_B,),
     virtual_stages=(),
     context=(),
-    expert=False,
     zero_stages=(0, 2, 3),
     recompute=(Recompute.NONE,),
     offload=(Offload.NONE,),

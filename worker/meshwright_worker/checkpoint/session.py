@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -44,7 +44,13 @@ class CheckpointSession:
         self._saver = Checkpointer(self._directory, spec.retained, mesh)
         self._newest = -1
 
-    def load(self, shards: Sequence[Shard], optimizer: AdamW, outer: Outer | None = None) -> TrainingState:
+    def load(
+        self,
+        shards: Sequence[Shard],
+        optimizer: AdamW,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        outer: Outer | None = None,
+    ) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
 
         Raises:
@@ -56,7 +62,7 @@ class CheckpointSession:
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
         if outer is None:
-            tensors = checkpoint_tensors(shards, optimizer)
+            tensors = checkpoint_tensors(shards, optimizer, buffers)
         else:
             tensors = outer_tensors(shards, outer, self._mesh.island, names_in(path))
         load_tensors(tensors, path, self._mesh.checkpoint_group)
@@ -73,9 +79,10 @@ class CheckpointSession:
         shards: Sequence[Shard],
         optimizer: AdamW,
         state: TrainingState,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        outer: Outer | None = None,
         *,
         wait: bool,
-        outer: Outer | None = None,
     ) -> None:
         """Save `state`, whose digest is this rank's own part; returns at once, or with `wait` when it is durable.
 
@@ -88,7 +95,7 @@ class CheckpointSession:
             whole = state.model_copy(update={"digest": self._summed(state.digest)})
             manifest = self._blank.model_copy(update={"state": whole})
             if outer is None:
-                tensors = checkpoint_tensors(shards, optimizer)
+                tensors = checkpoint_tensors(shards, optimizer, buffers)
             else:
                 tensors = outer_tensors(shards, outer, self._mesh.island)
             self._saver.begin(tensors, manifest)
@@ -131,4 +138,6 @@ def blank_manifest(
         sequence_length=training.sequence_length,
         stream=stream,
         layout=layout,
+        lora=training.lora,
+        initial_weights=training.initial_weights if training.lora else None,
     )

@@ -5,7 +5,7 @@ Stage and rank appear in no name, so a checkpoint of one layout is one of every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,14 +16,20 @@ from meshwright_worker.parallel.shards import Shard
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
-def checkpoint_tensors(shards: Sequence[Shard], optimizer: AdamW) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(
+    shards: Sequence[Shard], optimizer: AdamW, buffers: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
-    tensors = {}
+    tensors = {**model_tensors(shards), **{f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}}
     for shard in shards:
-        tensors[f"{MODEL}.{shard.name}"] = as_whole(shard, shard.local)
         for moment, local in optimizer.moments(shard).items():
             tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = as_whole(shard, local)
     return tensors
+
+
+def model_tensors(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
+    """The parameters alone, by name, sharing memory with the model."""
+    return {f"{MODEL}.{shard.name}": as_whole(shard, shard.local) for shard in shards}
 
 
 def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -38,8 +38,15 @@ class Batch:
 
     @classmethod
     def of(cls, samples: torch.Tensor) -> Self:
-        """The batch that predicts each next token of samples, int64 [batch, length + 1]."""
-        return cls(samples[:, :-1], samples[:, 1:])
+        """The batch that predicts each next token of samples, int64 [batch, length + 1].
+
+        A token that is not to be predicted stands in a sample as its complement, -1 - token.
+        """
+        given = samples < 0
+        if not given.any():
+            return cls(samples[:, :-1], samples[:, 1:])
+        tokens = torch.where(given, ~samples, samples)
+        return cls(tokens[:, :-1], tokens[:, 1:].masked_fill(given[:, 1:], IGNORED))
 
     @property
     def places(self) -> Places:

@@ -121,20 +121,29 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
         library = LocalFolder(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
         return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
     root = root_of(data, data_dir)
-    where = f"{root.rstrip('/')}/{path}" if path else root
-    folder = open_folder(where)
+    folder = folder_of(data, data_dir, path)
     if data.format is DataFormat.TOKENS:
         shards = ShardCorpus(folder)
         expected = tokenizer_of(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
-                f"{where} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` and "
-                "`data.tokenizerFile` must be what wrote them"
+                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
+                "and `data.tokenizerFile` must be what wrote them"
             )
         return shards
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
         return TextCorpus(folder, matching(folder, data.pattern))
     return ShardCorpus(prepared(data, folder, tokenizer_of(data, root)))
+
+
+def folder_of(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
+    """The folder of the corpus, or of the one of the mixture at `path`.
+
+    Raises:
+        DataError: no volume is mounted, or the folder is of a kind that cannot be opened.
+    """
+    root = root_of(data, data_dir)
+    return open_folder(f"{root.rstrip('/')}/{path}" if path else root)
 
 
 def root_of(data: DataSpec, data_dir: str | None) -> str:

@@ -1,4 +1,4 @@
-"""One pipeline stage of a Llama-style decoder; the whole model is the one stage of one.
+"""One pipeline stage of a decoder; the whole model is the one stage of one.
 
 A stage makes only its own layers, and names them by their index in the model: a parameter has the same name in every
 layout, which is what initial weights and checkpoints go by.
@@ -12,45 +12,51 @@ from torch import nn
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
-from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
+from meshwright_worker.models.experts import feed_forward_of
+from meshwright_worker.models.layers import Block, Linear, PositionEmbedding, TokenEmbedding, TokenLoss, norm_of
+from meshwright_worker.models.rotary import RotaryEmbedding
 
 
 class DecoderStage(nn.Module):
-    """Layers `split_layers(layers, stages)[stage]`, with the embedding in the first stage and the output in the last.
+    """Some consecutive layers, with the embedding in the first stage and the output in the last.
+
+    `own` are the layers, `split_layers(layers, stages)[stage]` when left out. With tied embeddings the last stage has
+    the embedding's matrix too, under the same name: its holders add up their gradients.
 
     Built on the meta device where only a shard of it is to be kept; `initialize` then gives it its weights.
     """
 
-    def __init__(self, model: Architecture, compute: torch.dtype, stage: int = 0, stages: int = 1) -> None:
+    def __init__(
+        self,
+        model: Architecture,
+        compute: torch.dtype,
+        stage: int = 0,
+        stages: int = 1,
+        own: range | None = None,
+    ) -> None:
         super().__init__()
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
         self.compute = compute
         self.tied = model.tie_embeddings
-        rotary = RotaryEmbedding(model.head_size, model.rope_theta)
-        if self.is_first:
+        rotates = model.rope_size > 0
+        rotary = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling) if rotates else None
+        if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
-        own = split_layers(model.layers, stages)[stage]
-        self.layers = nn.ModuleDict({str(index): Block(model, rotary) for index in own})
+        if self.is_first:
+            self.positions = PositionEmbedding(model.positions, model.hidden_size) if model.positions else None
+        own = split_layers(model.layers, stages)[stage] if own is None else own
+        self.layers = nn.ModuleDict({str(index): Block(model, rotary, feed_forward_of(model, index)) for index in own})
         if self.is_last:
-            self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+            self.norm = norm_of(model)
             self.output = Linear(model.hidden_size, model.vocab_size)
             self.loss = TokenLoss()
         self.tie()
 
     def tie(self) -> None:
-        """Let the output projection be the token embedding, if the model says so; again after parameters were replaced.
-
-        Raises:
-            ValueError: they are in different stages.
-        """
-        if not self.tied:
-            return
-        if not (self.is_first and self.is_last):
-            raise ValueError(
-                "tied embeddings need the embedding and the output in one stage: `parallelism.pipeline: 1`"
-            )
-        self.output.weight = self.embedding.weight
+        """Let the output be the token embedding, if the model says so; again after parameters were replaced."""
+        if self.tied and self.is_last:
+            self.output.weight = self.embedding.weight
 
     def forward(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, places: Places | None = None
@@ -67,10 +73,11 @@ class DecoderStage(nn.Module):
             Hidden states; from the last stage the loss summed over all targets, fp32 [], if it was given targets, and
             logits [batch, positions, vocabulary] otherwise.
         """
+        places = places or Places()
         if self.is_first:
-            x = self.embedding(x).to(self.compute)
+            x = self._embedded(x, places)
         for layer in self.layers.values():
-            x = layer(x, places or Places())
+            x = layer(x, places)
         if not self.is_last:
             return x
         logits: torch.Tensor = self.output(self.norm(x))
@@ -78,3 +85,10 @@ class DecoderStage(nn.Module):
             return logits
         loss: torch.Tensor = self.loss(logits, targets)
         return loss
+
+    def _embedded(self, tokens: torch.Tensor, places: Places) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens).to(self.compute)
+        if self.positions is None:
+            return x
+        placed: torch.Tensor = self.positions(tokens, places.positions).to(self.compute)
+        return x + placed

@@ -1,8 +1,8 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
-1. build on the meta device: no memory yet;
-2. split over the tensor group: matrices become DTensors;
-3. shard over replicas (FSDP2): shards of those shards;
+1. build on the meta device, with adapters if any: no memory yet;
+2. spread experts over the expert group and split over the tensor group: matrices become DTensors;
+3. shard over replicas (FSDP2), experts over their own: shards of those shards;
 4. take memory for what is left and fill it with initial weights;
 5. without FSDP, let modules compute on the local parts themselves.
 
@@ -19,10 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import Division, divide
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import adapt
 from meshwright_worker.parallel.engine import Engine, engine_of
+from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
 from meshwright_worker.precision import compute_dtype, parameter_dtype
@@ -45,18 +48,38 @@ def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[BuiltS
     Raises:
         ValueError: `run` is not a run of this runtime.
     """
-    return [_build(run, model, mesh, index, mesh.layout.pipeline) for index in [mesh.coordinates.pipeline]]
+    division = division_of(run, model)
+    stages = len(division.layers)
+    return [
+        _build(run, model, mesh, index, stages, division.layers[index])
+        for index in division.stages(mesh.coordinates.pipeline)
+    ]
 
 
-def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int) -> BuiltStage:
+def division_of(run: RunConfig, model: Architecture) -> Division:
+    """The run's pipeline: its schedule, and which stages and layers each of its ranks holds.
+
+    Raises:
+        ValueError: `run` is not a run of this runtime.
+    """
+    if run.training is None:
+        raise ValueError("`training` is required")
+    return divide(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
+
+
+def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: int, own: range) -> BuiltStage:
     if run.training is None:
         raise ValueError("`training` is required")
     precision = run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(model, compute_dtype(precision), index, stages).to(parameter_dtype(precision))
+        stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(parameter_dtype(precision))
+    if run.training.lora is not None:
+        adapt(stage, run.training.lora)
+    spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
+        shard_experts_over_replicas(stage, mesh, zero_stage=run.parallelism.zero_stage, precision=precision)
         shard_over_replicas(stage, mesh.hybrid or mesh.replicas, run.parallelism, precision)
     initialize(stage, model, run.training.seed, mesh.device)
     if not shards_over_replicas(run):

@@ -16,7 +16,10 @@ from meshwright_worker.parallel.shards import Shard
 
 
 def buckets_of(shards: Sequence[Shard], limit: int) -> list[list[Shard]]:
-    """The shards in the order of backward, in buckets of one dtype of at most `limit` elements; a larger is alone."""
+    """The shards in the order of backward, in buckets of at most `limit` elements; a larger is alone.
+
+    Those of a bucket have the same dtype and the same replicas.
+    """
     return list(_cut(list(reversed(shards)), limit))
 
 
@@ -24,12 +27,16 @@ def _cut(shards: list[Shard], limit: int) -> Iterator[list[Shard]]:
     bucket: list[Shard] = []
     for shard in shards:
         elements = sum(one.local.numel() for one in bucket) + shard.local.numel()
-        if bucket and (elements > limit or bucket[0].local.dtype != shard.local.dtype):
+        if bucket and (elements > limit or _kind(bucket[0]) != _kind(shard)):
             yield bucket
             bucket = []
         bucket.append(shard)
     if bucket:
         yield bucket
+
+
+def _kind(shard: Shard) -> tuple[torch.dtype, bool]:
+    return shard.local.dtype, shard.expert
 
 
 class BackwardOrder:
@@ -48,12 +55,12 @@ class BackwardOrder:
         self._passes = passes
         self._rounds = rounds
         self._hand_over = hand_over
-        self._seen = [dict.fromkeys((shard.name for shard in bucket), 0) for bucket in buckets]
+        self._seen = [[0] * len(bucket) for bucket in buckets]
         self._handed = 0
         for index, bucket in enumerate(buckets):
-            for shard in bucket:
+            for place, shard in enumerate(bucket):
                 register: Callable[..., object] = shard.parameter.register_post_accumulate_grad_hook
-                register(self._hook(index, shard.name))
+                register(self._hook(index, place, shard.name))
 
     def finish(self) -> None:
         """Hand over what is left of the step, and begin the next."""
@@ -61,14 +68,14 @@ class BackwardOrder:
             self._next()
         self._handed = 0
         for seen in self._seen:
-            seen.update(dict.fromkeys(seen, 0))
+            seen[:] = [0] * len(seen)
 
-    def _hook(self, index: int, name: str) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int, place: int, name: str) -> Callable[[torch.Tensor], None]:
         seen = self._seen[index]
 
         def reached(_: torch.Tensor) -> None:
-            seen[name] += 1
-            if seen[name] > self._passes * self._rounds:
+            seen[place] += 1
+            if seen[place] > self._passes * self._rounds:
                 raise RuntimeError(f"a backward pass added to {name} after its gradient was summed over replicas")
             while self._due():
                 self._next()
@@ -77,7 +84,7 @@ class BackwardOrder:
 
     def _due(self) -> bool:
         count, index = divmod(self._handed, len(self._seen))
-        return count < self._rounds and min(self._seen[index].values()) >= (count + 1) * self._passes
+        return count < self._rounds and min(self._seen[index]) >= (count + 1) * self._passes
 
     def _next(self) -> None:
         index = self._handed % len(self._seen)

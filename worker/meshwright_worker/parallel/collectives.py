@@ -14,15 +14,15 @@ import torch.distributed as dist
 _POSITIONS = 1
 
 # torch 2.13 renamed these two and warns of the names that older versions have.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
 def all_gather_into(
     everyones: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
     """Fill `everyones`, [ranks, ...], with each rank's `own`, [...] or [1, ...]; the work under way with `async_op`."""
-    work: dist.Work | None = _all_gather(everyones.flatten(), own.flatten(), group=group, async_op=async_op)
+    work: dist.Work | None = all_gather(everyones.flatten(), own.flatten(), group=group, async_op=async_op)
     return work
 
 
@@ -30,14 +30,14 @@ def reduce_scatter_into(
     own: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
     """Fill `own`, [...], with the sum of every rank's row of this rank in `given`, [ranks, ...]."""
-    work: dist.Work | None = _reduce_scatter(own.flatten(), given.flatten(), group=group, async_op=async_op)
+    work: dist.Work | None = reduce_scatter(own.flatten(), given.flatten(), group=group, async_op=async_op)
     return work
 
 
 def gather_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
     parts = x.new_empty((group.size(), *x.shape))
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts.transpose(0, _POSITIONS).flatten(_POSITIONS, _POSITIONS + 1)
 
 
@@ -45,7 +45,7 @@ def scatter_sum_of_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch
     """The sum over ranks of [batch, positions, ...], of which each keeps its [batch, positions / n, ...]."""
     parts = torch.stack(x.chunk(group.size(), dim=_POSITIONS))
     own = torch.empty_like(parts[0])
-    _reduce_scatter(own, parts.flatten(0, 1), group=group)
+    reduce_scatter(own, parts.flatten(0, 1), group=group)
     return own
 
 

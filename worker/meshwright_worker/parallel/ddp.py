@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from meshwright.api.spec import DataParallelSpec
-from meshwright_worker.mesh import REPLICA, Mesh
+from meshwright_worker.mesh import EXPERT_REPLICA, REPLICA, Mesh
 from meshwright_worker.parallel.buckets import BackwardOrder, buckets_of
 from meshwright_worker.parallel.compression.choose import compressor_of
 from meshwright_worker.parallel.compression.compressor import Reduction
@@ -31,17 +32,21 @@ class BucketedAllReduce:
 
     Args:
         shards: of all stages of this rank; each `replicated` one is summed.
-        mesh: its `REPLICA` group.
-        spec: bucket size, overlap and compression.
+        mesh: its `REPLICA` group, and `EXPERT_REPLICA` for experts that are spread.
+        spec: bucket size and compression.
         micro_batches: backward passes of a step.
+        overlap: whether hooks see all of a gradient, and may start sums.
     """
 
-    def __init__(self, shards: Sequence[Shard], mesh: Mesh, spec: DataParallelSpec, micro_batches: int) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], mesh: Mesh, spec: DataParallelSpec, micro_batches: int, *, overlap: bool
+    ) -> None:
         self.shards = shards
-        self._buckets = buckets_of([shard for shard in shards if shard.replicated], spec.bucket_elements)
-        self._compressor = compressor_of(spec, mesh.group(REPLICA))
+        summed = [shard for shard in shards if shard.replicated and _group(shard, mesh).size() > 1]
+        self._buckets = buckets_of(summed, spec.bucket_elements)
+        self._compressors = [compressor_of(spec, _group(bucket[0], mesh)) for bucket in self._buckets]
         self._pending: list[_InFlight] = []
-        watched = self._buckets if spec.overlap else []
+        watched = self._buckets if overlap else []
         self._order = BackwardOrder(watched, micro_batches, 1, self._start)
 
     def reduce(self) -> list[torch.Tensor]:
@@ -65,4 +70,8 @@ class BucketedAllReduce:
             # The gradient lives in the bucket from here on, so that a step needs no second copy of all of them.
             shard.parameter.grad = part.view_as(shard.parameter)
         shapes = [shard.local.shape for shard in bucket]
-        self._pending.append(_InFlight(flat, self._compressor.start(index, flat, shapes)))
+        self._pending.append(_InFlight(flat, self._compressors[index].start(index, flat, shapes)))
+
+
+def _group(shard: Shard, mesh: Mesh) -> dist.ProcessGroup:
+    return mesh.group(EXPERT_REPLICA if shard.expert else REPLICA)

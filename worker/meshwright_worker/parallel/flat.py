@@ -25,7 +25,7 @@ from meshwright.api.spec import ParallelismSpec
 from meshwright_worker.mesh import SHARD, SHARD_REPLICA, Mesh
 from meshwright_worker.parallel.buckets import BackwardOrder, buckets_of
 from meshwright_worker.parallel.collectives import all_gather_into, reduce_scatter_into
-from meshwright_worker.parallel.shards import Shard
+from meshwright_worker.parallel.shards import Shard, is_split_over_tensor
 
 
 @dataclass
@@ -46,9 +46,18 @@ class FlatShards:
         mesh: its groups `SHARD` and, with `shardSize`, `SHARD_REPLICA`.
         parallelism: the stage and the options.
         micro_batches: backward passes of a step.
+        watch: whether hooks see all of a gradient; if not, gradients are reduced after the last pass alone.
     """
 
-    def __init__(self, shards: Sequence[Shard], mesh: Mesh, parallelism: ParallelismSpec, micro_batches: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        mesh: Mesh,
+        parallelism: ParallelismSpec,
+        micro_batches: int,
+        *,
+        watch: bool,
+    ) -> None:
         self._mesh = mesh
         self._group = mesh.group(SHARD)
         spec = parallelism.data_parallel
@@ -58,8 +67,9 @@ class FlatShards:
         ]
         self.shards = [_own_part(shard, mesh) for shard in shards]
         self._pending: tuple[_Bucket, torch.Tensor, torch.Tensor, dist.Work | None] | None = None
-        watched = [bucket.members for bucket in self._buckets] if spec.overlap or parallelism.zero_stage == 2 else []
-        passes, self._rounds = (1, micro_batches) if parallelism.zero_stage == 2 else (micro_batches, 1)
+        each_pass = watch and parallelism.zero_stage == 2
+        watched = [bucket.members for bucket in self._buckets] if each_pass or (watch and spec.overlap) else []
+        passes, self._rounds = (1, micro_batches) if each_pass else (micro_batches, 1)
         self._started = 0
         self._order = BackwardOrder(watched, passes, self._rounds, self._start)
 
@@ -134,9 +144,8 @@ def _own_part(shard: Shard, mesh: Mesh) -> Shard:
     rows = _rows(shard.local, mesh.shards.size())
     first = rows * mesh.shards.get_local_rank()
     local = shard.local[first : first + rows]
-    tensor = mesh.coordinates.tensor
     # What the tensor group holds whole, each of its ranks has alike.
-    counted = (shard.whole is not None or tensor == 0) and (
+    counted = (is_split_over_tensor(shard.whole) or mesh.coordinates.tensor == 0) and (
         mesh.hybrid is None or mesh.hybrid.get_local_rank(SHARD_REPLICA) == 0
     )
     return replace(shard, local=local, whole=_part_of(shard, local, mesh.shards), counted=counted, replicated=False)

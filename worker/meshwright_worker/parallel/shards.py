@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import SHARD_REPLICA, Mesh
+from meshwright_worker.mesh import SHARD_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.apply import shards_over_replicas
+from meshwright_worker.parallel.expert import experts_of
 from meshwright_worker.parallel.tensor import partial_parameters
 
 
@@ -37,6 +38,8 @@ class Shard:
     """Whether gradients are still to be summed over the tensor group."""
     replicated: bool
     """Whether gradients are still to be summed over replicas."""
+    expert: bool = False
+    """Whether it is of experts that are spread over ranks, whose replicas are others than those of all else."""
 
     def gradient(self) -> torch.Tensor:
         """This rank's part of the gradient, in the gradient's memory.
@@ -53,18 +56,35 @@ class Shard:
 def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
     """The shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
     sharded = shards_over_replicas(run)
-    tensor = mesh.coordinates.tensor
-    if sharded:
-        first = mesh.hybrid is None or mesh.hybrid.get_local_rank(SHARD_REPLICA) == 0
-    else:
-        first = mesh.replicas.get_local_rank() == 0
+    layout, tensor, replica = mesh.layout, mesh.coordinates.tensor, mesh.replicas.get_local_rank()
+    copies = mesh.hybrid is not None and mesh.hybrid.get_local_rank(SHARD_REPLICA) > 0
     sequence = run.parallelism.sequence and mesh.layout.tensor > 1
     partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
+    spread = {id(parameter) for parameter in experts_of(stage)} if layout.expert > 1 else set()
     shards = []
     for name, parameter in stage.named_parameters():
-        # Matrices are split over the tensor group; what has one dimension, a norm, is whole on each of its ranks.
-        counted = (parameter.ndim > 1 or tensor == 0) and first
         local, _ = local_shard(parameter)
         whole = distributed.get(name)
-        shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded))
+        expert = id(parameter) in spread
+        # Norms and routers are whole on each rank of a tensor group.
+        own_part = tensor == 0 or is_split_over_tensor(whole)
+        first = replica // layout.expert == 0 if expert else replica == 0
+        counted = own_part and (not copies if sharded else first)
+        shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded, expert))
     return shards
+
+
+def buffers_of(stage: DecoderStage) -> dict[str, torch.Tensor]:
+    """What a stage has learned beside its parameters, whole on every rank: the routers' balancing biases."""
+    return dict(stage.named_buffers())
+
+
+def is_split_over_tensor(whole: DTensor | None) -> bool:
+    """Whether the ranks of a tensor group hold different parts of a parameter."""
+    if whole is None:
+        return False
+    names = whole.device_mesh.mesh_dim_names or ()
+    return any(
+        name == TENSOR and not placement.is_replicate()
+        for name, placement in zip(names, whole.placements, strict=False)
+    )

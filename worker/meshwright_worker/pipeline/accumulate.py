@@ -7,6 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.pipeline.sharded import reshard
 
 
 class Accumulation:
@@ -22,6 +23,15 @@ class Accumulation:
         self._stage = stage
         self._micro_batches = micro_batches
         self._tokens = tokens
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """See `Executor.evaluate`."""
+        total = torch.zeros((), device=batch.tokens.device)
+        for part in batch.chunk(self._micro_batches):
+            total = total + self._stage(part.tokens, targets=part.targets, places=part.places)
+        reshard(self._stage)
+        return total
 
     def run(self, batch: Batch) -> torch.Tensor:
         """See `Executor.run`."""

@@ -23,6 +23,12 @@ class Executor(Protocol):
             That quotient, fp32 []; 0 on ranks that do not compute the loss.
         """
 
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """The replica's loss, summed over its targets and divided by nothing, fp32 []; computes no gradients.
+
+        0 on ranks that do not compute the loss, as in `run`.
+        """
+
 
 def tokens_of_step(training: TrainingSpec) -> int:
     """Tokens of a step when each is predicted: what every loss is divided by before its backward pass.

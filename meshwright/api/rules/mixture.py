@@ -1,0 +1,135 @@
+"""Rules on mixtures of experts and on how they are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.api.mixture import Balancing, MixtureSpec, Router
+from meshwright.api.rules.rule import Rule, divides
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+
+_NONE = "!has(self.model) || !has(self.model.mixture) || "
+
+
+def _mixture(spec: Spec) -> MixtureSpec | None:
+    return spec.model.mixture if spec.model is not None else None
+
+
+def _each(holds: Callable[[MixtureSpec], bool]) -> Callable[[Spec], bool]:
+    """A rule on the mixture alone; it holds where there is none."""
+
+    def check(spec: Spec) -> bool:
+        mixture = _mixture(spec)
+        return mixture is None or holds(mixture)
+
+    return check
+
+
+def _has_experts(spec: Spec) -> bool:
+    described = spec.model is not None and (spec.model.preset is not None or spec.model.mixture is not None)
+    return (spec.parallelism.expert or 1) == 1 or described
+
+
+def _experts_divide(spec: Spec) -> bool:
+    mixture = _mixture(spec)
+    return mixture is None or divides(spec.parallelism.expert, mixture.experts)
+
+
+def _widths_split(spec: Spec) -> bool:
+    mixture, tensor = _mixture(spec), spec.parallelism.tensor
+    return mixture is None or divides(tensor, mixture.intermediate_size)
+
+
+def _shared_width_splits(spec: Spec) -> bool:
+    mixture, tensor = _mixture(spec), spec.parallelism.tensor
+    return mixture is None or divides(tensor, mixture.shared_intermediate_size)
+
+
+def _some_layer(spec: Spec) -> bool:
+    mixture, layers = _mixture(spec), spec.model.layers if spec.model is not None else None
+    return mixture is None or layers is None or mixture.dense_layers + mixture.every <= layers
+
+
+def _learns(mixture: MixtureSpec) -> bool:
+    return mixture.per_token > 1 or not mixture.renormalize or mixture.router is not Router.SOFTMAX
+
+
+MIXTURE_RULES = (
+    Rule(
+        "model.mixture.perToken",
+        "must be at most `model.mixture.experts`",
+        _NONE + "self.model.mixture.perToken <= self.model.mixture.experts",
+        _each(lambda m: m.per_token <= m.experts),
+    ),
+    Rule(
+        "model.mixture.groups",
+        "must divide `model.mixture.experts`: groups are equal",
+        _NONE + "self.model.mixture.experts % self.model.mixture.groups == 0",
+        _each(lambda m: m.experts % m.groups == 0),
+    ),
+    Rule(
+        "model.mixture.groupsPerToken",
+        "must be at most `model.mixture.groups`",
+        _NONE + "self.model.mixture.groupsPerToken <= self.model.mixture.groups",
+        _each(lambda m: m.groups_per_token <= m.groups),
+    ),
+    Rule(
+        "model.mixture.groupsPerToken",
+        "must give a token at least `model.mixture.perToken` experts: raise it, or lower `perToken` or `groups`",
+        _NONE + "self.model.mixture.perToken * self.model.mixture.groups"
+        " <= self.model.mixture.groupsPerToken * self.model.mixture.experts",
+        _each(lambda m: m.per_token * m.groups <= m.groups_per_token * m.experts),
+    ),
+    Rule(
+        "model.mixture.renormalize",
+        "must be false with `perToken: 1` and `router: Softmax`: a weight of always 1 gives the router no gradient",
+        _NONE + "self.model.mixture.perToken > 1 || !self.model.mixture.renormalize"
+        " || self.model.mixture.router != 'Softmax'",
+        _each(_learns),
+    ),
+    Rule(
+        "model.mixture.auxiliaryWeight",
+        "needs `model.mixture.balancing: Auxiliary` or `Bias`: remove it",
+        _NONE + "!has(self.model.mixture.auxiliaryWeight) || self.model.mixture.balancing != 'None'",
+        _each(lambda m: m.auxiliary_weight is None or m.balancing is not Balancing.NONE),
+    ),
+    Rule(
+        "model.mixture.denseLayers",
+        "plus `model.mixture.every` must be at most `model.layers`: some layer has to be a mixture",
+        _NONE + "!has(self.model.layers)"
+        " || self.model.mixture.denseLayers + self.model.mixture.every <= self.model.layers",
+        _some_layer,
+    ),
+    Rule(
+        "parallelism.expert",
+        "needs `model.mixture`, or a `model.preset` that has one: without experts there is nothing to spread",
+        "!has(self.parallelism.expert) || self.parallelism.expert == 1"
+        " || (has(self.model) && (has(self.model.preset) || has(self.model.mixture)))",
+        _has_experts,
+    ),
+    Rule(
+        "parallelism.expert",
+        "must divide `replicas`: experts are spread over ranks that hold the same dense parameters",
+        "!has(self.parallelism.expert) || self.replicas % self.parallelism.expert == 0",
+        lambda spec: divides(spec.parallelism.expert, spec.replicas),
+    ),
+    Rule(
+        "parallelism.expert",
+        "must divide `model.mixture.experts`: every rank holds equally many",
+        _NONE + "!has(self.parallelism.expert) || self.model.mixture.experts % self.parallelism.expert == 0",
+        _experts_divide,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.mixture.intermediateSize`: every expert is split by its width",
+        _NONE + "!has(self.parallelism.tensor) || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
+        _widths_split,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.mixture.sharedIntermediateSize`: shared experts are split by their width",
+        _NONE + "!has(self.parallelism.tensor)"
+        " || self.model.mixture.sharedIntermediateSize % self.parallelism.tensor == 0",
+        _shared_width_splits,
+    ),
+)

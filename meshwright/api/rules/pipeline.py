@@ -1,0 +1,157 @@
+"""Rules on the pipeline's schedule: which numbers it can be made for, and which fields belong to it."""
+
+from __future__ import annotations
+
+from meshwright.api.rules.rule import Rule
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.spec import PipelineSchedule
+
+_CHUNKED = (PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS)
+_FOLDED = (PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V)
+_DUAL = (PipelineSchedule.DUAL_PIPE, PipelineSchedule.DUAL_PIPE_V)
+_STALE = (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
+
+_PIPED = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
+_COUNTED = f"{_PIPED} && has(self.parallelism.microBatches)"
+
+
+def _ranks(spec: Spec) -> int:
+    """Pipeline ranks; 1 where the planner chooses them."""
+    return spec.parallelism.pipeline or 1
+
+
+def _virtual_stages_belong(spec: Spec) -> bool:
+    return spec.parallelism.virtual_stages is None or spec.parallelism.schedule in _CHUNKED
+
+
+def _limit_belongs(spec: Spec) -> bool:
+    p = spec.parallelism
+    return p.activation_limit is None or p.schedule is PipelineSchedule.AUTOMATIC
+
+
+def _stages(spec: Spec) -> int:
+    p = spec.parallelism
+    if _ranks(spec) == 1:
+        return 1
+    if p.schedule in _CHUNKED:
+        return _ranks(spec) * (p.virtual_stages or 2)
+    return _ranks(spec) * (2 if p.schedule in _FOLDED else 1)
+
+
+def _split_is_of_stages(spec: Spec) -> bool:
+    split = spec.parallelism.layer_split
+    return split is None or (spec.parallelism.pipeline is not None and len(split) == _stages(spec))
+
+
+def _chunks_have_layers(spec: Spec) -> bool:
+    layers = spec.model.layers if spec.model is not None else None
+    return layers is None or layers >= _stages(spec)
+
+
+def _whole_rounds(spec: Spec) -> bool:
+    p, ranks = spec.parallelism, _ranks(spec)
+    return p.schedule is not PipelineSchedule.INTERLEAVED or p.micro_batches is None or p.micro_batches % ranks == 0
+
+
+def _even_ranks(spec: Spec) -> bool:
+    return spec.parallelism.schedule is not PipelineSchedule.DUAL_PIPE or _ranks(spec) == 1 or _ranks(spec) % 2 == 0
+
+
+def _enough_for_both_ways(spec: Spec) -> bool:
+    p, ranks = spec.parallelism, _ranks(spec)
+    if ranks == 1 or p.micro_batches is None or p.schedule not in _DUAL:
+        return True
+    even = p.schedule is not PipelineSchedule.DUAL_PIPE or p.micro_batches % 2 == 0
+    return even and p.micro_batches >= 2 * ranks
+
+
+def _one_at_a_time(spec: Spec) -> bool:
+    p = spec.parallelism
+    return p.schedule is not PipelineSchedule.PIPEDREAM or _ranks(spec) == 1 or p.micro_batches in (None, 1)
+
+
+def _stale_is_not_clipped(spec: Spec) -> bool:
+    if spec.training is None or _ranks(spec) == 1 or spec.parallelism.schedule not in _STALE:
+        return True
+    return spec.training.optimizer.gradient_clip == 0
+
+
+def _stale_is_not_sharded(spec: Spec) -> bool:
+    return spec.parallelism.schedule not in _STALE or spec.parallelism.zero_stage == 0
+
+
+_STAGES_CEL = (
+    "(self.parallelism.pipeline == 1 ? 1 : self.parallelism.pipeline"
+    " * (self.parallelism.schedule in ['Interleaved1F1B', 'LoopedBFS']"
+    " ? (has(self.parallelism.virtualStages) ? self.parallelism.virtualStages : 2)"
+    " : (self.parallelism.schedule in ['ZBV', 'DualPipeV'] ? 2 : 1)))"
+)
+
+PIPELINE_RULES = (
+    Rule(
+        "parallelism.virtualStages",
+        "needs `schedule: Interleaved1F1B` or `LoopedBFS`: leave it out with others",
+        "!has(self.parallelism.virtualStages) || self.parallelism.schedule in ['Interleaved1F1B', 'LoopedBFS']",
+        _virtual_stages_belong,
+    ),
+    Rule(
+        "parallelism.activationLimit",
+        "needs `schedule: Automatic`: the memory of other schedules follows from their order",
+        "!has(self.parallelism.activationLimit) || self.parallelism.schedule == 'Automatic'",
+        _limit_belongs,
+    ),
+    Rule(
+        "parallelism.layerSplit",
+        "must have an entry for every stage, and needs `parallelism.pipeline`",
+        "!has(self.parallelism.layerSplit) || (has(self.parallelism.pipeline)"
+        f" && self.parallelism.layerSplit.size() == {_STAGES_CEL})",
+        _split_is_of_stages,
+    ),
+    Rule(
+        "parallelism.pipeline",
+        "times the stages of a rank must be at most `model.layers`: each stage needs at least one layer",
+        "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
+        f" || self.model.layers >= {_STAGES_CEL}",
+        _chunks_have_layers,
+    ),
+    Rule(
+        "parallelism.microBatches",
+        "must be a multiple of `parallelism.pipeline` with `Interleaved1F1B`, which takes whole rounds of its ranks",
+        f"self.parallelism.schedule != 'Interleaved1F1B' || !({_COUNTED})"
+        " || self.parallelism.microBatches % self.parallelism.pipeline == 0",
+        _whole_rounds,
+    ),
+    Rule(
+        "parallelism.pipeline",
+        "must be even with `DualPipe`, whose two directions meet in the middle; or use `DualPipeV`",
+        f"self.parallelism.schedule != 'DualPipe' || !({_PIPED}) || self.parallelism.pipeline % 2 == 0",
+        _even_ranks,
+    ),
+    Rule(
+        "parallelism.microBatches",
+        "must be at least twice `parallelism.pipeline` with `DualPipe` and `DualPipeV`, and even with `DualPipe`",
+        f"!(self.parallelism.schedule in ['DualPipe', 'DualPipeV']) || !({_COUNTED})"
+        " || (self.parallelism.microBatches >= 2 * self.parallelism.pipeline"
+        " && (self.parallelism.schedule != 'DualPipe' || self.parallelism.microBatches % 2 == 0))",
+        _enough_for_both_ways,
+    ),
+    Rule(
+        "parallelism.microBatches",
+        "must be 1 with `PipeDream`, which updates weights after each; use `PipeDream2BW` for several",
+        f"self.parallelism.schedule != 'PipeDream' || !({_COUNTED}) || self.parallelism.microBatches == 1",
+        _one_at_a_time,
+    ),
+    Rule(
+        "training.optimizer.gradientClip",
+        "must be 0 with `PipeDream` and `PipeDream2BW`: no moment exists when a step's gradients are known everywhere",
+        f"!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !has(self.training) || !({_PIPED})"
+        " || self.training.optimizer.gradientClip == 0.0",
+        _stale_is_not_clipped,
+    ),
+    Rule(
+        "parallelism.zeroStage",
+        "must be 0 with `PipeDream` and `PipeDream2BW`: they keep several versions of a stage's weights",
+        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || self.parallelism.zeroStage == 0",
+        _stale_is_not_sharded,
+    ),
+)

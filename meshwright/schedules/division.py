@@ -1,0 +1,139 @@
+"""Which stages of a model each pipeline rank holds, which layers are in them, and in which order it runs them.
+
+The one answer that planner, validation and worker share: from the fields of `parallelism` to a schedule and a split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.api.spec import ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.layout import split_layers
+from meshwright.models.architecture import Architecture
+from meshwright.models.flops import flops_per_token
+from meshwright.planner.search.split import balanced
+from meshwright.schedules.actions import Schedule
+from meshwright.schedules.automatic import automatic
+from meshwright.schedules.generate import generate
+
+GENERATED = {
+    PipelineSchedule.NAIVE: "naive",
+    PipelineSchedule.GPIPE: "gpipe",
+    PipelineSchedule.ONE_F_ONE_B: "1f1b",
+    PipelineSchedule.INTERLEAVED: "interleaved",
+    PipelineSchedule.LOOPED_BFS: "looped-bfs",
+    PipelineSchedule.ZB_H1: "zb-h1",
+    PipelineSchedule.ZB_H2: "zb-h2",
+    PipelineSchedule.ZB_V: "zb-v",
+    PipelineSchedule.DUAL_PIPE: "dualpipe",
+    PipelineSchedule.DUAL_PIPE_V: "dualpipe-v",
+}
+"""Names in `meshwright.schedules.generate`."""
+CHUNKED = frozenset({PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS})
+"""Schedules where `parallelism.virtualStages` says how many stages a rank holds."""
+FOLDED = frozenset({PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V})
+"""Schedules whose ranks hold two stages each, the second on the way back."""
+ASYNCHRONOUS = frozenset({PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW})
+"""Schedules that never drain between steps: what they train differs from one process by design."""
+DEFAULT_VIRTUAL_STAGES = 2
+
+
+def stages_of_rank(parallelism: ParallelismSpec, ranks: int) -> int:
+    """How many of the model's stages, each with layers of its own, fall to one of so many pipeline ranks on average."""
+    if ranks == 1:
+        return 1
+    if parallelism.schedule in CHUNKED:
+        return parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES
+    return 2 if parallelism.schedule in FOLDED else 1
+
+
+def takes_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> bool:
+    """Whether a schedule of so many ranks can be made for so many micro-batches, with none of its stages left out."""
+    if ranks == 1:
+        return True
+    if schedule is PipelineSchedule.PIPEDREAM:
+        return count == 1
+    if schedule is PipelineSchedule.NAIVE:
+        return count >= 1
+    if schedule is PipelineSchedule.INTERLEAVED:
+        return count % ranks == 0
+    if schedule is PipelineSchedule.DUAL_PIPE:
+        return ranks % 2 == 0 and count % 2 == 0 and count >= 2 * ranks
+    return count >= (2 * ranks if schedule is PipelineSchedule.DUAL_PIPE_V else ranks)
+
+
+def schedule_of(parallelism: ParallelismSpec, ranks: int, micro_batches: int) -> Schedule:
+    """The order of one step. The asynchronous schedules' is that of 1F1B, which they run on without draining.
+
+    Raises:
+        ValueError: there is none for these numbers; the text says why.
+    """
+    kind = parallelism.schedule if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
+    if kind is PipelineSchedule.AUTOMATIC:
+        return automatic(ranks, micro_batches, parallelism.activation_limit or ranks)
+    name = "1f1b" if kind in ASYNCHRONOUS else GENERATED[kind]
+    return generate(name, ranks, micro_batches, stages_of_rank(parallelism, ranks))
+
+
+def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> list[range]:
+    """The consecutive layers of each stage, in the model's order.
+
+    Args:
+        parallelism: what the split depends on: schedule, `layerSplit` and `stageBalance`.
+        ranks: pipeline ranks.
+        model: whose layers.
+        length: of a sequence, in tokens.
+
+    Raises:
+        ValueError: there are more stages than layers, or `layerSplit` does not add up.
+    """
+    stages = ranks * stages_of_rank(parallelism, ranks)
+    split = parallelism.layer_split
+    if split is not None:
+        if len(split) != stages or sum(split) != model.layers:
+            raise ValueError(
+                f"`parallelism.layerSplit` must give each of {stages} stages its part of `model.layers: {model.layers}`"
+            )
+        return _ranges(split)
+    if parallelism.stage_balance is StageBalance.FLOPS:
+        return _ranges(_balanced_by_flops(model, length, stages))
+    return split_layers(model.layers, stages)
+
+
+def _balanced_by_flops(model: Architecture, length: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage; the last stage's output projection weighs as its matrix does, the look-up nothing."""
+    head = 6 * model.vocab_size * model.hidden_size
+    layer = (flops_per_token(model, length) - head) / model.layers
+    return balanced([layer] * model.layers, stages, last=head)
+
+
+def _ranges(sizes: tuple[int, ...] | list[int]) -> list[range]:
+    bounds = [sum(sizes[:stage]) for stage in range(len(sizes) + 1)]
+    return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A pipeline as its ranks hold it."""
+
+    schedule: Schedule
+    layers: tuple[range, ...]
+    """Of each stage."""
+
+    def stages(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in the model's order."""
+        return sorted({action.stage for action in self.schedule.actions(rank)})
+
+    def holders(self, stage: int) -> list[int]:
+        """The ranks that hold a stage: two of a bidirectional pipeline, else one."""
+        return [rank for rank in range(len(self.schedule.ranks)) if stage in self.stages(rank)]
+
+
+def divide(parallelism: ParallelismSpec, ranks: int, micro_batches: int, model: Architecture, length: int) -> Division:
+    """The pipeline of a run.
+
+    Raises:
+        ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.
+    """
+    layers = layers_of_stages(parallelism, ranks, model, length)
+    return Division(schedule_of(parallelism, ranks, micro_batches), tuple(layers))

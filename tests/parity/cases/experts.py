@@ -1,0 +1,99 @@
+"""Mixtures of experts: every router, capacity and balancing, in one stage and spread over ranks with all else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.case import Case
+
+_TWO: dict[str, dict[str, Any]] = {
+    "experts x data": {"data": 2, "expert": 2},
+    "replicated experts": {"data": 2},
+    "experts x ZeRO-2": {"data": 2, "expert": 2, "zero": 2},
+    "experts x ZeRO-3": {"data": 2, "expert": 2, "zero": 3},
+    "replicated experts x ZeRO-3": {"data": 2, "zero": 3},
+    "split experts": {"tensor": 2, "sequence": False},
+    "split experts, sequence parallel": {"tensor": 2},
+    "mixtures in stages": {"pipeline": 2},
+}
+_FOUR: dict[str, dict[str, Any]] = {
+    "experts x data": {"data": 4, "expert": 4},
+    "experts x replicas": {"data": 4, "expert": 2},
+    "experts x ZeRO-2": {"data": 4, "expert": 2, "zero": 2},
+    "experts x ZeRO-3": {"data": 4, "expert": 2, "zero": 3},
+    "experts x tensor": {"data": 2, "expert": 2, "tensor": 2, "sequence": False},
+    "experts x tensor, sequence parallel": {"data": 2, "expert": 2, "tensor": 2},
+    "experts x tensor x ZeRO-3": {"data": 2, "expert": 2, "tensor": 2, "zero": 3},
+    "replicated experts x tensor x ZeRO-3": {"data": 2, "tensor": 2, "zero": 3},
+    "experts x pipeline": {"data": 2, "expert": 2, "pipeline": 2, "micro_batches": 4},
+    "experts x pipeline x ZeRO-2": {"data": 2, "expert": 2, "pipeline": 2, "zero": 2},
+}
+_EIGHT: dict[str, dict[str, Any]] = {
+    "experts x replicas x tensor": {"data": 4, "expert": 2, "tensor": 2},
+    "experts x replicas x tensor x ZeRO-3": {"data": 4, "expert": 2, "tensor": 2, "zero": 3},
+    "experts x tensor x pipeline": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
+    "experts x tensor x pipeline x ZeRO-2": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2, "zero": 2},
+    "experts x tensor x pipeline x data": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2, "sequence": False},
+    "experts x replicas x pipeline": {"data": 4, "expert": 2, "pipeline": 2},
+}
+_SOME = (
+    "experts x data",
+    "experts x ZeRO-3",
+    "split experts",
+    "split experts, sequence parallel",
+    "experts x tensor, sequence parallel",
+    "experts x pipeline",
+    "experts x tensor x pipeline",
+)
+"""What the other mixtures are run in: their rules are the same in every layout but for how sequences are shared."""
+_SMOKE = {
+    ("Mixtral", "experts x data"),
+    ("Mixtral", "experts x ZeRO-3"),
+    ("Mixtral", "split experts"),
+    ("Switch", "experts x data"),
+    ("Switch", "experts x tensor, sequence parallel"),
+    ("ST-MoE", "split experts, sequence parallel"),
+    ("ST-MoE", "experts x tensor, sequence parallel"),
+    ("DeepSeek-V2", "experts x data"),
+    ("DeepSeek-V3", "experts x data"),
+    ("DeepSeek-V3", "experts x ZeRO-3"),
+    ("DeepSeek-V3", "experts x tensor, sequence parallel"),
+    ("DeepSeek-V3", "mixtures in stages"),
+    ("DeepSeek-V3", "experts x pipeline"),
+    ("unbalanced", "experts x data"),
+}
+
+
+def _cases() -> list[Case]:
+    layouts = [(technique, layout) for group in (_TWO, _FOUR, _EIGHT) for technique, layout in group.items()]
+    techniques: dict[str, tuple[str, ...]] = {
+        "Mixtral": tuple(technique for technique, _ in layouts),
+        "DeepSeek-V3": tuple(technique for technique, _ in layouts),
+        "Switch": _SOME,
+        "ST-MoE": _SOME,
+        "DeepSeek-V2": _SOME,
+        "unbalanced": ("experts x data",),
+    }
+    cases, smoke = [], set(_SMOKE)
+    for technique, layout in sorted(layouts, key=lambda one: [name for name, _ in layouts].index(one[0])):
+        for mixture, run in techniques.items():
+            if technique in run:
+                cases.append(Case(technique, layout, {"mixture": mixture}, smoke=(mixture, technique) in smoke))
+                smoke.discard((mixture, technique))
+    return cases
+
+
+CASES = [
+    *_cases(),
+    Case("indivisible experts", {"data": 3, "expert": 3}, {"mixture": "Mixtral"}, "`model.mixture.experts: 4`"),
+    Case("more spread than replicas", {"data": 2, "expert": 4}, {"mixture": "Mixtral"}, "`parallelism.expert: 4`"),
+    Case("experts without a mixture", {"data": 2, "expert": 2}, refused="`parallelism.expert: 2` needs"),
+    Case(
+        "indivisible width of experts",
+        {"tensor": 4},
+        {"mixture": "odd widths", "kv_heads": 4},
+        "`model.mixture.intermediateSize: 10`",
+    ),
+    Case("capacity x context", {"context": 2}, {"mixture": "Switch"}, "`model.mixture.capacityFactor`"),
+    Case("more experts a token than there are", {}, {"mixture": "too many"}, "`model.mixture.perToken`"),
+]

@@ -1,0 +1,203 @@
+"""A mixture of experts as a feed-forward layer: route, send rows to the experts, compute, bring them back, add up.
+
+The steps are methods of their own, so that a schedule can run the `Journey` of one micro-batch while it computes
+another. Where experts are computed is the dispatcher's affair: here, or spread over ranks (`parallel/expert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import is_mixture
+from meshwright_worker.models.balance import Balance, Sequences, Tally
+from meshwright_worker.models.grouped import grouped_linear
+from meshwright_worker.models.layers import FeedForward, local
+from meshwright_worker.models.router import ExpertRouter
+
+
+class Journey(Protocol):
+    """The way of one micro-batch's rows to the ranks of their experts and back. Autograd goes through both."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [experts here]: rows that arrive for each."""
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert, [rows, hidden] -> the rows of the experts here, sorted by expert."""
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+
+
+class Dispatcher(Protocol):
+    """Plans journeys."""
+
+    def plan(self, counts: torch.Tensor) -> Journey:
+        """The journey of rows of which `counts`, int64 [experts], go to each expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """The journey of rows whose experts are all here."""
+
+    counts: torch.Tensor
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Journey`."""
+        return rows
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Journey`."""
+        return rows
+
+
+class HereDispatcher:
+    """Every expert is on this rank."""
+
+    def plan(self, counts: torch.Tensor) -> Stay:
+        """See `Dispatcher`."""
+        return Stay(counts)
+
+
+class Experts(nn.Module):
+    """SwiGLU networks (arXiv 2002.05202), one tensor a matrix for all of them."""
+
+    def __init__(self, experts: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert, [rows, hidden], of which `counts` belong to each expert here -> the same shape."""
+        gate, up, down = (local(matrix).to(rows.dtype) for matrix in (self.gate, self.up, self.down))
+        inner = F.silu(grouped_linear(rows, gate, counts)) * grouped_linear(rows, up, counts)
+        return grouped_linear(inner, down, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A micro-batch between the router and the experts."""
+
+    rows: torch.Tensor
+    """[rows, hidden]: a copy of a token for each of its experts, sorted by expert; dropped ones are missing."""
+    slots: torch.Tensor
+    """int64 [rows]: which of the batch x positions x per_token choices a row is."""
+    weights: torch.Tensor
+    """[batch x positions, per_token]."""
+    journey: Journey
+    extra: torch.Tensor
+    """The balancing losses, weighted, summed over tokens: fp32 []."""
+    tally: torch.Tensor
+    """What is counted once this micro-batch's gradient passes, see `Tally`."""
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, routed experts and, where the model has them, shared ones.
+
+    `dispatcher`, `sequences` and `copies` are set by what splits the model over ranks.
+    """
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        if model.mixture is None:
+            raise ValueError("the model has no `mixture`")
+        mixture = model.mixture
+        self.mixture = mixture
+        self.router = ExpertRouter(model.hidden_size, mixture)
+        self.experts = Experts(mixture.experts, model.hidden_size, mixture.intermediate_size)
+        self.shared: FeedForward | None = None
+        if mixture.shared_intermediate_size:
+            self.shared = FeedForward(
+                model.model_copy(update={"intermediate_size": mixture.shared_intermediate_size, "mixture": None})
+            )
+        self.dispatcher: Dispatcher = HereDispatcher()
+        self.balance = Balance(mixture, Sequences())
+        self.copies = 1
+        """How many ranks route the same tokens, each with a part of the experts' widths."""
+        self.tally = Tally(mixture.experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        routed = self.route(x)
+        rows = routed.journey.there(routed.rows)
+        return self.finish(x, routed, routed.journey.back(self.experts(rows, routed.journey.counts)))
+
+    def route(self, x: torch.Tensor) -> Routed:
+        """Choose experts for x, [batch, positions, hidden], and sort a copy of each token for each of them."""
+        count, per_token = self.mixture.experts, self.mixture.per_token
+        routing = self.router(x)
+        kept = self.balance.kept(routing.experts)
+        # What is dropped is sorted behind the last expert and then cut off.
+        experts = routing.experts if kept is None else routing.experts.masked_fill(~kept, count)
+        order = experts.flatten().argsort(stable=True)
+        counts = _histogram(experts.flatten(), count + 1)[:count]
+        slots = order if kept is None else order[: int(counts.sum())]
+        copied = x.flatten(0, 1).unsqueeze(1).expand(-1, per_token, -1).reshape(-1, x.shape[-1])
+        auxiliary, z = self.balance.losses(routing)
+        extra = self.mixture.balance_weight * auxiliary + self.mixture.z_loss_weight * z
+        return Routed(
+            rows=copied.index_select(0, slots),
+            slots=slots,
+            weights=routing.weights.flatten(0, 1),
+            journey=self.dispatcher.plan(counts),
+            extra=extra,
+            tally=self.tally.entry(_histogram(routing.experts.flatten(), count), len(order) - len(slots), auxiliary, z),
+        )
+
+    def finish(self, x: torch.Tensor, routed: Routed, rows: torch.Tensor) -> torch.Tensor:
+        """Add up what came back, the rows of `routed` from their experts, and the shared experts' output."""
+        tokens, per_token = routed.weights.shape
+        slots = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.slots, rows)
+        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), slots.view(tokens, per_token, -1))
+        y = mixed.view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        attached: torch.Tensor = _Attach.apply(y, routed.extra, routed.tally, self)  # type: ignore[no-untyped-call]
+        return attached
+
+
+class _Attach(torch.autograd.Function):
+    """Gives a loss its gradient when that of the layer's output passes, so that it needs no way to the last stage.
+
+    Counting in the backward pass counts a micro-batch once, also where its forward pass is computed again, and leaves
+    evaluation out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, extra: torch.Tensor, tally: torch.Tensor, mixture: MixtureOfExperts
+    ) -> torch.Tensor:
+        ctx.tally, ctx.mixture, ctx.like = tally, mixture, extra.new_empty(())
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        (gradient,) = gradients
+        mixture: MixtureOfExperts = ctx.mixture
+        mixture.tally.add(ctx.tally)
+        return gradient, torch.full_like(ctx.like, mixture.tally.loss_weight / mixture.copies), None, None
+
+
+def feed_forward_of(model: Architecture, layer: int) -> nn.Module:
+    """The feed-forward part of layer number `layer`: a mixture of experts or a dense layer."""
+    return MixtureOfExperts(model) if is_mixture(model.mixture, layer) else FeedForward(model)
+
+
+def mixtures_of(stage: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
+    """The mixtures of a stage and their names."""
+    for name, module in stage.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            yield name, module
+
+
+def _histogram(values: torch.Tensor, size: int) -> torch.Tensor:
+    # bincount waits for the device and histc counts in floats.
+    return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))

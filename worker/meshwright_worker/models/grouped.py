@@ -1,0 +1,48 @@
+"""Matrix products of consecutive groups of rows, each with a matrix of its own: what experts without padding compute.
+
+One kernel for all groups where the device has it (MegaBlocks, arXiv 2211.15841, showed what that is worth); otherwise
+one product after the other, which any device and format has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+_ALIGNMENT = 16
+"""Bytes that the kernel's rows must be multiples of."""
+
+
+def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows of group g times the transposed matrix g.
+
+    Args:
+        rows: [rows, inputs], sorted by group.
+        weight: [groups, outputs, inputs], in the format of the rows.
+        counts: int64 [groups], the rows of each; their sum is the number of rows.
+
+    Returns:
+        [rows, outputs]. Every matrix gets a gradient, 0 for a group without rows.
+    """
+    return by_kernel(rows, weight, counts) if _has_kernel(rows, weight) else one_by_one(rows, weight, counts)
+
+
+def by_kernel(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` in one call, without waiting for the counts on the host."""
+    product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    result: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+    return result
+
+
+def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` as a loop over the groups."""
+    parts = torch.split(rows, counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
+
+
+def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
+        return False
+    known = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
+    aligned = all(size * rows.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    return known and aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)

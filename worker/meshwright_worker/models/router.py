@@ -1,0 +1,83 @@
+"""Which experts each token goes to, and how much each of them counts.
+
+Logits and scores are in at least fp32 whatever the compute format: the choice is a comparison of near numbers (Switch
+Transformers, arXiv 2101.03961, section 2.4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.api.mixture import Balancing, MixtureSpec, Router
+from meshwright_worker.models.layers import local
+from meshwright_worker.precision import wide
+
+_TINY = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the router decided for tokens [batch, positions]."""
+
+    experts: torch.Tensor
+    """int64 [batch, positions, per_token]: all different for a token."""
+    weights: torch.Tensor
+    """[batch, positions, per_token], at least fp32: what each expert's output is multiplied by."""
+    scores: torch.Tensor
+    """[batch, positions, experts], at least fp32: shares of all experts, 1 in sum."""
+    logits: torch.Tensor
+    """[batch, positions, experts], at least fp32."""
+
+
+class ExpertRouter(nn.Module):
+    """A linear layer, scores, and the best of them.
+
+    With `balancing: Bias` it has the buffer `bias` [experts], which is added for the choice alone: it gets no gradient
+    and is saved in checkpoints.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(self, hidden: int, mixture: MixtureSpec) -> None:
+        super().__init__()
+        self.mixture = mixture
+        self.weight = nn.Parameter(torch.empty(mixture.experts, hidden))
+        balanced = mixture.balancing is Balancing.BIAS
+        self.register_buffer("bias", torch.zeros(mixture.experts) if balanced else None)
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        """Route x, [batch, positions, hidden]."""
+        mixture = self.mixture
+        logits = F.linear(wide(x), wide(local(self.weight).to(x.dtype)))
+        scores = logits.softmax(dim=-1) if mixture.router is Router.SOFTMAX else logits.sigmoid()
+        experts = chosen(scores.detach(), mixture, self.bias)
+        weights = scores.gather(-1, experts)
+        if mixture.renormalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+        shares = scores if mixture.router is Router.SOFTMAX else scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+        return Routing(experts, weights * mixture.scaling, shares, logits)
+
+
+def chosen(scores: torch.Tensor, mixture: MixtureSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The experts of each token by falling score, int64 [..., per_token].
+
+    With groups a token stays in its best ones: by their best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) or,
+    with sigmoid scores, by the sum of their two best (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Args:
+        scores: [..., experts], larger is better.
+        mixture: the numbers.
+        bias: [experts], added to the scores.
+    """
+    wanted = scores if bias is None else scores + bias
+    if mixture.groups > 1:
+        grouped = wanted.reshape(*wanted.shape[:-1], mixture.groups, -1)
+        counted = 1 if mixture.router is Router.SOFTMAX else min(2, grouped.shape[-1])
+        best = grouped.topk(counted, dim=-1).values.sum(dim=-1).topk(mixture.groups_per_token, dim=-1).indices
+        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        wanted = grouped.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(-2)
+    return wanted.topk(mixture.per_token, dim=-1).indices

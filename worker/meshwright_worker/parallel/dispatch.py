@@ -1,0 +1,188 @@
+"""Rows to the ranks of their experts and back by all-to-all (GShard, arXiv 2006.16668; DeepSpeed-TED, 2303.06318).
+
+Under sequence parallelism each rank of a tensor group sends its own positions' rows alone, and the tensor group of the
+experts, whose widths are split, gathers them there: nothing is sent twice between expert ranks (TED, section 5.1).
+
+Autograd goes through `AllToAllJourney.there` and `back`. A schedule that hides the exchange under other computation
+takes their halves: `out.begin(rows)` starts it, `Pending.wait` ends it, `arrive` and `leave` are what surrounds it; the
+gradient takes the same way backward, `out.reversed().begin(gradient)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright_worker.parallel.collectives import all_gather, reduce_scatter
+
+
+@dataclass(slots=True)
+class Pending:
+    """An exchange under way."""
+
+    received: torch.Tensor
+    work: dist.Work | None
+    sent: torch.Tensor
+    """Kept until the exchange is over."""
+
+    def wait(self) -> torch.Tensor:
+        """What the others sent, in the order of ranks."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.received
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An all-to-all of rows, unevenly many for each rank."""
+
+    send: list[int]
+    """Rows for each rank of the group: the first ones for rank 0."""
+    receive: list[int]
+    """Rows from each rank."""
+    group: dist.ProcessGroup
+
+    def begin(self, rows: torch.Tensor) -> Pending:
+        """Start to exchange rows [sum of send, hidden]. No gradient flows. Collective."""
+        sent = rows.detach().contiguous()
+        received = sent.new_empty(sum(self.receive), *sent.shape[1:])
+        work = dist.all_to_all_single(received, sent, self.receive, self.send, group=self.group, async_op=True)
+        return Pending(received, work, sent)
+
+    def reversed(self) -> Exchange:
+        """The exchange that brings every row back, and that gradients take."""
+        return Exchange(self.receive, self.send, self.group)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Exchange rows and wait; gradients come back the reversed way."""
+        exchanged: torch.Tensor = _Exchanged.apply(rows, self)  # type: ignore[no-untyped-call]
+        return exchanged
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return ctx.exchange.reversed().begin(gradient).wait(), None
+
+
+@dataclass(frozen=True, slots=True)
+class RowGather:
+    """Rows of all ranks of a group on each of them, unevenly many of each; padded, since collectives want them even."""
+
+    sizes: list[int]
+    """Rows of each rank."""
+    group: dist.ProcessGroup
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """[own rows, hidden] -> [all rows, hidden]. No gradient flows. Collective."""
+        most, width = max(self.sizes), rows.shape[1]
+        padded = torch.cat([rows, rows.new_zeros(most - rows.shape[0], width)])
+        everyone = rows.new_empty(len(self.sizes), most, width)
+        all_gather(everyone.flatten(0, 1), padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(everyone, self.sizes, strict=True)])
+
+    def scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
+        """[all rows, hidden] on each rank -> of their sum the own rows. No gradient flows. Collective."""
+        most, width = max(self.sizes), rows.shape[1]
+        parts = rows.new_zeros(len(self.sizes), most, width)
+        for part, own in zip(parts, torch.split(rows, self.sizes), strict=True):
+            part[: own.shape[0]] = own
+        summed = rows.new_empty(most, width)
+        reduce_scatter(summed, parts.flatten(0, 1), group=self.group)
+        return summed[: self.sizes[self.group.rank()]]
+
+
+class _Gathered(torch.autograd.Function):
+    """`gather` forward and `scatter_sum` backward, or, with `summing`, the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, way: RowGather, summing: bool) -> torch.Tensor:
+        ctx.way, ctx.summing = way, summing
+        return way.scatter_sum(rows) if summing else way.gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        gradient = gradient.contiguous()
+        return (ctx.way.gather(gradient) if ctx.summing else ctx.way.scatter_sum(gradient)), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllJourney:
+    """See `models.experts.Journey`."""
+
+    counts: torch.Tensor
+    out: Exchange
+    slices: RowGather | None
+    order: torch.Tensor
+    """int64 [rows here]: arriving rows, which are sorted by where they come from, sorted by expert."""
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Journey`."""
+        return self.arrive(self.out(rows))
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Journey`."""
+        return self.out.reversed()(self.leave(rows))
+
+    def arrive(self, rows: torch.Tensor) -> torch.Tensor:
+        """What to do with received rows before the experts compute."""
+        if self.slices is not None:
+            rows = _Gathered.apply(rows, self.slices, False)  # type: ignore[no-untyped-call]
+        return rows.index_select(0, self.order)
+
+    def leave(self, rows: torch.Tensor) -> torch.Tensor:
+        """What to do with the experts' rows before they are sent back."""
+        rows = rows.index_select(0, self.order.argsort())
+        if self.slices is not None:
+            rows = _Gathered.apply(rows, self.slices, True)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class AllToAllDispatcher:
+    """Experts are spread over a group in equal, consecutive parts.
+
+    Args:
+        experts: the group.
+        slices: the tensor group, where each of its ranks has positions of its own and a part of the experts' widths.
+    """
+
+    def __init__(self, experts: dist.ProcessGroup, slices: dist.ProcessGroup | None) -> None:
+        self._experts = experts
+        self._slices = slices
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the ranks of a tensor group have positions of their own."""
+        return self._slices is not None
+
+    def plan(self, counts: torch.Tensor) -> AllToAllJourney:
+        """See `models.experts.Dispatcher`. Collective: ranks tell each other what they will send."""
+        ranks = self._experts.size()
+        own = counts.view(ranks, -1)
+        arriving = torch.empty_like(own)
+        dist.all_to_all_single(arriving, own.contiguous(), group=self._experts)
+        everywhere = arriving.unsqueeze(0)
+        if self._slices is not None:
+            everywhere = arriving.new_empty(self._slices.size(), *arriving.shape)
+            all_gather(everywhere.flatten(0, 1), arriving, group=self._slices)
+        # The one thing that the host has to wait for: collectives take sizes from there.
+        sizes = torch.stack([own.sum(1), arriving.sum(1)]).tolist()
+        out = Exchange(sizes[0], sizes[1], self._experts)
+        slices = None
+        if self._slices is not None:
+            slices = RowGather(everywhere.sum((1, 2)).tolist(), self._slices)
+        blocks = everywhere.flatten(0, 1)
+        expert = torch.arange(blocks.shape[1], device=blocks.device).expand_as(blocks).flatten()
+        order = expert.repeat_interleave(blocks.flatten()).argsort(stable=True)
+        return AllToAllJourney(blocks.sum(0), out, slices, order)

@@ -1,0 +1,142 @@
+"""Expert parallelism: a mixture's experts spread over the ranks that hold the same dense parameters.
+
+Each rank of the expert group holds experts / group of them; rows travel there and back (`parallel/dispatch`). Experts
+with the same index on other ranks are replicas of each other: their gradients are summed over `EXPERT_REPLICA`.
+
+Tensor parallelism splits the experts' widths (DeepSpeed-TED, arXiv 2303.06318). Then either every rank of a tensor
+group routes all of its tokens and adds its part of their experts' outputs, between the same collectives as a dense
+layer; or, with sequence parallelism and spread experts, each routes its own positions and the parts are gathered at the
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshwright.api.spec import Precision
+from meshwright_worker.mesh import CONTEXT, EXPERT, EXPERT_REPLICA, TENSOR, Mesh
+from meshwright_worker.models.balance import Sequences
+from meshwright_worker.models.experts import Experts, MixtureOfExperts, mixtures_of
+from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.collectives import all_gather
+from meshwright_worker.parallel.dispatch import AllToAllDispatcher
+from meshwright_worker.precision import sharding_policy
+
+_WIDTH = {"gate": 1, "up": 1, "down": 2}
+"""Which dimension of each of the experts' tensors is their width."""
+
+
+class SharedSequences(Sequences):
+    """Each sequence is shared by the ranks of these groups, outermost first."""
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self.parts = 1
+        for group in groups:
+            self.parts *= group.size()
+
+    def total(self, counts: torch.Tensor) -> torch.Tensor:
+        """See `Sequences`. Collective."""
+        counts = counts.clone()
+        for group in self._groups:
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    def before(self, counts: torch.Tensor) -> torch.Tensor:
+        """See `Sequences`. Collective; the ranks of the innermost group hold consecutive positions.
+
+        Raises:
+            ValueError: several groups share the sequences.
+        """
+        if len(self._groups) > 1:
+            raise ValueError("`model.mixture.capacityFactor` needs `parallelism.context: 1`")
+        (group,) = self._groups
+        parts = counts.new_empty(group.size(), *counts.shape)
+        all_gather(parts.flatten(0, 1), counts.contiguous(), group=group)
+        return parts[: group.rank()].sum(0)
+
+
+def spread_experts(stage: DecoderStage, mesh: Mesh, *, sequence: bool) -> None:
+    """Split every mixture's experts over the expert and tensor groups, in place."""
+    layout = mesh.layout
+    for _, mixture in mixtures_of(stage):
+        slices = sequence and layout.tensor > 1 and layout.expert > 1
+        _split(mixture.experts, mesh)
+        if layout.expert > 1:
+            tensor = mesh.group(TENSOR) if slices else None
+            mixture.dispatcher = AllToAllDispatcher(mesh.group(EXPERT), tensor)
+        mixture.copies = 1 if slices else layout.tensor
+        shared = [(CONTEXT, layout.context > 1), (TENSOR, slices)]
+        groups = [mesh.group(name) for name, splits in shared if splits]
+        if groups:
+            mixture.balance.sequences = SharedSequences(groups)
+
+
+def routes_slices(mixture: MixtureOfExperts) -> bool:
+    """Whether each rank of a tensor group routes positions of its own."""
+    return isinstance(mixture.dispatcher, AllToAllDispatcher) and mixture.dispatcher.gathers
+
+
+def shard_experts_over_replicas(stage: DecoderStage, mesh: Mesh, *, zero_stage: int, precision: Precision) -> None:
+    """Shard spread experts over their own replicas (ZeRO 2 and 3), before the layers that hold them are sharded.
+
+    Experts that are not spread have the same replicas as all parameters and are sharded with their layer.
+    """
+    if mesh.layout.expert == 1:
+        return
+    replicas = mesh.experts[EXPERT_REPLICA]
+    for _, mixture in mixtures_of(stage):
+        unit = fully_shard(
+            mixture.experts,
+            mesh=replicas,
+            reshard_after_forward=zero_stage == 3,
+            shard_placement_fn=_placement(mixture.experts, replicas.size()),
+            mp_policy=sharding_policy(precision),
+        )
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def routers_of(stage: DecoderStage) -> list[nn.Parameter]:
+    """The routers' matrices: whole on every rank of a tensor group, each of which has a part of their gradient."""
+    return [mixture.router.weight for _, mixture in mixtures_of(stage)]
+
+
+def experts_of(stage: DecoderStage) -> list[nn.Parameter]:
+    """The parameters that expert parallelism spreads."""
+    return [parameter for _, mixture in mixtures_of(stage) for parameter in mixture.experts.parameters()]
+
+
+def _split(experts: Experts, mesh: Mesh) -> None:
+    layout = mesh.layout
+    names = tuple(name for name, size in ((EXPERT, layout.expert), (TENSOR, layout.tensor)) if size > 1)
+    if not names:
+        return
+    # FSDP wants its own mesh and the one below it to have the same root.
+    devices: DeviceMesh = mesh.experts[names] if layout.expert > 1 else mesh.devices[TENSOR]
+    for name, dimension in _WIDTH.items():
+        whole = experts.get_parameter(name)
+        placements = [Shard(0) if part == EXPERT else Shard(dimension) for part in names]
+        split = distribute_tensor(whole.detach(), devices, placements, src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(split))
+
+
+def _placement(experts: Experts, replicas: int) -> Callable[[nn.Parameter], Shard | None]:
+    """By experts where their number divides, else along the residual stream, which nothing else splits."""
+    widths = {id(parameter): _WIDTH[name] for name, parameter in experts.named_parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        own = parameter.to_local().shape[0]  # type: ignore[attr-defined]
+        if own % replicas == 0:
+            return Shard(0)
+        hidden = 3 - widths[id(parameter)]
+        return Shard(hidden) if parameter.shape[hidden] % replicas == 0 else None
+
+    return place

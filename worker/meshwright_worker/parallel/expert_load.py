@@ -1,0 +1,78 @@
+"""What a step's routers did, on every rank: the report of it, and the balancing biases that follow from it.
+
+Loads are counted over the whole step and all ranks, so the biases move alike in every layout (arXiv 2408.15664).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import mixture_layers
+from meshwright_worker.mesh import Mesh
+from meshwright_worker.models.experts import MixtureOfExperts, mixtures_of
+from meshwright_worker.task import ExpertLoad
+
+
+class ExpertLoads:
+    """The mixtures of this rank's stages.
+
+    Args:
+        stages: the modules of the stages.
+        model: the whole model.
+        mesh: all ranks.
+        tokens: what every summed loss is divided by, `tokens_of_step`.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], model: Architecture, mesh: Mesh, tokens: int) -> None:
+        self._mesh = mesh
+        self._tokens = tokens
+        self._layers = mixture_layers(model.mixture, model.layers)
+        self._mixture = model.mixture
+        self._own = {
+            self._layers.index(int(name.split(".")[1])): mixture
+            for stage in stages
+            for name, mixture in mixtures_of(stage)
+        }
+        self.scale_losses(1.0)
+
+    def scale_losses(self, factor: float) -> None:
+        """Multiply the balancing losses, as a scaled cross-entropy is, from the next micro-batch's backward pass on."""
+        for mixture in self._own.values():
+            mixture.tally.loss_weight = factor / self._tokens
+
+    def finish(self) -> tuple[ExpertLoad, ...]:
+        """The loads since the last call, layer by layer; moves the biases. Collective; every rank gets the same."""
+        if self._mixture is None or not self._layers:
+            return ()
+        count = self._mixture.experts
+        table = torch.zeros(len(self._layers), count + 3, dtype=torch.float64, device=self._mesh.device)
+        for row, mixture in self._own.items():
+            tally = mixture.tally.take(table.device)
+            # Ranks that route the same tokens count them once.
+            if mixture.copies == 1 or self._mesh.coordinates.tensor == 0:
+                table[row] += tally
+        dist.all_reduce(table)
+        for row, mixture in self._own.items():
+            self._move_bias(mixture, table[row, :count])
+        return tuple(self._load(layer, row) for layer, row in zip(self._layers, table.tolist(), strict=True))
+
+    def _move_bias(self, mixture: MixtureOfExperts, load: torch.Tensor) -> None:
+        bias = mixture.router.bias
+        if bias is not None:
+            bias += mixture.mixture.bias_rate * torch.sign(load.mean() - load).to(bias.dtype)
+
+    def _load(self, layer: int, numbers: list[float]) -> ExpertLoad:
+        *counts, dropped, auxiliary, z = numbers
+        choices = sum(counts)
+        return ExpertLoad(
+            layer=layer,
+            imbalance=max(counts) * len(counts) / choices if choices else 0.0,
+            dropped=dropped / choices if choices else 0.0,
+            auxiliary_loss=auxiliary / self._tokens,
+            z_loss=z / self._tokens,
+        )

@@ -1,0 +1,80 @@
+"""Which pipelines this runtime can run. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.api.spec import PipelineSchedule, TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol import RunConfig
+from meshwright.schedules.division import ASYNCHRONOUS, CHUNKED, layers_of_stages, stages_of_rank
+from meshwright_worker.nearest import nearest
+
+_TWO_A_RANK = (PipelineSchedule.DUAL_PIPE, PipelineSchedule.DUAL_PIPE_V)
+
+
+def pipeline_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    """What keeps a run's pipeline from running, in sentences with the nearest values that work."""
+    yield from _misplaced_fields(run)
+    yield from _split_problems(run, model, training)
+    if run.pipeline > 1:
+        yield from _micro_batch_problems(run)
+        yield from _asynchronous_problems(run, model, training)
+
+
+def _misplaced_fields(run: RunConfig) -> Iterator[str]:
+    parallelism = run.parallelism
+    if parallelism.virtual_stages is not None and parallelism.schedule not in CHUNKED:
+        yield (
+            f"`parallelism.virtualStages: {parallelism.virtual_stages}` needs `parallelism.schedule` to be "
+            f"{' or '.join(sorted(CHUNKED))}"
+        )
+    if parallelism.activation_limit is not None and parallelism.schedule is not PipelineSchedule.AUTOMATIC:
+        yield (
+            f"`parallelism.activationLimit: {parallelism.activation_limit}` needs `parallelism.schedule: "
+            f"{PipelineSchedule.AUTOMATIC.value}`"
+        )
+
+
+def _split_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    each = stages_of_rank(run.parallelism, run.pipeline)
+    if run.pipeline * each > model.layers:
+        stages = f" with {each} stages a rank" if each > 1 else ""
+        yield (
+            f"`parallelism.pipeline: {run.pipeline}`{stages} needs a layer a stage; at most `model.layers: "
+            f"{model.layers}`"
+        )
+        return
+    try:
+        layers_of_stages(run.parallelism, run.pipeline, model, training.sequence_length)
+    except ValueError as error:
+        yield str(error)
+
+
+def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
+    schedule, ranks, count = run.parallelism.schedule, run.pipeline, run.micro_batches
+    if schedule is PipelineSchedule.INTERLEAVED and count % ranks:
+        fits = nearest(count, lambda n: n % ranks == 0, count + ranks)
+        multiple = f"a multiple of `parallelism.pipeline: {ranks}`"
+        yield f"`parallelism.microBatches: {count}` must be {multiple}; nearest: {fits}"
+    if schedule is PipelineSchedule.DUAL_PIPE and (ranks % 2 or count % 2):
+        name, value = ("pipeline", ranks) if ranks % 2 else ("microBatches", count)
+        fits = nearest(value, lambda n: n % 2 == 0, value + 1)
+        yield f"`parallelism.{name}: {value}` must be even for DualPipe, which runs both ways; nearest: {fits}"
+    if schedule in _TWO_A_RANK and count < 2 * ranks:
+        yield (
+            f"`parallelism.microBatches: {count}` must be at least {2 * ranks} for {schedule.value}: two for each of "
+            f"`parallelism.pipeline: {ranks}`"
+        )
+    if schedule is not PipelineSchedule.NAIVE and schedule not in ASYNCHRONOUS and count < ranks:
+        yield (
+            f"`parallelism.microBatches: {count}` must be at least `parallelism.pipeline: {ranks}`: with fewer some "
+            f"stage always waits; only `schedule: {PipelineSchedule.NAIVE.value}` may"
+        )
+
+
+def _asynchronous_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    schedule = run.parallelism.schedule
+    if schedule not in ASYNCHRONOUS:
+        return
+    yield f"`parallelism.schedule: {schedule.value}` is not built yet"
