@@ -99,6 +99,12 @@ class RunConfig(ApiModel):
         """
         return Layout(self.tensor, self.pipeline, self.data_parallel, self.context, self.expert)
 
+    @property
+    def islands(self) -> int:
+        """Groups of replicas that train apart from each other; 1 without `training.outer`."""
+        outer = self.training.outer if self.training is not None else None
+        return 1 if outer is None else outer.islands or self.data_parallel
+
 
 class MeshRequest(ApiModel):
     """An agent's long poll: "I am here; tell me when the mesh is newer than `generation`"."""

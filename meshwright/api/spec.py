@@ -176,6 +176,36 @@ class ActivationCheckpointing(StrEnum):
     SQRT = "Sqrt"
 
 
+class OuterMethod(StrEnum):
+    """How islands of replicas that train apart come together."""
+
+    LOCAL_SGD = "LocalSGD"
+    DILOCO = "DiLoCo"
+    FED_AVG = "FedAvg"
+    ASYNC_SGD = "AsyncSGD"
+
+
+class OuterSpec(ApiModel):
+    """Islands of replicas that train on their own and meet rarely, for links too slow for a sum every step."""
+
+    method: OuterMethod
+    """`LocalSGD`: parameters are averaged every round (arXiv 1805.09767). `DiLoCo`: the mean change of a round is the
+    gradient of a Nesterov step (arXiv 2311.08105). `FedAvg`: each island trains on its own files alone, `island-0`,
+    `island-1`, ... of the data volume, and counts by its number of samples (arXiv 1602.05629). `AsyncSGD`: islands send
+    gradients to a parameter server, which applies each as it comes (arXiv 1106.5730 with a bound on staleness)."""
+    islands: Annotated[int, Field(ge=2, le=4096)] | None = None
+    """Number of islands; must divide `replicas`. When left out every replica is one."""
+    every_steps: Annotated[int, Field(ge=1, le=1000000)] = 50
+    """Steps of a round. Islands meet after each, checkpoints are taken then and a stop waits for it: must divide
+    `checkpoint.everySteps`."""
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 0.7
+    """Learning rate of the outer step of `DiLoCo`."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer step of `DiLoCo`."""
+    staleness: Annotated[int, Field(ge=0, le=65536)] = 8
+    """With `AsyncSGD`, the most updates that a gradient may be behind when it is applied; 0 lets islands take turns."""
+
+
 class LoraTarget(StrEnum):
     """A matrix of a layer that gets an adapter."""
 
@@ -256,6 +286,8 @@ class TrainingSpec(ApiModel):
     compile: bool = False
     """Whether layers are compiled by torch.compile: faster steps after a first step of minutes. Needs a C++ compiler in
     the image."""
+    outer: OuterSpec | None = None
+    """Islands of replicas that meet once a round; when left out all replicas take every step together."""
     initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
     """Directory to begin from, as worker containers see it (a volume of `workers.volumes`): a Hugging Face
     `config.json` of the same shape as `model`, and safetensors files. Random weights by `seed` when left out."""
@@ -303,6 +335,77 @@ class ContextMethod(StrEnum):
     """Keys and values are gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     RING_ULYSSES = "RingUlysses"
     """All-to-all inside groups of neighbours, a ring across them (USP, arXiv 2405.07719)."""
+
+
+class DataParallelStrategy(StrEnum):
+    """How replicas keep their parameters equal; the names in capitals with underscores are those of torch's FSDP1."""
+
+    DDP = "DDP"
+    ZERO = "ZeRO"
+    FSDP = "FSDP"
+    NO_SHARD = "NO_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    FULL_SHARD = "FULL_SHARD"
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    HYBRID_SHARD = "HYBRID_SHARD"
+
+    @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The values of `zeroStage` that it goes with."""
+        return _ZERO_STAGES[self]
+
+
+_ZERO_STAGES = {
+    DataParallelStrategy.DDP: (0,),
+    DataParallelStrategy.ZERO: (1, 2),
+    DataParallelStrategy.FSDP: (2, 3),
+    DataParallelStrategy.NO_SHARD: (0,),
+    DataParallelStrategy.SHARD_GRAD_OP: (2,),
+    DataParallelStrategy.FULL_SHARD: (3,),
+    DataParallelStrategy.HYBRID_SHARD_ZERO2: (2,),
+    DataParallelStrategy.HYBRID_SHARD: (3,),
+}
+
+
+class GradientCompression(StrEnum):
+    """What gradients are reduced to before they are summed over replicas."""
+
+    NONE = "None"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT8 = "Int8"
+    TOP_K = "TopK"
+    POWER_SGD = "PowerSGD"
+
+
+class DataParallelSpec(ApiModel):
+    """How replicas of the model are kept equal."""
+
+    strategy: DataParallelStrategy | None = None
+    """`DDP` (`zeroStage` 0): gradients are summed in buckets while backward runs. `ZeRO` (1, 2): flat shards, a
+    reduce-scatter of gradients and an all-gather of updated parameters. `FSDP` (2, 3): FSDP2, layer by layer. Or a
+    name of FSDP1: `NO_SHARD` (0), `SHARD_GRAD_OP` (2), `FULL_SHARD` (3), and with `shardSize` `HYBRID_SHARD` (3) and
+    `HYBRID_SHARD_ZERO2` (2). When left out: `DDP`, `ZeRO`, `FSDP`, `FSDP` for `zeroStage` 0 to 3."""
+    bucket_elements: Annotated[int, Field(ge=1, le=4294967296)] = 16777216
+    """Gradients that one collective of `DDP` and `ZeRO` sums; a tensor is never cut, so a larger one goes alone."""
+    overlap: bool = True
+    """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass is done with it; after all
+    backward passes otherwise. `ZeRO` stage 2 always does after each micro-batch, `FSDP` layer by layer."""
+    shard_size: Degree | None = None
+    """Replicas that share one set of shards, each set a copy of the others (HSDP): neighbours, so that gathering
+    stays on fast links. Must divide `replicas`; all of them when left out. Needs `zeroStage` 1 or more."""
+    reshard_size: Annotated[int, Field(ge=2, le=65536)] | None = None
+    """With `zeroStage: 3`, keep a layer's parameters between forward and backward on every so many neighbours, a
+    secondary copy that backward gathers from (hpZ of ZeRO++, arXiv 2306.10209). Must divide `replicas`; needs
+    `tensor: 1` and `pipeline: 1`."""
+    compression: GradientCompression = GradientCompression.NONE
+    """What `DDP` sends for a gradient. `FP16`, `BF16`: that format. `Int8`: 8 bits an element with a scale a bucket.
+    `TopK`: the largest elements alone. `PowerSGD`: two thin factors of each matrix (arXiv 1905.13727). The last three
+    add what was left out to the next step's gradient (error feedback)."""
+    compression_rank: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Columns of the factors of `compression: PowerSGD`."""
+    compression_density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of the elements that `compression: TopK` sends."""
 
 
 class ParallelismSpec(ApiModel):
@@ -353,9 +456,10 @@ class ParallelismSpec(ApiModel):
     micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be divisible by
     `replicas` times this."""
-    zero_stage: Literal[0, 2, 3] = 0
-    """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none (DDP), 2 gradients and optimizer state, 3 parameters
-    too (both FSDP2)."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    data_parallel: DataParallelSpec = DataParallelSpec()
+    """How replicas are kept equal."""
 
 
 class Toleration(ApiModel):

@@ -101,15 +101,17 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
     sharded = workload.zero_stage > 0 and replicas > 1
     experts = expert_parameters(workload.architecture, layout, stage)
     shard = -(-(own - experts) // replicas) - (-experts * layout.expert // replicas) if sharded else own
-    accumulates = not sharded or workload.micro_batches > 1
+    accumulates = workload.zero_stage < 2 or not sharded or workload.micro_batches > 1
+    # Stage 1 shards optimizer state alone: parameters stay whole, and are reduced and gathered bucket by bucket.
+    whole = not sharded or workload.zero_stage == 1
     return StageMemory(
         stage=stage,
-        parameters=FP32 * shard + (_gathered(workload, layout, stage, own) if sharded else 0),
+        parameters=FP32 * own if whole else FP32 * shard + _gathered(workload, layout, stage, own),
         gradients=FP32 * (own if accumulates else shard),
         optimizer=ADAM * shard,
-        activations=_activations(workload, layout, stage, layers, 0 if sharded else own),
+        activations=_activations(workload, layout, stage, layers, own if whole else 0),
         logits=_logits(workload, layout) if stage == layout.pipeline - 1 else 0,
-        reduction=0 if sharded or layout.replicas == 1 else FP32 * own,
+        reduction=FP32 * own if whole and replicas > 1 else 0,
     )
 
 

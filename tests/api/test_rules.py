@@ -73,6 +73,26 @@ ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globa
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO"}),
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "DDP", "parallelism.zeroStage": 2}),
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "FULL_SHARD"}),
+    (
+        "parallelism.dataParallel.shardSize",
+        {"parallelism.dataParallel.strategy": "HYBRID_SHARD", "parallelism.zeroStage": 3},
+    ),
+    ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 2}),
+    ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 3, "parallelism.zeroStage": 1}),
+    ("parallelism.dataParallel.reshardSize", {"parallelism.dataParallel.reshardSize": 2}),
+    ("parallelism.dataParallel.reshardSize", {"parallelism.dataParallel.reshardSize": 3, "parallelism.zeroStage": 3}),
+    (
+        "parallelism.dataParallel.compression",
+        {"parallelism.dataParallel.compression": "Int8", "parallelism.zeroStage": 3},
+    ),
+    ("training.outer.islands", {"training.outer": {"method": "DiLoCo", "islands": 3}}),
+    (
+        "training.outer.everySteps",
+        {"training.outer": {"method": "DiLoCo", "everySteps": 30}, "checkpoint": {"claimName": "c"}},
+    ),
     ("runtime.command", {"model": None}),
     ("runtime.command", {"data": None}),
     ("runtime.command", {"training": None}),
@@ -222,6 +242,8 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism", {"parallelism.sequence": False}),
     ("parallelism", {"parallelism.contextMethod": "Ring"}),
     ("parallelism", {"parallelism": {"context": 2, "contextMethod": "RingUlysses", "ulysses": 2}}),
+    ("parallelism.dataParallel", {"parallelism.dataParallel.strategy": "DDP"}),
+    ("parallelism.dataParallel", {"parallelism.dataParallel.compression": "FP16"}),
     ("parallelism.expert", {"parallelism.expert": 2}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
@@ -242,6 +264,11 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"workers.env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}),
     (GOOD, {"workers.tolerations": [{"operator": "Exists"}, {"key": "gpu", "value": "yes"}]}),
     (GOOD, {"checkpoint": {"claimName": "c", "everySteps": 5, "keep": 1}}),
+    (GOOD, {"parallelism.dataParallel": {"strategy": "HYBRID_SHARD", "shardSize": 2}, "parallelism.zeroStage": 3}),
+    (GOOD, {"parallelism.dataParallel": {"reshardSize": 2}, "parallelism.zeroStage": 3}),
+    (GOOD, {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 2}),
+    (GOOD, {"parallelism.dataParallel": {"strategy": "NO_SHARD", "compression": "PowerSGD"}}),
+    (GOOD, {"training.outer": {"method": "DiLoCo", "islands": 2}, "checkpoint": {"claimName": "c"}}),
     (COMMAND, {}),
     (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
     (COMMAND, {"parallelism": {"tensor": 2}}),

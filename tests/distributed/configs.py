@@ -9,7 +9,9 @@ from meshwright.api.data import DataSource, DataSpec, Packing
 from meshwright.api.spec import (
     CheckpointSpec,
     ContextMethod,
+    DataParallelSpec,
     OptimizerSpec,
+    OuterSpec,
     ParallelismSpec,
     Precision,
     TrainingSpec,
@@ -35,6 +37,9 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
+    replicas: Mapping[str, Any] | None = None,
+    outer: Mapping[str, Any] | None = None,
+    batch: int = 8,
     training: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
     mixture: str | None = None,
@@ -67,17 +72,18 @@ def small_run(
             context=context,
             context_method=method,
             ulysses=ulysses,
-            **(parallelism or {}),
+            **{"data_parallel": DataParallelSpec(**(replicas or {})), **(parallelism or {})},
         ),
         architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
         training=TrainingSpec(
             **{
                 "steps": steps,
-                "global_batch_size": 8,
+                "global_batch_size": batch,
                 "sequence_length": length,
                 "seed": seed,
                 "precision": precision,
+                "outer": OuterSpec(**outer) if outer else None,
                 "optimizer": OptimizerSpec(
                     **{"learning_rate": 1e-3, "warmup_steps": 2, "gradient_clip": clip, **(optimizer or {})}
                 ),

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 DATA, PIPELINE, CONTEXT, TENSOR = "data", "pipeline", "context", "tensor"
 REPLICA = "replica"
 """The ranks that hold the same dense parameters: data x context."""
+SHARD, SHARD_REPLICA = "shard", "shard_replica"
+"""The replicas that share one set of shards, and those that hold the same part of it."""
+ISLAND = "island"
+"""The ranks in the same place of islands that train apart."""
 EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
 """The ranks that hold different experts of a layer, and those that hold the same ones: together, the replicas."""
 
@@ -46,7 +50,13 @@ class Mesh:
     devices: DeviceMesh
     """Dimensions `data`, `pipeline`, `context`, `tensor`."""
     replicas: DeviceMesh
-    """The one dimension `replica`: `data` and `context` flattened."""
+    """One dimension, the replicas that take every step together: `data` and `context` flattened, of this island."""
+    hybrid: DeviceMesh | None
+    """Dimensions `shard_replica`, `shard`: the replicas, where one set of shards has only some of them."""
+    islands: DeviceMesh | None
+    """The one dimension `island`; None when all ranks take every step together."""
+    together: dist.ProcessGroup
+    """All ranks that take every step together: those of this island."""
     experts: DeviceMesh
     """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are spread over them."""
     checkpoint_group: dist.ProcessGroup
@@ -61,8 +71,24 @@ class Mesh:
         """The ranks that differ from this one in `dimension` alone, one of this module's names."""
         if dimension == REPLICA:
             return self.replicas.get_group()
+        if dimension in (SHARD, SHARD_REPLICA):
+            return (self.hybrid or self.replicas).get_group(dimension if self.hybrid else 0)
+        if dimension == ISLAND:
+            if self.islands is None:
+                raise ValueError("all replicas take every step together: `training.outer` is not set")
+            return self.islands.get_group()
         mesh = self.experts if dimension in (EXPERT, EXPERT_REPLICA) else self.devices
         return mesh.get_group(dimension)
+
+    @property
+    def shards(self) -> DeviceMesh:
+        """One dimension, the replicas that share one set of shards."""
+        return self.hybrid[SHARD] if self.hybrid is not None else self.replicas
+
+    @property
+    def island(self) -> int:
+        """Which island this rank is of."""
+        return self.islands.get_local_rank() if self.islands is not None else 0
 
 
 @contextmanager
@@ -111,8 +137,41 @@ def _mesh(task: RankTask, device: torch.device) -> Mesh:
     devices = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
     # Only a sequence that is split makes replicas anything but the data dimension.
     replicas = devices[DATA, CONTEXT]._flatten(REPLICA) if layout.context > 1 else devices[DATA]
+    islands, hybrid = None, None
+    if task.run.islands > 1:
+        apart = _outer_and_inner(replicas, replicas.size() // task.run.islands, (ISLAND, "island_replica"))
+        islands, replicas = apart[ISLAND], apart["island_replica"]
+    shard_size = (task.run.parallelism.data_parallel.shard_size or layout.data) * layout.context
+    if shard_size < replicas.size():
+        hybrid = _outer_and_inner(replicas, shard_size, (SHARD_REPLICA, SHARD))
     checkpoint_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-    return Mesh(layout, task.rank, device, devices, replicas, _experts(layout, device), checkpoint_group)
+    return Mesh(
+        layout=layout,
+        rank=task.rank,
+        device=device,
+        devices=devices,
+        replicas=replicas,
+        hybrid=hybrid,
+        islands=islands,
+        together=_together(task.run.islands, task.rank, layout.world_size),
+        experts=_experts(layout, device),
+        checkpoint_group=checkpoint_group,
+    )
+
+
+def _outer_and_inner(replicas: DeviceMesh, inner: int, names: tuple[str, str]) -> DeviceMesh:
+    """`replicas` as two dimensions, the inner one of neighbours."""
+    return replicas._unflatten(0, (replicas.size() // inner, inner), names)
+
+
+def _together(islands: int, rank: int, world_size: int) -> dist.ProcessGroup:
+    if islands == 1 and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    # Replicas are the outermost dimension, so an island has consecutive ranks.
+    size = world_size // islands
+    firsts = range(0, world_size, size)
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(range(first, first + size))) for first in firsts]
+    return groups[rank // size]
 
 
 def _experts(layout: Layout, device: torch.device) -> DeviceMesh:

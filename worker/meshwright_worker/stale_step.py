@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.mesh import REPLICA, Mesh
+from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
+from meshwright_worker.outer.outer import Outer
 from meshwright_worker.parallel.apply import build_stages
-from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
+from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
+from meshwright_worker.parallel.replicas import replicas_of
 from meshwright_worker.parallel.shards import Shard, shards_of
 from meshwright_worker.pipeline.channels import Channels
 from meshwright_worker.pipeline.executor import tokens_of_step
@@ -36,7 +39,9 @@ class StaleTrainer:
         self._mesh, self._training = mesh, training
         self.stages = build_stages(run, model, mesh)
         (stage,) = self.stages
-        self.shards: list[Shard] = shards_of(stage.module, stage.distributed, run, mesh)
+        self._replicas = replicas_of(run, shards_of(stage.module, stage.distributed, run, mesh), mesh)
+        self.shards: Sequence[Shard] = self._replicas.shards
+        self.outer: Outer | None = None
         self.frozen: list[Shard] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.shards, training.optimizer)
@@ -83,6 +88,12 @@ class StaleTrainer:
             return None
         return self._hear()
 
+    def loaded(self, step: int) -> None:
+        """See `Trainer.loaded`: every replica has whole parameters."""
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+
     def record(self, state: TrainingState) -> TrainingState:
         """See `Trainer.record`: there is nothing more to remember."""
         return state
@@ -104,7 +115,9 @@ class StaleTrainer:
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
         """The stage's own update, when its part of a step's gradients is there."""
-        gradients = reduce_gradients(self.shards, self._mesh)
+        gradients = self._replicas.reduce()
+        if self._mesh.layout.tensor > 1:
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
         share = self._shares.pop(number)
         squares = float(square_sum(self.shards, gradients))
         counts = self._mesh.coordinates.tensor == 0

@@ -16,14 +16,17 @@ from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.fp8.history import Fp8History
 from meshwright_worker.loss_scale import LossScale, scale_gradients_of
-from meshwright_worker.mesh import Mesh
+from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
+from meshwright_worker.outer.choose import outer_of
+from meshwright_worker.outer.outer import Outer, Rounds
 from meshwright_worker.parallel.apply import build_stages
 from meshwright_worker.parallel.context import own_slice
 from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert_load import ExpertLoads
-from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
+from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
+from meshwright_worker.parallel.replicas import replicas_of
 from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
 from meshwright_worker.pipeline.assemble import assemble
 from meshwright_worker.pipeline.executor import tokens_of_step
@@ -52,9 +55,14 @@ class StepResult:
 
 
 class Trainer:
-    """The model's stages, their optimizer and the way to run them on this rank."""
+    """The model's stages, their optimizer and the way to run them on this rank.
 
-    def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+    `samples` is the number of samples of this island's own text, for `FedAvg`.
+    """
+
+    def __init__(
+        self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh, samples: int = 1
+    ) -> None:
         self._mesh = mesh
         self._training = training
         self._deal = Deal.of(run)
@@ -62,7 +70,9 @@ class Trainer:
         pipeline = assemble(self.stages, run, model, mesh)
         self._executor, self._copies = pipeline.executor, pipeline.copies
         shards = [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
-        self.shards: list[Shard] = self._copies.settle([s for s in shards if s[1].parameter.requires_grad])
+        held = self._copies.settle([s for s in shards if s[1].parameter.requires_grad])
+        self.replicas = replicas_of(run, held, mesh)
+        self.shards = self.replicas.shards
         self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
         self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
@@ -70,6 +80,21 @@ class Trainer:
         self._fp8 = Fp8History((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
         scale_gradients_of((stage.module for stage in self.stages), self.loss_scale)
+        self._rounds = Rounds(training.outer.every_steps if training.outer else 1, training.steps)
+        self.outer: Outer | None = None
+        if training.outer is not None:
+            self.outer = outer_of(training.outer, training, self.replicas, self.optimizer, mesh, samples)
+
+    def loaded(self, step: int) -> None:
+        """Parameters were loaded from the checkpoint of `step`, or were just initialized. Collective."""
+        self.replicas.publish()
+        if self.outer is not None:
+            self.outer.loaded(step)
+
+    def close(self) -> None:
+        """Training is over. Collective."""
+        if self.outer is not None:
+            self.outer.close()
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
@@ -80,12 +105,13 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite, in fp16 at any scale; no parameter was changed.
         """
+        if self.outer is not None:
+            self.outer.before()
         batch = self._own(batch)
         self._loads.scale_losses(self.loss_scale.value)
         replica_loss = self._executor.run(batch)
-        self._copies.add_up()
+        gradients = self._gradients()
         self._fp8.advance()
-        gradients = reduce_gradients(self.shards, self._mesh)
         # Losses were divided by the tokens that a step may have; this many of them had a target.
         loss, norm, tokens, stopping = self._agree(
             replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), batch, stop
@@ -104,9 +130,23 @@ class Trainer:
             )
         optimizer = self._training.optimizer
         rescale(gradients, share, norm, optimizer.gradient_clip)
-        self.optimizer.step(gradients, rate)
+        if self.outer is None:
+            self.optimizer.step(gradients, rate)
+        else:
+            self.outer.update(gradients, rate)
+            # A single pod cannot stop alone: until islands meet, only its own knows of the wish.
+            stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.loss_scale.passed()
+        self.replicas.publish()
         return StepResult(loss, norm, rate, stopping, self._loads.finish())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = self.replicas.reduce()
+        # Sums all: those over replicas come first, since they may be under way while backward runs.
+        self._copies.add_up()
+        if self._mesh.layout.tensor > 1:
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+        return gradients
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
@@ -154,6 +194,6 @@ class Trainer:
         loss = replica_loss.double() if tensor == 0 else zero
         targets = (batch.targets != IGNORED).sum().double() if pipeline == tensor == 0 else zero
         sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._mesh.together)
         total_loss, total_squares, tokens, stops = sums.tolist()
         return total_loss, math.sqrt(total_squares), tokens, stops > 0

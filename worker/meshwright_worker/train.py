@@ -35,6 +35,7 @@ from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
 from meshwright_worker.pretrained.files import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
@@ -70,21 +71,31 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            stale = task.run.parallelism.schedule in ASYNCHRONOUS and task.run.pipeline > 1
-            trainer = (StaleTrainer if stale else Trainer)(task.run, architecture, training, mesh)
-            stream = open_stream(data, task.data_dir, training.sequence_length, training.seed)
+            own_dir = own_data_dir(training, task.data_dir, mesh)
+            stream = open_stream(data, own_dir, training.sequence_length, training.seed)
+            identity = joint_identity(training, stream.identity, mesh)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
-            if not same_everywhere(stream.identity, mesh):
+            if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
+            samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
+            stale = task.run.parallelism.schedule in ASYNCHRONOUS and task.run.pipeline > 1
+            trainer: Trainer | StaleTrainer = (
+                StaleTrainer(task.run, architecture, training, mesh)
+                if stale
+                else Trainer(task.run, architecture, training, mesh, samples)
+            )
             asked = training.evaluation
             evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
-            blank = blank_manifest(task, architecture, training, stream.identity, mesh)
+            blank = blank_manifest(task, architecture, training, identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
             begin_from_weights(trainer, architecture, training, mesh)
-            state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
+            state = TrainingState()
+            if session is not None:
+                state = session.load(trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer)
+            trainer.loaded(state.step)
         trainer.resume(state)
         events.running(state.step)
         work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
@@ -153,12 +164,13 @@ class _Loop:
                     self._save(state, wait=False)
         state = self._settle(state)
         self._save(state, wait=True)
+        self._trainer.close()
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
 
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         trainer = self._trainer
         if self._session is not None:
-            self._session.save(trainer.shards, trainer.optimizer, state, trainer.buffers, wait=wait)
+            self._session.save(trainer.shards, trainer.optimizer, state, trainer.buffers, trainer.outer, wait=wait)
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         began = time.monotonic()
@@ -197,7 +209,8 @@ class _Loop:
             costs = [self._cost.row(self._stream.documents(sample)) for sample in step]
             return [step[row] for row in deal(costs, replicas, self._micro_batches)[own]]
         share = len(step) // replicas
-        return step[own * share : (own + 1) * share]
+        first = first_sample(self._training, step.start, share, self._mesh)
+        return range(first, first + share)
 
     def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(

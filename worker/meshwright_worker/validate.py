@@ -14,11 +14,15 @@ from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
+from meshwright_worker.combinations import combination_problems
 from meshwright_worker.data.tokenizer import VOCABULARY
 from meshwright_worker.memory.validate import memory_problems
 from meshwright_worker.nearest import nearest
 from meshwright_worker.parallel.context_validate import context_problems
 from meshwright_worker.pipeline.validate import pipeline_problems
+from meshwright_worker.validate_replicas import replica_problems
+
+__all__ = ["InvalidRunError", "nearest", "validate"]
 
 
 class InvalidRunError(ValueError):
@@ -43,6 +47,8 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
         *memory_problems(run, run.training),
+        *replica_problems(run),
+        *combination_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:

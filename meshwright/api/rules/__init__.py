@@ -15,6 +15,7 @@ from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
 from meshwright.api.rules.pipeline import PIPELINE_RULES
 from meshwright.api.rules.policy import POLICY_RULES
+from meshwright.api.rules.replicas import REPLICA_RULES
 from meshwright.api.rules.rule import Rule
 from meshwright.api.rules.runtime import RUNTIME_RULES
 from meshwright.api.rules.training import TRAINING_RULES
@@ -29,6 +30,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLELISM_RULES,
     *CONTEXT_RULES,
+    *REPLICA_RULES,
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,

@@ -91,6 +91,11 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
         raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
 
 
+def names_in(path: Path) -> frozenset[str]:
+    """The names of all tensors of a complete checkpoint."""
+    return frozenset(CheckpointReader(path).read_metadata().state_dict_metadata)
+
+
 def _share_is_intact(path: Path, manifest: Manifest, mesh: Mesh) -> bool:
     share = sorted(manifest.files)[mesh.rank :: mesh.layout.world_size]
     return all(is_intact(path / name, manifest.files[name]) for name in share)

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from meshwright.api.spec import CheckpointSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, newest_intact
+from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, names_in, newest_intact
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors, spread_copies
 from meshwright_worker.data.digest import MODULUS
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import Optimizer
+from meshwright_worker.outer.outer import Outer
+from meshwright_worker.outer.state import outer_tensors
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.task import RankEvents, RankTask
 
@@ -43,7 +45,11 @@ class CheckpointSession:
         self._newest = -1
 
     def load(
-        self, shards: Sequence[Shard], optimizer: Optimizer, buffers: Mapping[str, torch.Tensor] | None = None
+        self,
+        shards: Sequence[Shard],
+        optimizer: Optimizer,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        outer: Outer | None = None,
     ) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
 
@@ -55,7 +61,11 @@ class CheckpointSession:
             return TrainingState()
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
-        load_tensors(checkpoint_tensors(shards, optimizer, buffers), path, self._mesh.checkpoint_group)
+        if outer is None:
+            tensors = checkpoint_tensors(shards, optimizer, buffers)
+        else:
+            tensors = outer_tensors(shards, outer, self._mesh.island, names_in(path))
+        load_tensors(tensors, path, self._mesh.checkpoint_group)
         spread_copies(shards, optimizer)
         optimizer.set_steps(found.state.step - found.state.skipped)
         self._newest = found.state.step
@@ -71,6 +81,7 @@ class CheckpointSession:
         optimizer: Optimizer,
         state: TrainingState,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        outer: Outer | None = None,
         *,
         wait: bool,
     ) -> None:
@@ -84,7 +95,11 @@ class CheckpointSession:
             self._newest = state.step
             whole = state.model_copy(update={"digest": self._summed(state.digest)})
             manifest = self._blank.model_copy(update={"state": whole})
-            self._saver.begin(checkpoint_tensors(shards, optimizer, buffers), manifest)
+            if outer is None:
+                tensors = checkpoint_tensors(shards, optimizer, buffers)
+            else:
+                tensors = outer_tensors(shards, outer, self._mesh.island)
+            self._saver.begin(tensors, manifest)
         if wait:
             self.report(wait=True)
 

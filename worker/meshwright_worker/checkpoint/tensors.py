@@ -23,13 +23,13 @@ def checkpoint_tensors(
     tensors = {**model_tensors(shards), **{f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}}
     for shard in shards:
         for moment, local in optimizer.moments(shard).items():
-            tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = _distributed(shard, local)
+            tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = as_whole(shard, local)
     return tensors
 
 
 def model_tensors(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
     """The parameters alone, by name, sharing memory with the model."""
-    return {f"{MODEL}.{shard.name}": _distributed(shard, shard.local) for shard in shards}
+    return {f"{MODEL}.{shard.name}": as_whole(shard, shard.local) for shard in shards}
 
 
 def spread_copies(shards: Sequence[Shard], optimizer: Optimizer) -> None:
@@ -63,7 +63,8 @@ def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]
     return staged
 
 
-def _distributed(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+def as_whole(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+    """`local` as the part of a tensor that it is, in the same memory; shaped like this rank's part of the shard."""
     return local if shard.whole is None else _like(shard.whole, local)
 
 

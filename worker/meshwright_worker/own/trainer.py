@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.spec import DataParallelSpec, OptimizerSpec
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.own.plan import ParallelPlan, partial_names, shard, split
-from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
+from meshwright_worker.parallel.ddp import BucketedAllReduce
+from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.parallel.tensor import hold_local_parts
 from meshwright_worker.step import DivergedError
@@ -70,6 +71,8 @@ class OwnTrainer:
             self._shard(name, parameter, whole.get(name), name in partial, sharded)
             for name, parameter in module.named_parameters()
         ]
+        # How many micro-batches a step has, its caller decides; so gradients are summed after the last one.
+        self._replicas = BucketedAllReduce(self.shards, mesh, DataParallelSpec(), 1, overlap=False)
         self._optimizer = AdamW(self.shards, optimizer)
 
     def step(self, number: int, batches: Sequence[Any]) -> float:
@@ -84,7 +87,9 @@ class OwnTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
             predicted += count
-        gradients = reduce_gradients(self.shards, self._mesh)
+        gradients = self._replicas.reduce()
+        if self._mesh.layout.tensor > 1:
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
         counts = float(self._mesh.coordinates.tensor == 0)
         squares = square_sum(self.shards, gradients)
         sums = torch.stack([total * counts, squares, torch.full_like(squares, predicted * counts)])

@@ -4,7 +4,7 @@
 2. let attention go over the context group: it has no parameters;
 3. spread experts over the expert group and split over the tensor group: matrices become DTensors; put in what knows
    which part of a layer a rank has (fp8 products, dropout, the loss in chunks);
-4. shard over replicas (ZeRO 2 and 3), experts over their own: shards of those shards;
+4. shard over replicas (FSDP2), experts over their own: shards of those shards;
 5. take memory for what is left and fill it with initial weights;
 6. recompute and offload activations: a change of how layers are run, not of the layers;
 7. without FSDP, let modules compute on the local parts themselves.
@@ -35,6 +35,7 @@ from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import adapt
 from meshwright_worker.parallel.context import Groups, groups_of, share_rows
 from meshwright_worker.parallel.context_slices import Deal
+from meshwright_worker.parallel.engine import Engine, engine_of
 from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.linear_loss import chunk_loss
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
@@ -99,7 +100,7 @@ def _build(
     if shards_over_replicas(run):
         zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
         shard_experts_over_replicas(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
-        shard_over_replicas(stage, mesh.replicas, zero_stage=zero, precision=precision, offload=offload)
+        shard_over_replicas(stage, mesh.hybrid or mesh.replicas, run.parallelism, precision, offload)
     initialize(stage, model, run.training.seed, home_of_parameters(run.training, mesh.device))
     save_memory(stage, run.training, mesh.device)
     if run.training.compile:
@@ -126,8 +127,8 @@ def _equip(stage: DecoderStage, training: TrainingSpec, model: Architecture, mes
 
 
 def shards_over_replicas(run: RunConfig) -> bool:
-    """Whether parameters are sharded over replicas; a single replica has nobody to share with."""
-    return run.parallelism.zero_stage > 0 and run.layout.replicas > 1
+    """Whether FSDP shards parameters over replicas; a single replica has nobody to share with."""
+    return engine_of(run.parallelism) is Engine.FSDP and run.layout.replicas > run.islands
 
 
 def packs_documents(run: RunConfig) -> bool:

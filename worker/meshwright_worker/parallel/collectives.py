@@ -18,6 +18,22 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
+def all_gather_into(
+    everyones: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Fill `everyones`, [ranks, ...], with each rank's `own`, [...] or [1, ...]; the work under way with `async_op`."""
+    work: dist.Work | None = all_gather(everyones.flatten(), own.flatten(), group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_into(
+    own: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Fill `own`, [...], with the sum of every rank's row of this rank in `given`, [ranks, ...]."""
+    work: dist.Work | None = reduce_scatter(own.flatten(), given.flatten(), group=group, async_op=async_op)
+    return work
+
+
 def gather_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
     parts = x.new_empty((group.size(), *x.shape))

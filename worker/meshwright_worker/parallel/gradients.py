@@ -1,37 +1,28 @@
-"""The gradients of a step made whole: summed over the tensor group where partial, summed over replicas, clipped.
+"""Gradients that replicas have summed: what is left to add up, their norm, and clipping.
 
-Every loss is divided by the tokens of the whole step before its backward pass, so what is left to do is to add up.
-Replicas that hold all of their parameters (ZeRO 0) add gradients here, in fp32 and in a few large buckets, once a
-step after the last micro-batch. That is what DDP does under `no_sync`, without its hooks, which see neither DTensors
-nor the pipeline's own calls of backward.
+Every loss is divided by the tokens of the whole step before its backward pass, so all that is done is to add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.mesh import EXPERT_REPLICA, REPLICA, TENSOR, Mesh
 from meshwright_worker.parallel.shards import Shard
 
-_BUCKET_ELEMENTS = 16 * 1024 * 1024
 
-
-def reduce_gradients(shards: Sequence[Shard], mesh: Mesh) -> list[torch.Tensor]:
-    """Make every gradient that of the global batch's mean loss; one tensor per shard, in its place."""
-    gradients = [shard.gradient() for shard in shards]
+def sum_partial(shards: Sequence[Shard], gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Add up, in place and in one all-reduce, the gradients of which each rank of a tensor group has its positions'."""
     partial = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.partial]
-    if mesh.layout.tensor > 1:
-        _all_reduce(partial, mesh.group(TENSOR))
-    for group, spread in ((REPLICA, False), (EXPERT_REPLICA, True)):
-        replicated = [
-            g for g, shard in zip(gradients, shards, strict=True) if shard.replicated and shard.expert is spread
-        ]
-        if replicated and mesh.group(group).size() > 1:
-            _all_reduce(replicated, mesh.group(group))
-    return gradients
+    if not partial:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in partial])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [gradient.numel() for gradient in partial])
+    for gradient, part in zip(partial, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def square_sum(shards: Sequence[Shard], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,28 +46,3 @@ def rescale(gradients: Sequence[torch.Tensor], factor: float, norm: float, limit
         factor *= limit / norm
     if factor != 1.0:
         torch._foreach_mul_(list(gradients), factor)
-
-
-def _all_reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    pending = []
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in pending:
-        work.wait()
-        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        if bucket and elements + tensor.numel() > _BUCKET_ELEMENTS:
-            yield bucket
-            bucket, elements = [], 0
-        bucket.append(tensor)
-        elements += tensor.numel()
-    if bucket:
-        yield bucket

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import TENSOR, Mesh
+from meshwright_worker.mesh import SHARD_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.apply import shards_over_replicas
@@ -67,8 +67,8 @@ class Shard:
 def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
     """The shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
     sharded = shards_over_replicas(run)
-    layout, (data, _, context, tensor) = mesh.layout, mesh.coordinates
-    replica = data * layout.context + context
+    layout, tensor, replica = mesh.layout, mesh.coordinates.tensor, mesh.replicas.get_local_rank()
+    copies = mesh.hybrid is not None and mesh.hybrid.get_local_rank(SHARD_REPLICA) > 0
     sequence = run.parallelism.sequence and mesh.layout.tensor > 1
     partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
     spread = {id(parameter) for parameter in experts_of(stage)} if layout.expert > 1 else set()
@@ -78,9 +78,9 @@ def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConf
         whole = distributed.get(name)
         expert = id(parameter) in spread
         # Norms and routers are whole on each rank of a tensor group.
-        own_part = tensor == 0 or _is_split_over_tensor(whole)
+        own_part = tensor == 0 or is_split_over_tensor(whole)
         first = replica // layout.expert == 0 if expert else replica == 0
-        counted = own_part and (sharded or first)
+        counted = own_part and (not copies if sharded else first)
         shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded, expert))
     return shards
 
@@ -90,7 +90,8 @@ def buffers_of(stage: DecoderStage) -> dict[str, torch.Tensor]:
     return dict(stage.named_buffers())
 
 
-def _is_split_over_tensor(whole: DTensor | None) -> bool:
+def is_split_over_tensor(whole: DTensor | None) -> bool:
+    """Whether the ranks of a tensor group hold different parts of a parameter."""
     if whole is None:
         return False
     names = whole.device_mesh.mesh_dim_names or ()

@@ -1,25 +1,41 @@
-"""Sharding over replicas: ZeRO stages 2 and 3 (arXiv 1910.02054) by FSDP2."""
+"""Sharding over replicas layer by layer: ZeRO stages 2 and 3 (arXiv 1910.02054) by FSDP2, with HSDP and hpZ.
+
+FSDP1's strategies are this by other names: FULL_SHARD is stage 3, SHARD_GRAD_OP is stage 2, and their HYBRID forms have
+`shardSize` replicas to a set of shards.
+"""
 
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
-from meshwright.api.spec import Precision
+from meshwright.api.spec import ParallelismSpec, Precision
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.precision import sharding_policy
 
 
 def shard_over_replicas(
-    stage: DecoderStage, replicas: DeviceMesh, *, zero_stage: int, precision: Precision, offload: OffloadPolicy
+    stage: DecoderStage,
+    replicas: DeviceMesh,
+    parallelism: ParallelismSpec,
+    precision: Precision,
+    offload: OffloadPolicy,
 ) -> None:
     """Shard every parameter of a stage, layer by layer, in place.
 
     Stage 2 keeps a layer's gathered parameters from its forward to its backward pass; stage 3 frees them in between and
-    gathers twice. Gradients are summed over replicas once a step, after the last micro-batch.
+    gathers twice, the second time from `reshard_size` neighbours alone if that is set. Gradients are summed over
+    replicas once a step, after the last micro-batch.
+
+    Args:
+        stage: built on the meta device.
+        replicas: one dimension, or two: the copies of a set of shards, and the ranks that share one (HSDP).
+        parallelism: the stage of ZeRO and its options.
+        precision: what decides FSDP's casts.
+        offload: where shards are kept.
     """
     policy = sharding_policy(precision)
-    free = zero_stage == 3
+    free: bool | int = parallelism.zero_stage == 3 and (parallelism.data_parallel.reshard_size or True)
     for module in [*stage.layers.values(), stage]:
         unit = fully_shard(module, mesh=replicas, reshard_after_forward=free, mp_policy=policy, offload_policy=offload)
         # Losses are divided by the tokens of all replicas already; and gloo has no other reduction than a plain sum.

@@ -1,0 +1,86 @@
+"""Compressed gradients: each method against what is written about it, and against training without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.cases import train_fully
+from tests.distributed.compressed import compress, power_sgd, sum_of, top_k, true_sums
+from tests.distributed.configs import small_run
+from tests.distributed.pool import RankPool
+from tests.distributed.test_recovery import losses
+
+RANKS, STEPS = 3, 6
+RUN = small_run(data=RANKS, batch=12)
+
+
+def compressed(pool: RankPool, dtype: torch.dtype = torch.float64, **options: Any) -> list[torch.Tensor]:
+    first, *others = pool.run(compress, RUN, options, STEPS, dtype, timeout=240)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    return first
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("density", [0.01, 0.2, 1.0])
+def test_top_k_sends_the_largest_and_keeps_the_rest(pool: RankPool, density: float) -> None:
+    got = compressed(pool, compression="TopK", compression_density=density)
+    for one, want in zip(got, top_k(RANKS, STEPS, density), strict=True):
+        assert relative(one, want) < 1e-12
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_power_sgd_follows_its_paper(pool: RankPool, rank: int) -> None:
+    got = compressed(pool, compression="PowerSGD", compression_rank=rank)
+    for one, want in zip(got, power_sgd(RANKS, STEPS, rank), strict=True):
+        assert relative(one, want) < 1e-10
+
+
+def test_power_sgd_of_full_rank_loses_nothing(pool: RankPool) -> None:
+    got = compressed(pool, compression="PowerSGD", compression_rank=64)
+    for one, want in zip(got, true_sums(RANKS, STEPS), strict=True):
+        assert relative(one, want) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "limit"), [("FP16", 2e-3), ("BF16", 1e-2), ("Int8", 2e-2)])
+def test_short_formats_round_little_even_where_gradients_are_tiny(pool: RankPool, name: str, limit: float) -> None:
+    """Gradients are about 1e-9 here, below the smallest number of fp16."""
+    for one, want in zip(compressed(pool, torch.float32, compression=name), true_sums(RANKS, STEPS), strict=True):
+        assert 0 < relative(one.double(), want) < limit
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "Int8"},
+        {"compression": "TopK", "compression_density": 0.3},
+        {"compression": "PowerSGD", "compression_rank": 2},
+    ],
+    ids=str,
+)
+def test_what_is_left_out_comes_later(pool: RankPool, options: dict[str, Any]) -> None:
+    """With error feedback the sum of all steps is off by what one step leaves out, not by that of all steps."""
+    got, want = compressed(pool, **options), true_sums(RANKS, STEPS)
+    single = max(float((one - true).norm()) for one, true in zip(got, want, strict=True))
+    assert float((sum_of(got) - sum_of(want)).norm()) < 2 * single
+
+
+@pytest.mark.slow
+def test_training_with_compressed_gradients_comes_as_far(pool: RankPool, text: Path) -> None:
+    ends = {}
+    for name in ("None", "FP16", "BF16", "Int8", "TopK", "PowerSGD"):
+        replicas = {"compression": name, "compression_density": 0.1, "bucket_elements": 10000}
+        run = small_run(data=2, steps=60, micro_batches=1, replicas=replicas)
+        ((_, recorder), *_) = pool.run(train_fully, run, data_dir=text, timeout=280)
+        last = losses(recorder)
+        ends[name] = sum(last[step] for step in range(51, 61)) / 10
+    assert ends["None"] < 4.0
+    for name, end in ends.items():
+        assert end == pytest.approx(ends["None"], rel=0.1 if name in ("TopK", "PowerSGD") else 0.01), ends

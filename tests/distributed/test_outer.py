@@ -1,0 +1,139 @@
+"""Islands that train apart, as processes that communicate, against the same written out in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.api.spec import Precision
+from meshwright_worker.task import Outcome
+from tests.distributed.cases import train_fully
+from tests.distributed.configs import small_run
+from tests.distributed.islands import Island, Parameters, replay, simulate_rounds, train_islands
+from tests.distributed.pool import RankPool
+from tests.distributed.test_recovery import losses, tensors_of
+
+STEPS, EVERY, BATCH = 5, 2, 8
+EXACT: dict[str, Any] = {"precision": Precision.FP64, "steps": STEPS, "every": 2, "micro_batches": 2}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two": (2, {"data": 2}),
+    "four": (4, {"data": 4, "micro_batches": 1}),
+    "tensor": (2, {"data": 2, "tensor": 2}),
+    "pipeline": (2, {"data": 2, "pipeline": 2}),
+    "replicas in an island": (2, {"data": 4}),
+    "ZeRO-1 in an island": (2, {"data": 4, "zero": 1}),
+    "ZeRO-3 in an island": (2, {"data": 4, "zero": 3}),
+}
+
+
+def check_same(ranks: list[Island], want: Parameters) -> None:
+    assert set().union(*(rank.parameters for rank in ranks)) == set(want)
+    for rank in ranks:
+        for name, value in rank.parameters.items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-10)
+
+
+def alone(islands: int, layout: dict[str, Any]) -> Any:
+    micro_batches = layout.get("micro_batches", 2)
+    return small_run(**{**EXACT, "micro_batches": micro_batches}, batch=BATCH // islands)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_diloco_takes_a_nesterov_step_on_the_mean_change(pool: RankPool, name: str) -> None:
+    islands, layout = LAYOUTS[name]
+    outer = {"method": "DiLoCo", "islands": islands, "every_steps": EVERY, "learning_rate": 0.6, "momentum": 0.8}
+    ranks = pool.run(train_islands, small_run(**{**EXACT, **layout}, outer=outer), timeout=240)
+    arguments = (islands, EVERY, (0.6, 0.8), [1 / islands] * islands)
+    (want,) = pool.run(simulate_rounds, alone(islands, layout), *arguments, timeout=240)
+    check_same(ranks, want)
+
+
+@pytest.mark.parametrize("name", ["two", "tensor", "ZeRO-1 in an island"])
+def test_local_sgd_averages_parameters(pool: RankPool, name: str) -> None:
+    islands, layout = LAYOUTS[name]
+    outer = {"method": "LocalSGD", "islands": islands, "every_steps": EVERY}
+    ranks = pool.run(train_islands, small_run(**{**EXACT, **layout}, outer=outer), timeout=240)
+    arguments = (islands, EVERY, None, [1 / islands] * islands)
+    (want,) = pool.run(simulate_rounds, alone(islands, layout), *arguments, timeout=240)
+    check_same(ranks, want)
+    assert ranks[0].losses != ranks[-1].losses
+
+
+def test_federated_averaging_weighs_islands_by_their_samples(pool: RankPool) -> None:
+    sizes = [30, 10]
+    outer = {"method": "FedAvg", "every_steps": EVERY}
+    ranks = pool.run(train_islands, small_run(**EXACT, data=2, outer=outer), sizes, timeout=240)
+    (want,) = pool.run(simulate_rounds, alone(2, {}), 2, EVERY, None, [0.75, 0.25], timeout=240)
+    check_same(ranks, want)
+
+
+@pytest.mark.parametrize(
+    ("islands", "bound", "layout"),
+    [(2, 1, {"data": 2}), (2, 0, {"data": 2}), (4, 2, {"data": 4}), (2, 1, {"data": 2, "tensor": 2})],
+    ids=str,
+)
+def test_asynchronous_updates_are_those_of_the_recorded_order(
+    pool: RankPool, islands: int, bound: int, layout: dict[str, Any]
+) -> None:
+    outer = {"method": "AsyncSGD", "every_steps": EVERY, "staleness": bound}
+    options = {**EXACT, "micro_batches": 1}
+    ranks = pool.run(train_islands, small_run(**{**options, **layout}, outer=outer), timeout=240)
+    events = ranks[0].events
+    writes = [event for event in events if event.kind == "write"]
+    assert len(writes) == islands * STEPS
+    assert max(event.staleness for event in writes) <= bound
+    # Every part of the parameters saw the same order.
+    for rank in ranks:
+        if rank.island == 0:
+            assert [(e.kind, e.island) for e in rank.events] == [(e.kind, e.island) for e in events]
+    run = small_run(**options, batch=BATCH // islands)
+    (want,) = pool.run(replay, run, islands, events, timeout=240)
+    check_same(ranks, want)
+
+
+@pytest.mark.parametrize("method", ["LocalSGD", "DiLoCo", "AsyncSGD"])
+def test_a_run_of_islands_goes_on_from_its_checkpoint(pool: RankPool, tmp_path: Path, text: Path, method: str) -> None:
+    # A bound of 0 makes the order of an asynchronous run depend on who reads first alone; its sums still differ.
+    outer = {"method": method, "every_steps": 2, "staleness": 0}
+    run = small_run(data=2, steps=6, every=2, keep=9, outer=outer)
+    for root, stop_rank in ((tmp_path / "straight", -1), (tmp_path / "broken", 1)):
+        pool.run(train_fully, run, stop_rank, 4, checkpoint_dir=root, data_dir=text, timeout=240)
+    answers = pool.run(train_fully, run, checkpoint_dir=tmp_path / "broken", data_dir=text, timeout=240)
+    outcome, resumed = answers[0]
+    assert (outcome, resumed.began_at) == (Outcome.COMPLETE, 4)
+    straight, again = tensors_of(tmp_path / "straight", 6), tensors_of(tmp_path / "broken", 6)
+    assert set(straight) == set(again)
+    if method != "AsyncSGD":
+        assert all(torch.equal(value, again[name]) for name, value in straight.items())
+    assert any(name.startswith("outer.") for name in straight) == (method == "DiLoCo")
+    assert any(name.startswith("island-1.optimizer.") for name in straight) == (method != "AsyncSGD")
+
+
+def test_islands_become_plain_replicas_and_the_other_way_round(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    outer = {"method": "DiLoCo", "every_steps": 2}
+    for number, (steps, options) in enumerate([(2, {}), (4, {"outer": outer}), (6, {"zero": 1})]):
+        run = small_run(data=2, steps=steps, every=2, **options)
+        ((outcome, recorder), *_) = pool.run(train_fully, run, checkpoint_dir=tmp_path, data_dir=text, timeout=240)
+        assert (outcome, recorder.began_at) == (Outcome.COMPLETE, 2 * number)
+
+
+def test_federated_islands_read_their_own_files_alone(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    for island, files in enumerate((["part0.py", "part1.py", "part2.py"], ["part3.py"])):
+        folder = tmp_path / "data" / f"island-{island}"
+        folder.mkdir(parents=True)
+        for name in files:
+            (folder / name).write_bytes((text / name).read_bytes())
+    run = small_run(data=2, steps=4, every=2, outer={"method": "FedAvg", "every_steps": 2})
+    answers = pool.run(train_fully, run, checkpoint_dir=tmp_path / "saved", data_dir=tmp_path / "data", timeout=240)
+    assert [outcome for outcome, _ in answers] == [Outcome.COMPLETE] * 2
+    assert losses(answers[0][1])[1] != losses(answers[1][1])[1]
+
+
+def test_one_pod_that_must_go_stops_all_islands_after_the_round(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    run = small_run(data=2, steps=8, every=2, outer={"method": "LocalSGD", "every_steps": 2})
+    answers = pool.run(train_fully, run, 1, 3, checkpoint_dir=tmp_path, data_dir=text, timeout=240)
+    assert [(outcome, recorder.reports[-1].step) for outcome, recorder in answers] == [(Outcome.STOPPED, 4)] * 2

@@ -1,0 +1,129 @@
+"""Every way of keeping replicas equal, alone and with tensor and pipeline parallelism, accumulation, uneven shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.case import Case
+
+_SMALL = {"bucket_elements": 4000}
+"""Several buckets, and tensors larger than one."""
+_UNEVEN = {"intermediate_size": 45, "vocab_size": 259}
+
+
+def _of(technique: str, zero: int, smoke: bool = True, **replicas: Any) -> list[Case]:
+    """The technique in every layout that it goes with."""
+    options = {"zero": zero, "replicas": {**_SMALL, **replicas}}
+    return [
+        Case(technique, {"data": 2, **options}, smoke=smoke),
+        Case(technique, {"data": 4, "micro_batches": 1, **options}),
+        Case(technique, {"data": 2, "micro_batches": 4, **options}, {"clip": 0.1}),
+        Case(technique, {"data": 3, **options, "micro_batches": 2}, {**_UNEVEN, "batch": 12}),
+        Case(technique, {"data": 2, **options}, {"tie_embeddings": True, "clip": 0.0}),
+        Case(technique, {"data": 2, "tensor": 2, **options}, smoke=smoke),
+        Case(technique, {"data": 2, "tensor": 2, "sequence": False, "micro_batches": 1, **options}),
+        Case(technique, {"data": 2, "pipeline": 2, **options}, smoke=smoke),
+        Case(technique, {"data": 2, "pipeline": 2, "tensor": 2, "micro_batches": 4, **options}),
+    ]
+
+
+def _hybrid(technique: str, zero: int, **replicas: Any) -> list[Case]:
+    options = {"zero": zero, "replicas": {**_SMALL, "shard_size": 2, **replicas}}
+    return [
+        Case(technique, {"data": 4, **options}, smoke=True),
+        Case(technique, {"data": 4, "micro_batches": 1, **options}, {**_UNEVEN, "clip": 0.1}),
+        Case(technique, {"data": 4, "tensor": 2, **options}),
+        Case(technique, {"data": 4, "pipeline": 2, **options}),
+    ]
+
+
+CASES = [
+    *_of("DDP with buckets and overlap", 0),
+    *_of("DDP without overlap", 0, smoke=False, overlap=False),
+    *_of("ZeRO-1", 1),
+    *_of("ZeRO-1 without overlap", 1, smoke=False, overlap=False),
+    *_of("ZeRO-2", 2, strategy="ZeRO"),
+    *_of("FSDP2, ZeRO-2", 2, smoke=False, strategy="FSDP"),
+    *_of("FSDP1 NO_SHARD", 0, smoke=False, strategy="NO_SHARD"),
+    *_of("FSDP1 SHARD_GRAD_OP", 2, smoke=False, strategy="SHARD_GRAD_OP"),
+    *_of("FSDP1 FULL_SHARD", 3, smoke=False, strategy="FULL_SHARD"),
+    *_hybrid("HSDP (ZeRO-1)", 1),
+    *_hybrid("HSDP (ZeRO-2)", 2, strategy="ZeRO"),
+    *_hybrid("HSDP (FSDP2, HYBRID_SHARD)", 3, strategy="HYBRID_SHARD"),
+    *_hybrid("HSDP (FSDP2, HYBRID_SHARD_ZERO2)", 2, strategy="HYBRID_SHARD_ZERO2"),
+    Case("hpZ", {"data": 4, "zero": 3, "replicas": {"reshard_size": 2}}, smoke=True),
+    Case("hpZ", {"data": 4, "zero": 3, "micro_batches": 1, "replicas": {"reshard_size": 2}}, _UNEVEN),
+]
+
+_COMPRESSED = {"FP16": 2e-3, "BF16": 2e-2, "Int8": 3e-2}
+CASES += [
+    Case(
+        f"gradients in {name}",
+        {"data": 2, **layout, "replicas": {**_SMALL, "compression": name}},
+        exact=False,
+        tolerance=tolerance,
+    )
+    for name, tolerance in _COMPRESSED.items()
+    for layout in ({}, {"tensor": 2}, {"pipeline": 2})
+]
+
+_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("DDP with shards", {"data": 2, "zero": 3, "replicas": {"strategy": "DDP"}}, "needs `parallelism.zeroStage` 0"),
+    ("ZeRO without a stage", {"data": 2, "replicas": {"strategy": "ZeRO"}}, "needs `parallelism.zeroStage` 1 or 2"),
+    (
+        "HSDP without a size",
+        {"data": 4, "zero": 3, "replicas": {"strategy": "HYBRID_SHARD"}},
+        "dataParallel.shardSize`",
+    ),
+    ("HSDP without shards", {"data": 4, "replicas": {"shard_size": 2}}, "needs `parallelism.zeroStage` 1, 2 or 3"),
+    (
+        "HSDP that does not divide",
+        {"data": 4, "zero": 3, "replicas": {"shard_size": 3}},
+        "`parallelism.dataParallel.shardSize: 3` must divide `replicas: 4`; nearest: 2, 4",
+    ),
+    ("hpZ without ZeRO-3", {"data": 4, "zero": 2, "replicas": {"reshard_size": 2}}, "needs `parallelism.zeroStage: 3`"),
+    (
+        "hpZ with tensor parallelism",
+        {"data": 4, "tensor": 2, "zero": 3, "replicas": {"reshard_size": 2}},
+        "needs `parallelism.tensor: 1`",
+    ),
+    (
+        "hpZ in a pipeline",
+        {"data": 4, "pipeline": 2, "zero": 3, "replicas": {"reshard_size": 2}},
+        "`parallelism.pipeline",
+    ),
+    (
+        "hpZ that does not divide",
+        {"data": 4, "zero": 3, "replicas": {"reshard_size": 3}},
+        "`parallelism.dataParallel.reshardSize: 3` must divide",
+    ),
+    (
+        "compression of shards",
+        {"data": 2, "zero": 1, "replicas": {"compression": "PowerSGD"}},
+        "`parallelism.dataParallel.compression: PowerSGD` needs `parallelism.zeroStage: 0`",
+    ),
+]
+_REFUSED += [
+    (
+        "islands that do not divide",
+        {"data": 4, "outer": {"method": "DiLoCo", "islands": 3, "every_steps": 3}},
+        "`training.outer.islands: 3` must be at least 2 and divide `replicas: 4`; nearest: 2, 4",
+    ),
+    (
+        "one island",
+        {"outer": {"method": "LocalSGD", "every_steps": 3}},
+        "`training.outer.islands: 1` must be at least 2",
+    ),
+    (
+        "rounds between checkpoints",
+        {"data": 2, "every": 6, "outer": {"method": "LocalSGD", "every_steps": 4}},
+        "`training.outer.everySteps: 4` must divide `checkpoint.everySteps: 6`: islands are equal after a round alone; "
+        "nearest: 3, 6",
+    ),
+    (
+        "experts over islands",
+        {"data": 4, "expert": 2, "outer": {"method": "AsyncSGD", "every_steps": 3}},
+        "`parallelism.expert: 2` cannot be combined with `training.outer`",
+    ),
+]
+CASES += [Case(technique, layout, refused=text) for technique, layout, text in _REFUSED]

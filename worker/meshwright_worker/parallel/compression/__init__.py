@@ -1,0 +1,1 @@
+"""What replicas send instead of whole gradients: one module a method."""

@@ -1,0 +1,51 @@
+"""The largest elements of each bucket alone, with error feedback (Sparsified SGD with Memory, arXiv 1809.07599)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwright_worker.parallel.collectives import all_gather_into
+from meshwright_worker.parallel.compression.compressor import Feedback, Reduction
+
+
+class TopK:
+    """Every rank sends places and values of its own largest elements to all, which add them up.
+
+    Args:
+        group: the replicas.
+        density: share of a bucket's elements that is sent, at least one element.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, density: float) -> None:
+        self._group = group
+        self._density = density
+        self._feedback = Feedback()
+
+    def start(self, bucket: int, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Reduction:
+        """See `Compressor.start`."""
+        corrected = self._feedback.add_to(bucket, flat)
+        places = corrected.abs().topk(math.ceil(self._density * len(flat)), sorted=False).indices
+        values = corrected[places]
+        self._feedback.keep(bucket, corrected.index_fill(0, places, 0.0))
+        return _Gathered(self._group, places, values)
+
+
+class _Gathered:
+    def __init__(self, group: dist.ProcessGroup, places: torch.Tensor, values: torch.Tensor) -> None:
+        ranks = group.size()
+        self._places = places.new_empty(ranks, len(places))
+        self._values = values.new_empty(ranks, len(values))
+        self._works = [
+            all_gather_into(self._places, places, group, async_op=True),
+            all_gather_into(self._values, values, group, async_op=True),
+        ]
+
+    def finish(self, flat: torch.Tensor) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        flat.zero_().index_add_(0, self._places.flatten(), self._values.flatten())
