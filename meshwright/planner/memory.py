@@ -95,10 +95,10 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
     """
     layers = len(split_layers(workload.architecture.layers, layout.pipeline)[stage])
     own = rank_parameters(workload.architecture, layout, stage, layers)
-    replicas = layout.replicas
-    sharded = workload.zero_stage > 0 and replicas > 1
+    sharded = workload.zero_stage > 0 and layout.replicas > 1
     experts = expert_parameters(workload.architecture, layout, stage)
-    shard = -(-(own - experts) // replicas) - (-experts * layout.expert // replicas) if sharded else own
+    holders = layout.replicas
+    shard = -(-(own - experts) // holders) - (-experts * layout.expert // holders) if sharded else own
     accumulates = not sharded or workload.micro_batches > 1
     return StageMemory(
         stage=stage,

@@ -74,7 +74,7 @@ CASES += [
     for name, layout in _LAYOUTS.items()
 ]
 CASES += [
-    Case("latent attention with a mixture (DeepSeek)", layout, {**LATENT, "mixture": "mixtral"}, smoke=name == "tp-sp")
+    Case("latent attention with a mixture (DeepSeek)", layout, {**LATENT, "mixture": "Mixtral"}, smoke=name == "tp-sp")
     for name, layout in {**_LAYOUTS, "tp-ep": {"tensor": 2, "data": 2, "expert": 2}}.items()
 ]
 CASES += [

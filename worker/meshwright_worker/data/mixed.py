@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.data.mixture import Mixture
-from meshwright_worker.data.corpus import CorpusError, folder_of, open_corpus, root_of
+from meshwright_worker.data.corpus import Corpus, CorpusError, folder_of, open_corpus, root_of
 from meshwright_worker.data.held_out import trained_and_held_out
 from meshwright_worker.data.instruction import InstructionStream, held_out_of, read_pairs
 from meshwright_worker.data.prepared import tokenizer_of
@@ -64,7 +64,7 @@ def open_stream(
             pairs = read_pairs(data, folder_of(data, data_dir, path), tokenizer, sequence_length)
             own = held_out_of(pairs, data.held_out, held_out=held_out)
             return InstructionStream(own, sequence_length, seed, tokenizer.separator)
-        corpus = open_corpus(data, data_dir, path)
+        corpus: Corpus = open_corpus(data, data_dir, path)
         if data.held_out:
             corpus = trained_and_held_out(corpus, data.held_out)[held_out]
         return SampleStream(corpus, sequence_length, seed)
