@@ -39,10 +39,6 @@ class CorpusPart:
         """See `Corpus.tokens`."""
         return self._corpus.tokens(self._first + start, self._first + stop)
 
-    def documents(self, start: int, stop: int) -> list[int]:
-        """See `Corpus.documents`."""
-        return self._corpus.documents(self._first + start, self._first + stop)
-
 
 def trained_and_held_out(corpus: Corpus, share: float) -> tuple[CorpusPart, CorpusPart]:
     """What is trained on and what is held out: about `share` of the tokens, from the first document that begins there.
