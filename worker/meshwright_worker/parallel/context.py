@@ -38,11 +38,6 @@ def own_slice(batch: Batch, deal: Deal, rank: int) -> Batch:
     return replace(own, positions=positions, row_length=length, row_documents=batch.documents)
 
 
-def own_length(length: int, deal: Deal, rank: int) -> int:
-    """Tokens that rank `rank` of a context group holds of a row of `length`."""
-    return size(deal.slices(length)[rank])
-
-
 def share_rows(model: nn.Module, deal: Deal, groups: Groups) -> None:
     """Let every attention of a model go over the ranks of the context group.
 
