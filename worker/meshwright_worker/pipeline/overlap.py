@@ -75,8 +75,9 @@ class _Pair:
 
     def __init__(self) -> None:
         self.errors: dict[int, BaseException] = {}
-        self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.device = torch.cuda.current_device() if on_gpu else None
+        self.stream = torch.cuda.current_stream() if on_gpu else None
         self._running = 0
         self._ended: set[int] = set()
         self._turn = threading.Condition()
