@@ -77,8 +77,8 @@ def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float
 def test_presets_count_alike_in_both_descriptions(architecture: Any) -> None:
     model = FAMILIES[architecture.name]
     assert parameters(model) == architecture.parameters
-    # The runtime's count takes norms for matrices, as 6·N does.
-    assert training_flops(model, 2048) == pytest.approx(flops_per_token(architecture, 2048), rel=1e-3)
+    # The runtime's count takes norms and biases for matrices, as 6·N does.
+    assert training_flops(model, 2048) == pytest.approx(flops_per_token(architecture, 2048), rel=2e-3)
 
 
 def test_every_family_is_checked() -> None:

@@ -22,6 +22,30 @@ PUBLISHED = {
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-1-7b": 6_738_415_616,
+    "llama-1-13b": 13_015_864_320,
+    "llama-1-33b": 32_528_943_616,
+    "llama-1-65b": 65_285_660_672,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+# Billions, as table 2.1 of GPT-3's paper rounds them; the table of positions and tokens weighs most in the small ones.
+ROUNDED = {
+    "gpt3-125m": 0.125,
+    "gpt3-350m": 0.350,
+    "gpt3-760m": 0.760,
+    "gpt3-1.3b": 1.3,
+    "gpt3-2.7b": 2.7,
+    "gpt3-6.7b": 6.7,
+    "gpt3-13b": 13.0,
+    "gpt3-175b": 175.0,
 }
 
 
@@ -30,13 +54,19 @@ def test_a_preset_has_the_published_number_of_parameters(name: str, parameters: 
     assert resolve(ModelSpec(preset=name)).parameters == parameters
 
 
+@pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
+def test_a_size_of_gpt3_is_that_of_its_table(name: str, billions: float) -> None:
+    assert PRESETS[name].parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
 def test_every_published_preset_is_checked() -> None:
-    assert set(PRESETS) == {*PUBLISHED, "tiny"}
+    tiny = {name for name in PRESETS if name.startswith("tiny") and name not in PUBLISHED}
+    assert set(PRESETS) == {*PUBLISHED, *ROUNDED, *tiny}
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
 def test_presets_are_buildable(architecture: Architecture) -> None:
-    assert architecture.hidden_size % (2 * architecture.heads) == 0
+    assert architecture.head_size % 2 == architecture.rope_size % 2 == 0
     assert architecture.heads % architecture.kv_heads == 0
     assert PRESETS[architecture.name] is architecture
 

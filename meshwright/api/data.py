@@ -27,6 +27,7 @@ class DataFormat(StrEnum):
     JSON_LINES = "JSONLines"
     PARQUET = "Parquet"
     TOKENS = "Tokens"
+    PROMPT_COMPLETION = "PromptCompletion"
 
 
 class Tokenizer(StrEnum):
@@ -42,6 +43,16 @@ class OnCorrupt(StrEnum):
 
     FAIL = "Fail"
     SKIP = "Skip"
+
+
+class Packing(StrEnum):
+    """What a row of tokens is made of."""
+
+    TEXT = "Text"
+    """A stretch of the text: attention does not see where documents end."""
+    DOCUMENTS = "Documents"
+    """The same stretch as documents: each has its own positions, attention stays inside, and no token of the next one
+    is predicted from it."""
 
 
 class MixturePart(ApiModel):
@@ -69,15 +80,26 @@ class DataSpec(ApiModel):
     format: DataFormat = DataFormat.TEXT
     """`Text`: each file is a document. `JSONLines`: each line is one, gzip when the name ends in `.gz`. `Parquet`: each
     row is one. `Tokens`: what `meshwright data tokenize` wrote, memory-mapped; the other formats, but for bytes of
-    text, are tokenized on every worker when it starts."""
+    text, are tokenized on every worker when it starts. `PromptCompletion`: each line is a JSON object with the texts
+    `prompt` and `completion`, for supervised fine-tuning: a record is a sequence, and only its completion is predicted.
+    """
     field: Annotated[str, Field(min_length=1, max_length=253)] = "text"
     """Field or column that holds the text, with `format: JSONLines` or `Parquet`."""
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the tokens that is never trained on, for `training.evaluation`: the last documents of each corpus."""
     tokenizer: Tokenizer = Tokenizer.BYTE
     """`Byte`: the 256 byte values and a document separator; needs `model.vocabSize` of at least 257. `BPE`: a
     `tokenizer.json` of the library tokenizers. `SentencePiece`: a model of that library. With `format: Tokens` what
     wrote them must be this one."""
     tokenizer_file: RelativePath | None = None
     """The tokenizer's file, relative to the volume's root or to `uri`. Required unless `tokenizer` is `Byte`."""
+    packing: Packing = Packing.TEXT
+    """What a row of tokens is. `Text`: a stretch of the text, whatever documents it touches. `Documents`: the documents
+    in that stretch, each with positions from 0 and attention to itself alone; the token after a document is not
+    predicted from it."""
+    balance: bool = False
+    """Whether the rows of a step are dealt to replicas and micro-batches by the cost of the documents in them, so that
+    no replica waits for one with longer documents; the step's samples stay the same. Needs `packing: Documents`."""
     on_corrupt_record: OnCorrupt = OnCorrupt.FAIL
     """`Fail`: a record that cannot be read ends the job, with its file and line. `Skip`: it is counted, told in the log
     and left out."""

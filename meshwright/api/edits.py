@@ -39,6 +39,8 @@ REFUSED = (
     "data",
     "training.seed",
     "training.sequenceLength",
+    "training.initialWeights",
+    "training.lora",
     "checkpoint.claimName",
 )
 """What the rules of `rules/transition.py` guard."""

@@ -12,6 +12,7 @@ from meshwright.api.data import DataSpec
 from meshwright.api.failures import ExitCodeRule
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.mixture import MixtureSpec
+from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.api.values import Quantity, ShortText
 from meshwright.api.volumes import VolumeSpec
 
@@ -20,16 +21,16 @@ Degree = Annotated[int, Field(ge=1, le=65536)]
 
 
 class ModelSpec(ApiModel):
-    """The model to train: a preset by name, or a Llama-style decoder by its numbers."""
+    """The model to train: a preset by name, or a decoder by its numbers; what is left out is as in Llama."""
 
     preset: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     """A known architecture, such as `llama-3-8b`. Excludes every other field of `model`."""
     layers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of decoder layers."""
     hidden_size: Annotated[int, Field(ge=1, le=131072)] | None = None
-    """Width of the residual stream. Must be divisible by twice `heads`."""
+    """Width of the residual stream. Must be divisible by twice `heads` unless `headSize` is given."""
     intermediate_size: Annotated[int, Field(ge=1, le=1048576)] | None = None
-    """Width of the SwiGLU feed-forward layer. Must be divisible by `parallelism.tensor`."""
+    """Width of the feed-forward layer. Must be divisible by `parallelism.tensor`."""
     heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of query heads. Must be divisible by `parallelism.tensor`."""
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -42,6 +43,33 @@ class ModelSpec(ApiModel):
     """Whether the output projection is the token embedding; false when left out."""
     mixture: MixtureSpec | None = None
     """Mixtures of experts in place of feed-forward layers; none when left out."""
+    head_size: Annotated[int, Field(ge=2, le=65536)] | None = None
+    """Width of a query's and key's head; `hiddenSize / heads` when left out. With `latent`: without the rotary part."""
+    value_size: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Width of a value's head; `headSize` when left out."""
+    gated: bool | None = None
+    """Whether the feed-forward layer has a gate (SwiGLU, arXiv 2002.05202); true when left out."""
+    activation: Activation | None = None
+    """Non-linearity of the feed-forward layer, on the gate where there is one; `SiLU` when left out. `GELUTanh` is the
+    approximation that GPT-2 uses."""
+    norm: Norm | None = None
+    """`RMSNorm` (arXiv 1910.07467), or `LayerNorm` (arXiv 1607.06450); `RMSNorm` when left out."""
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Epsilon of the norms; 0.00001 when left out."""
+    biases: bool | None = None
+    """Whether every matrix but embedding and output, and every norm, has a bias (GPT); false when left out. Needs
+    `norm: LayerNorm`."""
+    attention_biases: bool | None = None
+    """Whether queries, keys and values have a bias (Qwen2); false when left out."""
+    query_key_norms: bool | None = None
+    """Whether each head's queries and keys are normalised (Qwen3); false when left out."""
+    positions: Annotated[int, Field(ge=0, le=16777216)] | None = None
+    """Rows of a learned position embedding (GPT), at least `training.sequenceLength`; 0, for rotary positions, when
+    left out."""
+    latent: LatentSpec | None = None
+    """Multi-head latent attention (DeepSeek); full keys and values when left out."""
+    rope_scaling: RopeScalingSpec | None = None
+    """Rescaling of rotary frequencies for long contexts (Llama 3.1); none when left out."""
 
 
 class Precision(StrEnum):
@@ -71,6 +99,40 @@ class OptimizerSpec(ApiModel):
     """Largest global gradient norm, over all dimensions of the mesh; 0 clips nothing."""
 
 
+class LoraTarget(StrEnum):
+    """A matrix of a layer that gets an adapter."""
+
+    QUERY = "Query"
+    KEY = "Key"
+    VALUE = "Value"
+    OUTPUT = "Output"
+    GATE = "Gate"
+    UP = "Up"
+    DOWN = "Down"
+
+
+class LoraSpec(ApiModel):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685): the model's own weights stay, two narrow matrices beside some of
+    them are trained.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Width of the adapters."""
+    alpha: Annotated[float, Field(gt=0, le=1000000)] = 16.0
+    """An adapter's output is scaled by `alpha / rank`."""
+    targets: Annotated[list[LoraTarget], Field(min_length=1, max_length=7)] = [LoraTarget.QUERY, LoraTarget.VALUE]
+    """The matrices that get an adapter, in every layer."""
+
+
+class EvaluationSpec(ApiModel):
+    """A loss on documents that are never trained on (`data.heldOut`)."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
+    """Steps between evaluations; the last step is followed by one too."""
+    samples: Annotated[int, Field(ge=1, le=16777216)] = 64
+    """Sequences of an evaluation, the same ones each time; rounded up to whole batches."""
+
+
 class TrainingSpec(ApiModel):
     """How long and how to train."""
 
@@ -86,6 +148,13 @@ class TrainingSpec(ApiModel):
     """Number format of compute. `fp64` computes and keeps everything in it: slow, for comparing layouts."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
+    initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
+    """Directory to begin from, as worker containers see it (a volume of `workers.volumes`): a Hugging Face
+    `config.json` of the same shape as `model`, and safetensors files. Random weights by `seed` when left out."""
+    lora: LoraSpec | None = None
+    """Train low-rank adapters alone; every parameter when left out."""
+    evaluation: EvaluationSpec | None = None
+    """Evaluate while training; needs `data.heldOut`. Not at all when left out."""
 
 
 class PipelineSchedule(StrEnum):
@@ -113,6 +182,21 @@ class StageBalance(StrEnum):
     FLOPS = "Flops"
 
 
+class ContextMethod(StrEnum):
+    """How attention goes over the ranks that share a sequence."""
+
+    RING = "Ring"
+    """Keys and values go round (arXiv 2310.01889); each rank has consecutive tokens."""
+    RING_ZIG_ZAG = "RingZigZag"
+    """The same; each rank has an early and a late part, so that causal attention costs all alike."""
+    ULYSSES = "Ulysses"
+    """All-to-all from tokens to heads and back (arXiv 2309.14509)."""
+    ALL_GATHER = "AllGather"
+    """Keys and values are gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    RING_ULYSSES = "RingUlysses"
+    """All-to-all inside groups of neighbours, a ring across them (USP, arXiv 2405.07719)."""
+
+
 class ParallelismSpec(ApiModel):
     """How one replica of the model is split. What is left out the planner chooses."""
 
@@ -125,6 +209,17 @@ class ParallelismSpec(ApiModel):
     parameters. Must divide `replicas` and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
+    context: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
+    `training.sequenceLength` must be at least twice `context` times `tensor`."""
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    """How attention goes over the GPUs of `context`. `RingZigZag`: keys and values go round them, causal work is even.
+    `Ring`: the same with consecutive tokens. `Ulysses`: heads are exchanged for tokens; `context` times `tensor` must
+    divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`: heads inside groups of `ulysses`,
+    a ring across them."""
+    ulysses: Degree | None = None
+    """With `contextMethod: RingUlysses`, and only then: how many neighbours exchange heads; it divides `context`, and
+    times `tensor` it divides `model.heads`."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     """Order in which a pipeline runs its micro-batches. `Naive`: one at a time. `GPipe` (arXiv 1811.06965), `1F1B`
     (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473), `LoopedBFS` (arXiv 2211.05953). Backward

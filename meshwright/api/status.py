@@ -42,6 +42,8 @@ class PlanStatus(ApiModel):
     """Pipeline-parallel degree."""
     data: Count
     """Data-parallel degree."""
+    context: Count = 1
+    """Context-parallel degree."""
     expert: Annotated[int, Field(ge=1, le=65536)] = 1
     """Expert-parallel degree: over how many of the ranks with the same dense parameters experts are spread."""
     micro_batches: Count
@@ -92,8 +94,15 @@ class PlacementStatus(ApiModel):
         list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})
     ] = []
     """Worker by worker."""
+    tensor: Count = 0
+    """Tensor-parallel degree of the plan that was placed."""
+    pipeline: Count = 0
+    """Pipeline-parallel degree of the plan that was placed."""
+    data: Count = 0
+    """Replicas of the plan that was placed."""
     cost: Annotated[str, Field(max_length=64)] = ""
-    """Cost of the placement in the planner's unit (weighted domain crossings); lower is better, 0 crosses nothing."""
+    """Cost of the placement, lower is better, 0 crosses nothing: milliseconds per step that crossing domains, racks and
+    zones is estimated to add, summed over all groups of ranks; a relative number where model or GPUs are not known."""
     straddling_tensor_groups: Count = 0
     """Tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0
@@ -119,6 +128,9 @@ class MeshStatus(ApiModel):
     """Starts of the gang given up since it last ran: pods were refused, or did not start in time."""
     retry_time: Time | None = None
     """When the gang is tried again after such a start."""
+    failures: Count = 0
+    """Failures of the job's own in a row, counted toward `recovery.maxRestarts` or not: the more, the longer the pause
+    before the next start. Ten minutes of training end the row."""
 
 
 class CheckpointStatus(ApiModel):

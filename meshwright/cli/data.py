@@ -33,7 +33,7 @@ def data() -> None:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice([f.value for f in DataFormat if f is not DataFormat.TOKENS]),
+    type=click.Choice([f.value for f in DataFormat if f not in (DataFormat.TOKENS, DataFormat.PROMPT_COMPLETION)]),
     default=DataFormat.TEXT.value,
     show_default=True,
     help="How documents lie in the files.",

@@ -1,14 +1,23 @@
-"""A Llama-style decoder in numbers: what planner and worker count and build alike."""
+"""A decoder in numbers: what planner and worker count and build alike."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import Field
+
 from meshwright.api.base import ApiModel
 from meshwright.api.mixture import MixtureSpec
+from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.mixture import feed_forward_parameters, mixture_layers
 
 
+def _width_of_a_head(numbers: dict[str, Any]) -> int:
+    return int(numbers["hidden_size"] // max(1, numbers["heads"]))
+
+
 class Architecture(ApiModel):
-    """RMSNorm, rotary positions, grouped-query attention, SwiGLU; pre-norm residual blocks; no biases."""
+    """A pre-norm decoder. The defaults are Llama's: RMSNorm, rotary positions, SwiGLU, no biases."""
 
     name: str = ""
     """Preset's name, or empty."""
@@ -17,7 +26,7 @@ class Architecture(ApiModel):
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int
-    """Width of the SwiGLU feed-forward layer."""
+    """Width of the feed-forward layer."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -27,22 +36,84 @@ class Architecture(ApiModel):
     rope_theta: float = 10000.0
     """Base of the rotary position embedding."""
     norm_epsilon: float = 1e-5
-    """Epsilon of RMSNorm."""
+    """Epsilon of the norms."""
     tie_embeddings: bool = False
     """Whether the output projection is the token embedding."""
+    head_size: int = Field(default_factory=_width_of_a_head)
+    """Width of a query's and key's head. With latent attention: without the rotary part."""
+    value_size: int = Field(default_factory=lambda numbers: int(numbers["head_size"]))
+    """Width of a value's head."""
+    gated: bool = True
+    """Whether the feed-forward layer has a gate (SwiGLU, arXiv 2002.05202): three matrices instead of two."""
+    activation: Activation = Activation.SILU
+    """Non-linearity of the feed-forward layer, on the gate where there is one."""
+    norm: Norm = Norm.RMS_NORM
+    """What normalises before each sub-layer and before the output."""
+    biases: bool = False
+    """Whether every matrix but embedding and output, and every norm, has a bias (GPT). Needs `LayerNorm`."""
+    attention_biases: bool = False
+    """Whether queries, keys and values have a bias (Qwen2)."""
+    query_key_norms: bool = False
+    """Whether each head's queries and keys are normalised (Qwen3)."""
+    positions: int = 0
+    """Rows of a learned position embedding (GPT); 0 for rotary positions."""
+    latent: LatentSpec | None = None
+    """Multi-head latent attention (DeepSeek)."""
+    rope_scaling: RopeScalingSpec | None = None
+    """Rescaling of rotary frequencies; None for none."""
     mixture: MixtureSpec | None = None
     """Layers with a mixture of experts in place of the feed-forward layer."""
 
     @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.heads
+    def key_size(self) -> int:
+        """Width of a query's and key's head with its rotary part."""
+        return self.head_size + (self.latent.rope_size if self.latent else 0)
+
+    @property
+    def rope_size(self) -> int:
+        """How much of a query's and key's head is rotated; 0 with learned positions."""
+        if self.positions:
+            return 0
+        return self.latent.rope_size if self.latent else self.head_size
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm of the residual stream."""
+        return self.hidden_size * (2 if self.biases else 1)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention that tensor parallelism splits: matrices and their biases."""
+        hidden, heads, latent = self.hidden_size, self.heads, self.latent
+        output = heads * self.value_size * hidden
+        if latent is None:
+            widths = heads * self.head_size + self.kv_heads * (self.head_size + self.value_size)
+            biased = self.biases or self.attention_biases
+            return widths * (hidden + (1 if biased else 0)) + output
+        queries = (latent.query_rank or hidden) * heads * self.key_size
+        return queries + latent.kv_rank * heads * (self.head_size + self.value_size) + output
+
+    @property
+    def feed_forward_parameters(self) -> int:
+        """Parameters of one layer's feed-forward that tensor parallelism splits: matrices and their biases."""
+        columns = (2 if self.gated else 1) * self.intermediate_size
+        return (columns + self.intermediate_size) * self.hidden_size + (columns if self.biases else 0)
+
+    @property
+    def whole_parameters(self) -> int:
+        """Parameters of one layer that every tensor-parallel rank holds: norms, latents, biases of what is summed."""
+        count = 2 * self.norm_parameters + (2 * self.hidden_size if self.biases else 0)
+        if self.query_key_norms:
+            count += 2 * self.head_size
+        if self.latent is not None:
+            ranks = self.latent.query_rank + self.latent.kv_rank
+            count += self.hidden_size * (ranks + self.latent.rope_size) + ranks
+        return count
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer with a dense feed-forward layer: attention, feed-forward and two norms."""
-        attention = 2 * self.hidden_size * self.head_size * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Parameters of one decoder layer with a dense feed-forward layer: attention, feed-forward and norms."""
+        return self.attention_parameters + self.feed_forward_parameters + self.whole_parameters
 
     @property
     def parameters(self) -> int:
@@ -55,10 +126,9 @@ class Architecture(ApiModel):
         return self._parameters(active=True)
 
     def _parameters(self, *, active: bool) -> int:
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        count = embeddings + self.layers * self.layer_parameters + self.hidden_size
+        tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.positions
+        count = tables * self.hidden_size + self.layers * self.layer_parameters + self.norm_parameters
         if self.mixture is None:
             return count
-        dense = 3 * self.hidden_size * self.intermediate_size
         mixed = feed_forward_parameters(self.mixture, self.hidden_size, active=active)
-        return count + len(mixture_layers(self.mixture, self.layers)) * (mixed - dense)
+        return count + len(mixture_layers(self.mixture, self.layers)) * (mixed - self.feed_forward_parameters)

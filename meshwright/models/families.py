@@ -44,10 +44,6 @@ def _llama(
     )
 
 
-def _qwen2(*shape: int, name: str, tied: bool = False) -> Transformer:
-    return replace(_llama(name, *shape), attention_biases=True, tie_embeddings=tied)
-
-
 def _qwen3(*shape: int, name: str, experts: Experts | None = None, tied: bool = False) -> Transformer:
     layers, hidden, intermediate, heads, kv_heads = shape
     return Transformer(
@@ -85,11 +81,6 @@ def _deepseek(
 def _dense() -> list[Transformer]:
     megatron = {"vocab": 51_200, "positions": 2048}
     return [
-        _gpt("gpt2", 12, 768, 12),
-        _gpt("gpt2-medium", 24, 1024, 16),
-        _gpt("gpt2-large", 36, 1280, 20),
-        _gpt("gpt2-xl", 48, 1600, 25),
-        _gpt("gpt3-175b", 96, 12288, 96, positions=2048),
         _gpt("megatron-1.7b", 24, 2304, 24, **megatron),
         _gpt("megatron-3.6b", 30, 3072, 32, **megatron),
         _gpt("megatron-7.5b", 36, 4096, 32, **megatron),
@@ -100,16 +91,7 @@ def _dense() -> list[Transformer]:
         _gpt("megatron-310.1b", 96, 16384, 128, **megatron),
         _gpt("megatron-529.6b", 105, 20480, 128, **megatron),
         _gpt("megatron-1008b", 128, 25600, 160, **megatron),
-        _llama("llama-1-7b", 32, 4096, 11008, 32, 32, 32_000),
-        _llama("llama-1-13b", 40, 5120, 13824, 40, 40, 32_000),
-        _llama("llama-1-33b", 60, 6656, 17920, 52, 52, 32_000),
-        _llama("llama-1-65b", 80, 8192, 22016, 64, 64, 32_000),
         replace(_llama("mistral-7b", 32, 4096, 14336, 32, 8, 32_000), window=4096),
-        _qwen2(24, 896, 4864, 14, 2, 151_936, name="qwen2.5-0.5b", tied=True),
-        _qwen2(28, 3584, 18944, 28, 4, 152_064, name="qwen2.5-7b"),
-        _qwen2(80, 8192, 29568, 64, 8, 152_064, name="qwen2.5-72b"),
-        _qwen3(36, 4096, 12288, 32, 8, name="qwen3-8b"),
-        _qwen3(64, 5120, 25600, 64, 8, name="qwen3-32b"),
     ]
 
 

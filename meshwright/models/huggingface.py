@@ -44,7 +44,7 @@ def from_config(config: Mapping[str, Any]) -> Transformer:
         ConfigError: a field is missing, of a wrong type, or of an unknown family.
     """
     kind = config.get("model_type")
-    fields = _Fields(config)
+    fields = Fields(config)
     try:
         if kind == "gpt2":
             return _gpt2(fields)
@@ -60,7 +60,7 @@ def from_config(config: Mapping[str, Any]) -> Transformer:
     raise ConfigError(f"`model_type` {kind!r} is not known: known are {known}")
 
 
-class _Fields:
+class Fields:
     """Typed access that names what is wrong."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -86,6 +86,15 @@ class _Fields:
             raise ConfigError(f"`{name}` must be true or false, not {value!r}")
         return value
 
+    def real(self, name: str, default: float) -> float:
+        """A number."""
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"`{name}` must be a number, not {value!r}")
+        return float(value)
+
     def text(self, name: str) -> str:
         """A text; empty when left out."""
         return str(self._config.get(name) or "")
@@ -98,7 +107,7 @@ class _Fields:
         return value or []
 
 
-def _gpt2(fields: _Fields) -> Transformer:
+def _gpt2(fields: Fields) -> Transformer:
     hidden = fields.number("n_embd")
     return Transformer(
         layers=fields.number("n_layer"),
@@ -113,7 +122,7 @@ def _gpt2(fields: _Fields) -> Transformer:
     )
 
 
-def _llama(fields: _Fields, kind: str) -> Transformer:
+def _llama(fields: Fields, kind: str) -> Transformer:
     heads = fields.number("num_attention_heads")
     slides = kind == "mistral" or fields.flag("use_sliding_window", False)
     return Transformer(
@@ -132,7 +141,7 @@ def _llama(fields: _Fields, kind: str) -> Transformer:
     )
 
 
-def _experts(fields: _Fields, kind: str) -> Experts | None:
+def _experts(fields: Fields, kind: str) -> Experts | None:
     if kind == "mixtral":
         count, per_token = fields.number("num_local_experts", 8), fields.number("num_experts_per_tok", 2)
         return Experts(count, per_token, fields.number("intermediate_size"))
@@ -149,7 +158,7 @@ def _experts(fields: _Fields, kind: str) -> Experts | None:
     )
 
 
-def _deepseek(fields: _Fields) -> Transformer:
+def _deepseek(fields: Fields) -> Transformer:
     width = fields.number("moe_intermediate_size", 0)
     routed = fields.number("n_routed_experts", 0)
     experts = None

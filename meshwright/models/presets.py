@@ -1,8 +1,9 @@
 """Published architectures by name.
 
 The numbers are those of the models' published configurations; the tests hold each to its published parameter count.
-Llama 3.1 and 3.2 are trained here with plain rotary positions: the frequency rescaling of their long-context stage
-(arXiv 2407.21783, section 3.4.2) is no part of the architecture that is built.
+Llama 3.1 and 3.2 have the rescaled rotary frequencies of their long-context stage. GPT-3's sizes are those of its
+table 2.1 (arXiv 2005.14165), but that the 1.3B model has 16 heads and the 13B model a width of 5120: the table's own
+numbers contradict each other there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from meshwright.api.mixture import MixtureSpec
+from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.api.spec import ModelSpec
 from meshwright.models.architecture import Architecture
 
@@ -42,24 +44,106 @@ def _mixtral(name: str, layers: int, hidden: int, width: int, heads: int, kv_hea
     return decoder.model_copy(update={"mixture": mixture})
 
 
-def _presets() -> dict[str, Architecture]:
-    listed = [
-        _decoder("tiny", 4, 128, 384, 4, 2, 320, 10_000),
-        _mixtral("tiny-mixture", 4, 128, 256, 4, 2, 320),
+def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 1024) -> Architecture:
+    return Architecture(
+        name=name,
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=50_257,
+        tie_embeddings=True,
+        gated=False,
+        activation=Activation.GELU_TANH,
+        norm=Norm.LAYER_NORM,
+        biases=True,
+        positions=positions,
+    )
+
+
+def _tied(model: Architecture) -> Architecture:
+    return model.model_copy(update={"tie_embeddings": True})
+
+
+def _long(model: Architecture, factor: float) -> Architecture:
+    return model.model_copy(update={"rope_scaling": RopeScalingSpec(factor=factor)})
+
+
+def _gpts() -> list[Architecture]:
+    return [
+        _gpt("gpt2", 12, 768, 12),
+        _gpt("gpt2-medium", 24, 1024, 16),
+        _gpt("gpt2-large", 36, 1280, 20),
+        _gpt("gpt2-xl", 48, 1600, 25),
+        _gpt("gpt3-125m", 12, 768, 12, positions=2048),
+        _gpt("gpt3-350m", 24, 1024, 16, positions=2048),
+        _gpt("gpt3-760m", 24, 1536, 16, positions=2048),
+        _gpt("gpt3-1.3b", 24, 2048, 16, positions=2048),
+        _gpt("gpt3-2.7b", 32, 2560, 32, positions=2048),
+        _gpt("gpt3-6.7b", 32, 4096, 32, positions=2048),
+        _gpt("gpt3-13b", 40, 5120, 40, positions=2048),
+        _gpt("gpt3-175b", 96, 12288, 96, positions=2048),
+    ]
+
+
+def _llamas() -> list[Architecture]:
+    third = (128_256, 500_000)
+    return [
         _decoder("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 32_000, 10_000),
+        _decoder("llama-1-7b", 32, 4096, 11008, 32, 32, 32_000, 10_000).model_copy(update={"norm_epsilon": 1e-6}),
+        _decoder("llama-1-13b", 40, 5120, 13824, 40, 40, 32_000, 10_000).model_copy(update={"norm_epsilon": 1e-6}),
+        _decoder("llama-1-33b", 60, 6656, 17920, 52, 52, 32_000, 10_000).model_copy(update={"norm_epsilon": 1e-6}),
+        _decoder("llama-1-65b", 80, 8192, 22016, 64, 64, 32_000, 10_000),
         _decoder("llama-2-7b", 32, 4096, 11008, 32, 32, 32_000, 10_000),
         _decoder("llama-2-13b", 40, 5120, 13824, 40, 40, 32_000, 10_000),
         _decoder("llama-2-70b", 80, 8192, 28672, 64, 8, 32_000, 10_000),
-        _decoder("llama-3-8b", 32, 4096, 14336, 32, 8, 128_256, 500_000),
-        _decoder("llama-3-70b", 80, 8192, 28672, 64, 8, 128_256, 500_000),
-        _decoder("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128_256, 500_000),
-        _decoder("llama-3.1-70b", 80, 8192, 28672, 64, 8, 128_256, 500_000),
-        _decoder("llama-3.1-405b", 126, 16384, 53248, 128, 8, 128_256, 500_000),
-        _decoder("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128_256, 500_000).model_copy(update={"tie_embeddings": True}),
-        _decoder("llama-3.2-3b", 28, 3072, 8192, 24, 8, 128_256, 500_000).model_copy(update={"tie_embeddings": True}),
+        _decoder("llama-3-8b", 32, 4096, 14336, 32, 8, *third),
+        _decoder("llama-3-70b", 80, 8192, 28672, 64, 8, *third),
+        _long(_decoder("llama-3.1-8b", 32, 4096, 14336, 32, 8, *third), 8),
+        _long(_decoder("llama-3.1-70b", 80, 8192, 28672, 64, 8, *third), 8),
+        _long(_decoder("llama-3.1-405b", 126, 16384, 53248, 128, 8, *third), 8),
+        _tied(_long(_decoder("llama-3.2-1b", 16, 2048, 8192, 32, 8, *third), 32)),
+        _tied(_long(_decoder("llama-3.2-3b", 28, 3072, 8192, 24, 8, *third), 32)),
+    ]
+
+
+def _qwens() -> list[Architecture]:
+    second = {"attention_biases": True, "norm_epsilon": 1e-6}
+    third = {"query_key_norms": True, "norm_epsilon": 1e-6, "head_size": 128, "value_size": 128}
+    return [
+        _tied(_decoder("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151_936, 1_000_000)).model_copy(update=second),
+        _decoder("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152_064, 1_000_000).model_copy(update=second),
+        _decoder("qwen2.5-72b", 80, 8192, 29568, 64, 8, 152_064, 1_000_000).model_copy(
+            update={**second, "norm_epsilon": 1e-5}
+        ),
+        _decoder("qwen3-8b", 36, 4096, 12288, 32, 8, 151_936, 1_000_000).model_copy(update=third),
+        _decoder("qwen3-32b", 64, 5120, 25600, 64, 8, 151_936, 1_000_000).model_copy(update=third),
+    ]
+
+
+def _mixtrals() -> list[Architecture]:
+    return [
         _mixtral("mixtral-8x7b", 32, 4096, 14336, 32, 8, 32_000),
         _mixtral("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32_000),
     ]
+
+
+def _tinies() -> list[Architecture]:
+    tiny = _decoder("tiny", 4, 128, 384, 4, 2, 320, 10_000)
+    latent = {"latent": LatentSpec(kv_rank=64, rope_size=16, query_rank=48), "kv_heads": 4}
+    gpt = _gpt("tiny-gpt", 4, 128, 4, positions=1024)
+    return [
+        tiny,
+        _mixtral("tiny-mixture", 4, 128, 256, 4, 2, 320),
+        gpt.model_copy(update={"vocab_size": 320}),
+        tiny.model_copy(update={"name": "tiny-qwen", "query_key_norms": True, "attention_biases": True}),
+        tiny.model_copy(update={"name": "tiny-latent", **latent}),
+    ]
+
+
+def _presets() -> dict[str, Architecture]:
+    listed = [*_tinies(), *_gpts(), *_llamas(), *_qwens(), *_mixtrals()]
     return {architecture.name: architecture for architecture in listed}
 
 
@@ -80,17 +164,8 @@ def resolve(model: ModelSpec) -> Architecture:
         raise UnknownModelError(
             "`model` must name a `preset`, or give `layers`, `hiddenSize`, `intermediateSize`, `heads` and `vocabSize`"
         )
-    return Architecture(
-        layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        heads=heads,
-        kv_heads=model.kv_heads or heads,
-        vocab_size=vocab,
-        rope_theta=model.rope_theta or 10_000,
-        tie_embeddings=bool(model.tie_embeddings),
-        mixture=model.mixture,
-    )
+    numbers = model.model_dump(exclude_none=True, exclude={"preset"})
+    return Architecture(**{"kv_heads": heads, **numbers})
 
 
 def _preset(name: str) -> Architecture:

@@ -1,8 +1,8 @@
 """A decoder of any known family in numbers: what the planner counts.
 
-A superset of `Architecture`, which is what the runtime builds: beside Llama's shape it describes ungated and biased
-feed-forward layers, LayerNorm, learned positions, mixtures of experts, multi-head latent attention and multi-token
-prediction. A plain dataclass, because a search reads it some hundred thousand times.
+A superset of `Architecture`, which is what the runtime builds: it also describes sliding windows and multi-token
+prediction, and leaves out what changes no count. A plain dataclass, because a search reads it some hundred thousand
+times.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Transformer:
     @classmethod
     def of(cls, architecture: Architecture) -> Transformer:
         """The runtime's architecture in the planner's numbers."""
+        latent = architecture.latent
         return cls(
             name=architecture.name,
             layers=architecture.layers,
@@ -110,8 +111,16 @@ class Transformer:
             kv_heads=architecture.kv_heads,
             intermediate=architecture.intermediate_size,
             vocab=architecture.vocab_size,
+            head_size=architecture.head_size,
+            value_size=architecture.value_size,
+            gated=architecture.gated,
+            biases=architecture.biases,
+            attention_biases=architecture.attention_biases,
+            query_key_norms=architecture.query_key_norms,
+            positions=architecture.positions,
             tie_embeddings=architecture.tie_embeddings,
             experts=_experts_of(architecture.mixture),
+            latent=None if latent is None else LatentAttention(latent.kv_rank, latent.rope_size, latent.query_rank),
         )
 
     def is_mixture(self, layer: int) -> bool:

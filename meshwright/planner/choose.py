@@ -2,24 +2,24 @@
 
 Layouts of as many GPUs are often within a few percent of each other, and which one is best depends on what the cluster
 has left: four free GPUs on each of many nodes want a narrower tensor-parallel group than whole nodes do. So each of the
-near ones is placed and priced where it lands, and the best of those is the plan.
+near ones is placed and priced where it lands, and the best of those is the plan. The operator and `meshwright plan`
+both decide here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.communication import weights_for
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement, place
+from meshwright.planner.placement import Before, Placement, PlacingOptions, place_again
 from meshwright.planner.plan import Plan, make_plans
-from meshwright.planner.pricing import Calibration, pricer_for
+from meshwright.planner.pricing import Calibration, Pricer, pricer_for
 from meshwright.planner.recost import estimate_as_placed
 from meshwright.planner.search.search import AS_GOOD
-
-MAX_PLACED = 6
-"""Layouts to place: each costs a placement."""
 
 
 def choose_plan(
@@ -31,37 +31,95 @@ def choose_plan(
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
     plans = make_plans(spec, inventory, calibration)
-    pricer = pricer_for(spec, plans[0].architecture, inventory, calibration)
-    placed: list[tuple[Plan, Placement]] = []
-    for plan in plans[:MAX_PLACED]:
-        try:
-            placement = place(plan, inventory)
-        except DoesNotFitError:
-            continue
-        if pricer is not None:
-            plan = replace(plan, estimate=estimate_as_placed(placement, pricer))
-        placed.append((plan, placement))
-        if pricer is None:
-            break
-    if not placed:
+    try:
+        placement = place_best(plans, inventory, pricer_for(spec, plans[0].architecture, inventory, calibration))
+    except DoesNotFitError:
         return plans[0], None
-    limit = AS_GOOD * min(_seconds(plan) for plan, _ in placed)
-    chosen, placement = next((plan, placement) for plan, placement in placed if _seconds(plan) <= limit)
-    return _told(chosen, plans[0], [plan for plan, _ in placed]), placement
+    return placement.plan, placement
+
+
+def place_best(plans: Sequence[Plan], inventory: Inventory, pricer: Pricer | None) -> Placement:
+    """The placement of the plan that is best on what is free; its plan carries the estimate on those nodes.
+
+    Among plans whose step takes at most 2 % longer than the fastest, the first wins. Without a price the first that
+    has room does.
+
+    Args:
+        plans: layouts of one job, the one to prefer first.
+        inventory: the nodes.
+        pricer: the job's work and its GPUs, where they are known.
+
+    Raises:
+        DoesNotFitError: no plan has room; the text is about the first.
+    """
+    placed: list[Placement] = []
+    problem: DoesNotFitError | None = None
+    for plan in plans:
+        if placed and not _promises(plan, placed):
+            continue
+        try:
+            placed.append(place_plan(plan, inventory, pricer))
+        except DoesNotFitError as error:
+            problem = problem or error
+    if not placed:
+        assert problem is not None
+        raise problem
+    limit = AS_GOOD * min(_seconds(one.plan) for one in placed)
+    chosen = next(one for one in placed if _seconds(one.plan) <= limit)
+    return replace(chosen, plan=_told(chosen.plan, plans, [one.plan for one in placed]))
+
+
+def place_plan(
+    plan: Plan,
+    inventory: Inventory,
+    pricer: Pricer | None,
+    keep: Mapping[int, str] | None = None,
+    before: Before | None = None,
+) -> Placement:
+    """One plan placed by its own traffic, and priced where it lands.
+
+    Args:
+        plan: what runs.
+        inventory: the nodes; it must not count this job's own pods.
+        pricer: the job's work and its GPUs; without it groups weigh what such groups usually send.
+        keep: workers that run and stay.
+        before: where the job was.
+
+    Raises:
+        DoesNotFitError: there is no room.
+    """
+    if pricer is None:
+        return place_again(plan, inventory, keep, before)
+    weights = weights_for(pricer, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    placement = place_again(plan, inventory, keep, before, PlacingOptions(weights))
+    return replace(placement, plan=replace(plan, estimate=estimate_as_placed(placement, pricer)))
+
+
+def _promises(plan: Plan, placed: Sequence[Placement]) -> bool:
+    """Whether a plan could still be the best: it is no faster where it lands than where ranks fill domains in order."""
+    return plan.estimate is not None and plan.estimate.seconds < min(_seconds(one.plan) for one in placed)
 
 
 def _seconds(plan: Plan) -> float:
     return plan.estimate.seconds if plan.estimate else 0.0
 
 
-def _told(chosen: Plan, first: Plan, placed: list[Plan]) -> Plan:
-    """The chosen plan, with the reason when what is free decided for another layout than the cluster at large."""
-    if chosen.layout == first.layout:
-        return chosen
-    same = next((plan for plan in placed if plan.layout == first.layout), None)
-    if same is None:
-        why = f"{first.summary} would be faster, and has no room on what is free now"
-    else:
-        loss = _seconds(same) / _seconds(chosen) - 1
-        why = f"on the nodes that are free now it is {loss:.0%} faster than {first.summary}"
-    return replace(chosen, reasons=(*chosen.reasons, f"{chosen.summary}: {why}"))
+def _told(chosen: Plan, plans: Sequence[Plan], placed: Sequence[Plan]) -> Plan:
+    """The chosen plan with what these nodes have to do with it: why this layout, and what its place costs it."""
+    first, reasons = plans[0], list(chosen.reasons)
+    if chosen.layout != first.layout:
+        same = next((plan for plan in placed if plan.layout == first.layout), None)
+        if same is None:
+            why = f"{first.summary} would be faster, and has no room on what is free now"
+        else:
+            loss = _seconds(same) / _seconds(chosen) - 1
+            why = f"on the nodes that are free now it is {loss:.0%} faster than {first.summary}"
+        reasons.append(f"{chosen.summary}: {why}")
+    drawn = next(_seconds(plan) for plan in plans if plan.layout == chosen.layout)
+    if drawn and _seconds(chosen) > AS_GOOD * drawn:
+        more = _seconds(chosen) / drawn - 1
+        reasons.append(
+            f"place: {_seconds(chosen):.3g} s per step on the nodes it got, {more:.0%} more than where each group is "
+            "as close as domains allow"
+        )
+    return replace(chosen, reasons=tuple(reasons))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from meshwright.layout import Layout
 from meshwright.planner.cost.calibrate import calibrate
 from meshwright.planner.cost.constants import Constants
+from meshwright.planner.cost.groups import Groups
 from meshwright.planner.pricing import Calibration, Pricer
 
 MIN_STEPS = 10
@@ -29,6 +30,8 @@ class Measured:
     step_seconds: float
     steps: int
     """Steps that the time is a mean of; they are its weight."""
+    groups: Groups | None = None
+    """Its groups where it runs: a scattered job is no slow network."""
 
     @property
     def counts(self) -> bool:
@@ -66,6 +69,6 @@ def _fitted(several: Sequence[Measured], start: Constants) -> Constants:
 def _estimator(one: Measured) -> Callable[[Constants], float]:
     def seconds(constants: Constants) -> float:
         machine = replace(one.pricer.machine, constants=constants)
-        return replace(one.pricer, machine=machine).price(one.layout, one.micro_batches).seconds
+        return replace(one.pricer, machine=machine).price(one.layout, one.micro_batches, one.groups).seconds
 
     return seconds

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
 from meshwright.api.spec import Toleration
-from meshwright.planner.catalogue import gpu_memory_bytes
+from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.pods import HOSTNAME_LABEL, Amount, amount_of, is_terminal, node_of, request_of
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, Place, as_tree, locate
 from meshwright.planner.topology.levels import DOMAIN, RACK
@@ -94,6 +94,17 @@ class Inventory:
         }
         names = next(iter(places.values())).levels if places else (DOMAIN, RACK)
         return cls(counted, (*warnings, *conflicts, *_overfull(counted), *_unlabelled(counted, names)), names)
+
+    def holding(self, used: Mapping[str, Amount], warnings: Sequence[str] = ()) -> Inventory:
+        """The same nodes with this (node -> amount) held on them beside what is held already.
+
+        `warnings` are what was strange about those that hold it.
+        """
+        nodes = dict(self.nodes)
+        for name, amount in used.items():
+            if name in nodes:
+                nodes[name] = replace(nodes[name], free=nodes[name].free - amount)
+        return replace(self, nodes=nodes, warnings=(*self.warnings, *warnings, *_overfull(nodes)))
 
 
 class _NodeReader:

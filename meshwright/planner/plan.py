@@ -21,6 +21,8 @@ from meshwright.planner.pricing import Calibration, Pricer, pricer_for
 from meshwright.planner.reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.protocol import RunConfig
 
+MAX_PLANS = 6
+"""Layouts to choose from by what is free: each costs a placement."""
 _MAX_REASONS = 16
 _MAX_REASON_TEXT = 1024
 
@@ -52,8 +54,10 @@ class Plan:
     @property
     def summary(self) -> str:
         """The layout in one line."""
-        experts = f", EP {self.layout.expert}" if self.layout.expert > 1 else ""
-        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}{experts}"
+        layout = self.layout
+        context = f"CP {layout.context} x " if layout.context > 1 else ""
+        experts = f", EP {layout.expert}" if layout.expert > 1 else ""
+        return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
@@ -74,6 +78,7 @@ class Plan:
             pipeline=self.layout.pipeline,
             data=self.layout.data,
             expert=self.layout.expert,
+            context=self.layout.context,
             micro_batches=self.micro_batches,
             world_size=self.layout.world_size,
             workers=self.layout.world_size // self.gpus_per_worker,
@@ -136,24 +141,30 @@ def make_plan(
     running = _as_it_runs(spec, architecture, keep) if keep is not None else None
     if running is not None:
         return _priced(running, pricer)
-    return _anew(spec, architecture, inventory, pricer)[0]
+    return _anew(spec, architecture, inventory, pricer, most=1)[0]
 
 
 def make_plans(
-    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
+    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None, most: int = MAX_PLANS
 ) -> list[Plan]:
     """The plan of a job that does not run yet, and after it other layouts of as many GPUs, the fastest first.
+
+    At most `most` in all.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
-    return _anew(spec, architecture, inventory, pricer_for(spec, architecture, inventory, calibration))
+    return _anew(spec, architecture, inventory, pricer_for(spec, architecture, inventory, calibration), most)
 
 
 def _anew(
-    spec: ParallelTrainingJobSpec, architecture: Architecture | None, inventory: Inventory, pricer: Pricer | None
+    spec: ParallelTrainingJobSpec,
+    architecture: Architecture | None,
+    inventory: Inventory,
+    pricer: Pricer | None,
+    most: int,
 ) -> list[Plan]:
     hardware = Hardware.of(inventory, spec.workers.gpus_per_worker)
     _check_reach(spec, hardware)
@@ -165,7 +176,7 @@ def _anew(
     if not ranked:
         raise nothing_fits(search)
     plans = []
-    for chosen in ranked:
+    for chosen in ranked[:most]:
         plan = _priced(_plan(spec, architecture, chosen, reasons_for(search, chosen)), pricer)
         plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(search, plan.estimate))))
     return plans
@@ -186,7 +197,7 @@ def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> 
 
 
 def _in_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
-    numbers = architecture.model_dump(exclude={"name", "rope_theta", "norm_epsilon"})
+    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
     return spec.model_copy(update={"model": ModelSpec(**numbers)})
 
 
@@ -260,7 +271,8 @@ def _check_choices(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
 
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
-    layout = Layout(spec.parallelism.tensor or 1, spec.parallelism.pipeline or 1, spec.replicas)
+    asked = spec.parallelism
+    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
     return _plan(spec, None, Candidate(layout, 1, None), (reason,))
 

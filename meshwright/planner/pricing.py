@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.api.spec import ParallelTrainingJobSpec, Precision
+from meshwright.api.spec import ContextMethod, ParallelTrainingJobSpec, Precision
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.transformer import Transformer
@@ -18,6 +18,7 @@ from meshwright.planner.cost.choices import Choices, Numbers, Work
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
 from meshwright.planner.cost.fabric import Fabric, Level
+from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.step import Machine
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.inventory import Inventory
@@ -52,28 +53,34 @@ class Pricer:
     zero_stage: int
     sequence_parallel: bool
     numbers: Numbers
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    ulysses: int = 1
+    """With `RingUlysses`, neighbours that exchange heads."""
 
     def choices(self, layout: Layout, micro_batches: int) -> Choices:
         """The layout in the cost model's terms."""
         return Choices(
             tensor=layout.tensor,
             sequence_parallel=self.sequence_parallel and layout.tensor > 1,
+            context=layout.context,
+            context_method=self.context_method,
+            ulysses=self.ulysses,
             pipeline=layout.pipeline,
             data=layout.data,
             expert=layout.expert,
-            zero_stage=self.zero_stage if layout.data > 1 else 0,
+            zero_stage=self.zero_stage if layout.replicas > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
             numbers=self.numbers,
         )
 
-    def price(self, layout: Layout, micro_batches: int) -> Estimate:
-        """Memory and time of one step.
+    def price(self, layout: Layout, micro_batches: int, groups: Groups | None = None) -> Estimate:
+        """Memory and time of one step; `groups` are those of a placement, without it ranks fill domains in order.
 
         Raises:
             ValueError: there are more stages than layers.
         """
-        return estimate(self.work, self.choices(layout, micro_batches), self.machine)
+        return estimate(self.work, self.choices(layout, micro_batches), self.machine, groups)
 
 
 def pricer_for(
@@ -95,6 +102,8 @@ def pricer_for(
         zero_stage=spec.parallelism.zero_stage,
         sequence_parallel=spec.parallelism.sequence,
         numbers=_NUMBERS[training.precision],
+        context_method=spec.parallelism.context_method,
+        ulysses=spec.parallelism.ulysses or 1,
     )
 
 

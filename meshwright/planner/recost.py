@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshwright.api.status import PlacementStatus
 from meshwright.layout import Layout
-from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.groups import Groups
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.pricing import Pricer
+from meshwright.planner.topology.levels import DOMAIN, RACK
 from meshwright.planner.topology.place import Place
 
 
@@ -23,7 +25,20 @@ def estimate_as_placed(placement: Placement, pricer: Pricer) -> Estimate:
     """Memory and time of the placement's plan on the nodes it got."""
     plan = placement.plan
     groups = groups_as_placed(plan.layout, plan.gpus_per_worker, placement.places, pricer.machine.fabric)
-    return estimate(pricer.work, pricer.choices(plan.layout, plan.micro_batches), pricer.machine, groups)
+    return pricer.price(plan.layout, plan.micro_batches, groups)
+
+
+def groups_of_status(
+    layout: Layout, gpus_per_worker: int, placement: PlacementStatus | None, fabric: Fabric
+) -> Groups | None:
+    """The groups of a job where its status says that it runs; None where that says too little."""
+    entries = placement.workers if placement is not None else []
+    places = {entry.worker: Place((entry.domain, entry.rack), (DOMAIN, RACK)) for entry in entries}
+    if set(places) != set(range(len(places))) or len(places) * gpus_per_worker != layout.world_size:
+        return None
+    if not all(place.domain for place in places.values()):
+        return None
+    return groups_as_placed(layout, gpus_per_worker, places, fabric)
 
 
 def groups_as_placed(layout: Layout, gpus_per_worker: int, places: Mapping[int, Place], fabric: Fabric) -> Groups:
@@ -37,18 +52,21 @@ def groups_as_placed(layout: Layout, gpus_per_worker: int, places: Mapping[int, 
     """
     names = [_names(places[worker], len(fabric.levels)) for worker in range(len(places))]
     at = [names[rank // gpus_per_worker] for rank in range(layout.world_size)]
-    tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
-    stage = tensor
-    replica = tensor * pipeline
+    tensor, context, pipeline, data = layout.tensor, layout.context, layout.pipeline, layout.data
+    stage = tensor * context
+    replica = stage * pipeline
     tensors = [range(first, first + tensor) for first in range(0, layout.world_size, tensor)]
     pipes = [range(d * replica, d * replica + replica, stage) for d in range(data)]
-    rings = [range(p * stage, layout.world_size, replica) for p in range(pipeline)]
+    sharing = [range(first, first + stage, tensor) for first in range(0, layout.world_size, stage)]
+    rings = [
+        [d * replica + p * stage + c * tensor for d in range(data) for c in range(context)] for p in range(pipeline)
+    ]
     single = Span.of(1, 1, fabric)
     ring = _span(rings, at, fabric)
     spread = layout.expert > 1
     return Groups(
         tensor=_span(tensors, at, fabric),
-        context=single,
+        context=_span(sharing, at, fabric),
         expert=_span(layout.expert_groups(), at, fabric) if spread else single,
         replicas=ring,
         expert_replicas=_span(layout.expert_replica_groups(), at, fabric) if spread else ring,

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from meshwright_operator.claims import Claim, read_claim
 from meshwright_operator.pods import Pod
 
 Object = dict[str, Any]
@@ -32,7 +33,10 @@ class Cache:
         self.jobs: dict[JobKey, Object] = {}
         self.nodes: dict[str, Object] = {}
         self._pods: dict[JobKey, dict[str, Pod]] = defaultdict(dict)
+        self._strangers: dict[str, Claim] = {}
         self._gone: dict[str, int] = {}
+        self.nodes_version = 0
+        """Another one whenever anything that placement looks at is different."""
 
     def put_job(self, obj: Object) -> None:
         """Takes a job unless a newer version of it is here."""
@@ -51,13 +55,16 @@ class Cache:
         """Takes a pod unless a newer version of it is here, or it was seen to be gone; whether that is news."""
         key = JobKey(pod.namespace, pod.job)
         old = self._pods.get(key, {}).get(pod.name)
-        if pod.uid in self._gone or (old is not None and old.uid == pod.uid and old.version > pod.version):
+        if pod.version <= self._gone.get(pod.uid, -1):
+            return False
+        if old is not None and old.uid == pod.uid and old.version > pod.version:
             return False
         self._pods[key][pod.name] = pod
+        self._strangers.pop(pod.uid, None)
         return old != pod
 
     def remove_pod(self, pod: Pod) -> None:
-        """Drops a pod, for good: a late event about the same object does not bring it back."""
+        """Drops a pod, which also lost its label perhaps: only a later state of it than this brings it back."""
         key = JobKey(pod.namespace, pod.job)
         pods = self._pods.get(key, {})
         if (old := pods.get(pod.name)) is not None and old.uid == pod.uid:
@@ -67,6 +74,32 @@ class Cache:
         self._gone[pod.uid] = pod.version
         while len(self._gone) > 4096:
             del self._gone[next(iter(self._gone))]
+
+    def put_stranger(self, obj: Object) -> None:
+        """Takes a pod that carries the job label and is no job's: it holds its node all the same."""
+        claim = read_claim(obj, {})
+        if claim is not None:
+            self._strangers[_uid(obj)] = claim
+        else:
+            self._strangers.pop(_uid(obj), None)
+
+    def remove_stranger(self, uid: str) -> None:
+        """Drops such a pod."""
+        self._strangers.pop(uid, None)
+
+    def strangers(self) -> set[str]:
+        """Their uids."""
+        return set(self._strangers)
+
+    def claims(self) -> list[Claim]:
+        """What every pod with the job label holds."""
+        own = [
+            Claim(pod.name, pod.namespace, pod.node, pod.ask, pod.job, pod.owner)
+            for pods in self._pods.values()
+            for pod in pods.values()
+            if pod.node and not pod.terminal
+        ]
+        return [*own, *self._strangers.values()]
 
     def lose_sight(self, uid: str) -> JobKey | None:
         """Drops a pod that still exists but lost the job label, so that no watch shows it; the key of its job."""
@@ -97,11 +130,14 @@ class Cache:
         name = slim["metadata"]["name"]
         changed = self.nodes.get(name) != slim
         self.nodes[name] = slim
+        self.nodes_version += changed
         return changed
 
     def remove_node(self, name: str) -> bool:
         """Drops a node; whether it was here."""
-        return self.nodes.pop(name, None) is not None
+        gone = self.nodes.pop(name, None) is not None
+        self.nodes_version += gone
+        return gone
 
 
 def key_of(obj: Mapping[str, Any]) -> JobKey:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.plan import Plan
 from meshwright_operator.cache import JobKey, Object
 from meshwright_operator.clock import format_time, seconds_since
 from meshwright_operator.decide.held import Held
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement import RETRY_PLACEMENT_SECONDS
-from meshwright_operator.line import Waiting
 from meshwright_operator.placing import Placer, TurnError
+from meshwright_operator.wish import wish_of
 
 DOES_NOT_FIT = "EditDoesNotFit"
 
@@ -44,36 +45,28 @@ class Edits:
         if running is None or observed.spec.suspend or all(pod.deleting for pod in running.live_pods):
             self._trials.pop(observed.uid, None)
             return observed
-        problem = await self._problem(key, job, observed)
-        if not problem:
-            return observed
-        return replace(running, held=Held(DOES_NOT_FIT, f"the edit does not fit: {problem}", waits=True))
+        found = await self._try(key, job, observed)
+        if isinstance(found, Plan):
+            return replace(observed, plan=found)
+        return replace(running, held=Held(DOES_NOT_FIT, f"the edit does not fit: {found}", waits=True))
 
     def forget(self, uid: str) -> None:
         """The job is gone."""
         self._trials.pop(uid, None)
 
-    async def _problem(self, key: JobKey, job: Object, observed: Observed) -> str:
+    async def _try(self, key: JobKey, job: Object, observed: Observed) -> Plan | str:
+        """The plan with which the edit fits, or why none does."""
         last = self._trials.get(observed.uid)
         fresh = last is not None and seconds_since(last.at, observed.now) < RETRY_PLACEMENT_SECONDS
         if last is not None and fresh and last.revision == observed.revision:
             return last.problem
-        wish = Waiting(
-            key=key,
-            uid=observed.uid,
-            plan=observed.plan,
-            spec=observed.spec,
-            created=str(job["metadata"].get("creationTimestamp") or ""),
-            since=observed.now,
-            asked=observed.now,
-            restarts=True,
-        )
         async with self._placer.lock:
+            wish = wish_of(key, job, observed, self._placer.calibration, since=observed.now, restarts=True)
             try:
-                await self._placer.place(wish)
+                placement = await self._placer.place(wish)
             except (DoesNotFitError, TurnError) as error:
                 self._trials[observed.uid] = _Trial(observed.revision, format_time(observed.now), str(error))
                 return str(error)
-            self._placer.line.join(wish)
+            self._placer.line.join(replace(wish, plan=placement.plan, others=()))
         self._trials.pop(observed.uid, None)
-        return ""
+        return placement.plan

@@ -6,16 +6,13 @@ A hint for people, in a condition's message; nothing is ever stopped because of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from meshwright.api.labels import LABEL_JOB, LABEL_JOB_UID
 from meshwright.planner.inventory import MALFORMED, Inventory
-from meshwright.planner.pods import Amount, node_of, request_of
+from meshwright.planner.pods import Amount
+from meshwright_operator.claims import Claim
 from meshwright_operator.words import counted
-
-Object = dict[str, Any]
 
 TRIED = 24
 """How many holders are looked at, the largest first."""
@@ -32,20 +29,18 @@ class Holder:
     """By node."""
 
 
-def holders(pods: Sequence[Object], gpu_resource: str, without_job: str) -> list[Holder]:
+def holders(claims: Iterable[Claim], gpu_resource: str, without_job: str) -> list[Holder]:
     """Everybody who holds GPUs, the largest first; the job `without_job` (its uid) is left out."""
     held: defaultdict[str, defaultdict[str, Amount]] = defaultdict(lambda: defaultdict(Amount))
-    for pod in pods:
+    for claim in claims:
+        if claim.job_uid and claim.job_uid == without_job:
+            continue
         try:
-            metadata = pod["metadata"]
-            labels = metadata.get("labels") or {}
-            uid, node, amount = labels.get(LABEL_JOB_UID), node_of(pod, {}), request_of(pod, gpu_resource)
-            if node is None or uid == without_job:
-                continue
-            where = metadata.get("namespace", "")
-            held[f"job {where}/{labels[LABEL_JOB]}" if uid else f"pod {where}/{metadata['name']}"][node] += amount
+            amount = claim.amount(gpu_resource)
         except MALFORMED:
             continue
+        whose = f"job {claim.namespace}/{claim.job}" if claim.job_uid else f"pod {claim.namespace}/{claim.name}"
+        held[whose][claim.node] += amount
     found = [Holder(name, sum(amount.gpus for amount in own.values()), own) for name, own in held.items()]
     return sorted((holder for holder in found if holder.gpus > 0), key=lambda holder: (-holder.gpus, holder.name))
 

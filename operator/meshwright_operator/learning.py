@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
+from math import isclose
 
 from meshwright.api.job import InvalidSpecError, parse_spec, parse_status
 from meshwright.layout import Layout
 from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.planner.cost.constants import Constants
 from meshwright.planner.feedback import Measured, recalibrated
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.pricing import Calibration, pricer_for
+from meshwright.planner.recost import groups_of_status
 from meshwright_operator.cache import Cache, Object
 from meshwright_operator.placing import Placer
 
 PERIOD_SECONDS = 60.0
+WORTH_TELLING = 0.05
+"""Share by which a constant must have changed before that is logged again."""
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +36,7 @@ class Learning:
     def __init__(self, cache: Cache, placer: Placer) -> None:
         self._cache = cache
         self._placer = placer
+        self._told: dict[str, Constants] = {}
 
     async def run(self) -> None:
         """Refits every minute, for ever."""
@@ -45,9 +52,18 @@ class Learning:
         """Refits now; in a thread, since many jobs on many nodes take a while to read."""
         jobs = list(self._cache.jobs.values())
         found = await asyncio.to_thread(self._refitted, jobs)
-        if found != self._placer.calibration:
-            log.info("recalibrated", extra={"gpus": sorted(found.constants)})
         self._placer.calibration = found
+        if news := sorted(gpu for gpu in found.constants if self._is_news(gpu, found)):
+            self._told = {**self._told, **{gpu: found.constants[gpu] for gpu in news}}
+            log.info("recalibrated", extra={"gpus": news})
+
+    def _is_news(self, gpu: str, found: Calibration) -> bool:
+        """Whether a GPU's constants are others than were told last, by more than every new step changes them."""
+        old = self._told.get(gpu)
+        if old is None:
+            return True
+        before, now = asdict(old), asdict(found.constants[gpu])
+        return any(not isclose(now[name], value, rel_tol=WORTH_TELLING) for name, value in before.items())
 
     def _refitted(self, jobs: Sequence[Object]) -> Calibration:
         known: dict[str, Inventory] = {}
@@ -78,9 +94,10 @@ class Learning:
         pricer = pricer_for(spec, resolve(spec.model), known[wishes])
         if pricer is None:
             return None
-        layout = Layout(plan.tensor, plan.pipeline, plan.data, expert=plan.expert)
+        layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
         whole = plan.micro_batches > 0 and pricer.work.global_batch % (layout.data * plan.micro_batches) == 0
         if not whole or pricer.price(layout, plan.micro_batches).seconds <= 0:
             return None  # no layout that ever ran
         seconds = pricer.work.tokens / status.tokens_per_second
-        return Measured(pricer, layout, plan.micro_batches, seconds, status.step)
+        groups = groups_of_status(layout, spec.workers.gpus_per_worker, status.placement, pricer.machine.fabric)
+        return Measured(pricer, layout, plan.micro_batches, seconds, status.step, groups)

@@ -12,15 +12,17 @@ status.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.choose import place_best, place_plan
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory, Node
-from meshwright.planner.placement import place
+from meshwright.planner.placement import Before, Placement
 from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Calibration, pricer_for
 from meshwright.planner.room import Room, Shape
 from meshwright_operator.cache import JobKey
 
@@ -51,11 +53,22 @@ class Waiting:
 
     restarts: bool = False
     """Whether its own pods give way to the new ones: an edit restarts the whole gang."""
+    others: Sequence[Plan] = ()
+    """Further plans that would do as well, while the job is free to take any."""
+    calibration: Calibration = field(default_factory=Calibration)
+    """What was learnt about the GPUs: prices tell plans apart where they land."""
+    before: Before | None = None
+    """Where it was last."""
 
     @property
     def holds(self) -> bool:
         """Whether what its own pods hold is its own to use."""
         return self.restarts or bool(self.keep)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Everything it would run as, the one to prefer first."""
+        return (self.plan, *self.others)
 
     @property
     def order(self) -> tuple[int, bool, str, str]:
@@ -117,7 +130,7 @@ def turn(
     reserved: dict[str, str] = {}
     first: Waiting | None = None
     for waiting in ahead:
-        nodes = nodes_for(waiting.plan, without(free(waiting), reserved), waiting.keep)
+        nodes = nodes_for(waiting, without(free(waiting), reserved))
         if nodes:
             first = first or waiting
             reserved |= {name: f"next for job {waiting.key}" for name in nodes}
@@ -125,20 +138,32 @@ def turn(
         if (now - waiting.since).total_seconds() < RESERVE_SECONDS:
             continue
         empty = whole(waiting)
-        if enough(waiting.plan, empty):
+        if any(enough(plan, empty) for plan in waiting.plans):
             why = f"reserved for job {waiting.key}"
             reserved |= {n.name: why for n in empty.usable if _serves(waiting.plan, n) and n.name not in reserved}
     return Turn(reserved, first)
 
 
-def nodes_for(plan: Plan, inventory: Inventory, keep: Mapping[int, str]) -> set[str]:
-    """The nodes on which the plan can be placed; none when it cannot."""
-    if not keep and not enough(plan, inventory):
+def nodes_for(waiting: Waiting, inventory: Inventory) -> set[str]:
+    """The nodes on which the job would be placed; none when it cannot be."""
+    if not waiting.keep and not any(enough(plan, inventory) for plan in waiting.plans):
         return set()
     try:
-        return set(place(plan, inventory, keep).nodes.values())
+        return set(placement_for(waiting, inventory).nodes.values())
     except DoesNotFitError:
         return set()
+
+
+def placement_for(waiting: Waiting, inventory: Inventory) -> Placement:
+    """Nodes for the job as it would take them: of its plans the best one there, and near to where it was.
+
+    Raises:
+        DoesNotFitError: there is no room.
+    """
+    pricer = pricer_for(waiting.spec, waiting.plan.architecture, inventory, waiting.calibration)
+    if waiting.others:
+        return place_best(waiting.plans, inventory, pricer)
+    return place_plan(waiting.plan, inventory, pricer, waiting.keep, waiting.before)
 
 
 def enough(plan: Plan, inventory: Inventory) -> bool:

@@ -93,7 +93,7 @@ class OperatorMetrics:
         self.placement_attempts = self._counter("ptj_placement_attempts_total", "Placements, by result.", ["result"])
         self.placement_cost = self._histogram(
             "ptj_placement_cost",
-            "What placements cost: weighted crossings of NVLink domains, racks and zones; 0 crosses nothing.",
+            "What placements cost: milliseconds per step that network crossings add; relative where GPUs are unknown.",
             COSTS,
         )
         self.pod_operations = self._counter(

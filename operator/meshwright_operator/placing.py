@@ -1,6 +1,6 @@
-"""Placing one job at a time: the one lock over all jobs, the listing of what runs, the planner's choice.
+"""Placing one job at a time: the one lock over all jobs, what every pod holds, the planner's choice.
 
-Whoever places keeps the lock until its pods are made, so that no two jobs are promised the same GPUs: from then on the
+What a job was given is promised to it until its pods are made, so that no two jobs get the same GPUs: from then on the
 pods themselves, gated but pinned, hold the room.
 """
 
@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from meshwright.api.labels import LABEL_JOB_UID
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement, place
+from meshwright.planner.placement import Placement
 from meshwright.planner.pricing import Calibration
 from meshwright_operator.cache import Cache
-from meshwright_operator.cluster import ApiError, Cluster, pods_path
+from meshwright_operator.census import Census
+from meshwright_operator.claims import Claim, ask_for, held
+from meshwright_operator.cluster import Cluster
 from meshwright_operator.freeing import advice, holders
-from meshwright_operator.line import Line, Waiting, enough, nodes_for, turn, without
+from meshwright_operator.inventories import Inventories, wishes_of
+from meshwright_operator.line import Line, Waiting, enough, nodes_for, placement_for, turn, without
 from meshwright_operator.metrics import OperatorMetrics
 
-Object = dict[str, Any]
-
-ACTIVE = "status.phase!=Succeeded,status.phase!=Failed"
 AVOID_SECONDS = 900.0
 """How long a job keeps off a node that did not take its pod: what was in the way may be gone by then."""
 
@@ -42,27 +40,28 @@ class Placer:
     """Finds nodes for workers, and keeps the line of jobs for which there are none."""
 
     def __init__(self, cluster: Cluster, cache: Cache, metrics: OperatorMetrics, namespaces: Sequence[str]) -> None:
-        self._cluster = cluster
-        self._cache = cache
+        self._census = Census(cluster, cache, namespaces)
+        self._inventories = Inventories(cache)
         self._metrics = metrics
-        self._namespaces = namespaces
         self.lock = asyncio.Lock()
-        """Held from placing until the pods are made."""
+        """Held while a job is placed."""
         self.line = Line()
         self.calibration = Calibration()
         """What running jobs taught about this cluster's GPUs; plans are made with it."""
         self.warnings: tuple[str, ...] = ()
         """What was strange about the nodes and pods that the last placement saw; read it with the lock held."""
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
+        self._promised: dict[str, list[Claim]] = {}
 
     def nodes(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The nodes as the job sees them, as if nothing ran on them: enough to plan."""
-        return inventory_for(spec, list(self._cache.nodes.values()), (), None)
+        return self._inventories.empty(spec)
 
     def refusals(self, spec: ParallelTrainingJobSpec, names: Iterable[str]) -> Mapping[str, str]:
         """Of these nodes, those that take no pod of the job (any more), and why."""
-        nodes = [self._cache.nodes[name] for name in sorted(set(names)) if name in self._cache.nodes]
-        return inventory_for(spec, nodes, (), None).unusable
+        nodes = self._inventories.empty(spec).nodes
+        found = (nodes[name] for name in sorted(set(names)) if name in nodes)
+        return {node.name: node.unusable for node in found if node.unusable and node.capacity.gpus}
 
     async def place(self, wish: Waiting) -> Placement:
         """A node for every worker; those in `wish.keep` stay. Call it with the lock held.
@@ -70,15 +69,17 @@ class Placer:
         Raises:
             DoesNotFitError: there is no room now; the text says what is short and what would have to end.
             TurnError: there is, but a job ahead in the line gets it.
-            ApiError: the pods could not be listed.
+            ApiError: the pods of others could not be listed.
         """
         started = time.monotonic()
         result = "error"
         try:
-            pods = await self._running_pods()
+            claims = await self._census.claims()
+            claims += [claim for promised in self._promised.values() for claim in promised]
             ahead = self.line.ahead_of(wish)
             avoided = {waiting.uid: self.avoided(waiting.uid) for waiting in (wish, *ahead)}
-            view = _View(avoided, list(self._cache.nodes.values()), pods)
+            empty = {waiting.uid: self._inventories.empty(waiting.spec) for waiting in (wish, *ahead)}
+            view = _View(avoided, empty, claims)
             result = "no_room"
             try:
                 placement = await asyncio.to_thread(view.place, wish, ahead)
@@ -90,6 +91,18 @@ class Placer:
         finally:
             self._metrics.placement_attempts.labels(result).inc()
             self._metrics.placement_seconds.observe(time.monotonic() - started)
+
+    def promise(self, wish: Waiting, placement: Placement, workers: Iterable[int]) -> None:
+        """Keeps for the job what these workers were given, until `fulfilled`. Call it with the lock held."""
+        ask = ask_for(wish.plan.worker_request, wish.spec.workers.gpu_resource)
+        name, namespace = wish.key.name, wish.key.namespace
+        self._promised[wish.uid] = [
+            Claim(f"{name}-w{worker}", namespace, placement.nodes[worker], ask, name, wish.uid) for worker in workers
+        ]
+
+    def fulfilled(self, uid: str) -> None:
+        """The job's pods are made and hold their room themselves, or they will be placed anew."""
+        self._promised.pop(uid, None)
 
     async def fits_elsewhere(self, wish: Waiting) -> bool:
         """Whether the workers that are not in `wish.keep` find other nodes, without taking anybody's turn."""
@@ -110,6 +123,7 @@ class Placer:
         """The job is gone."""
         self.line.leave(uid)
         self._avoided.pop(uid, None)
+        self.fulfilled(uid)
 
     def avoided(self, uid: str) -> dict[str, str]:
         """Node -> why this job keeps off it now."""
@@ -119,51 +133,19 @@ class Placer:
             self._avoided[uid] = kept
         return {name: why for name, (_, why) in kept.items()}
 
-    async def _running_pods(self) -> list[Object]:
-        """Every pod that holds something, whoever made it: read from the server now, not from a cache.
-
-        An operator that serves a few namespaces and may not list the others' pods does not see what those hold; the
-        scheduler, which checks every pinned pod, then has the last word.
-        """
-        try:
-            return await self._pods_of((None,))
-        except ApiError as error:
-            if error.code != 403 or not self._namespaces:
-                raise
-            return await self._pods_of(self._namespaces)
-
-    async def _pods_of(self, namespaces: Sequence[str | None]) -> list[Object]:
-        found: list[Object] = []
-        for namespace in namespaces:
-            async for page in self._cluster.pages(pods_path(namespace), fieldSelector=ACTIVE):
-                found += [_slim(pod) for pod in page if isinstance(pod, dict)]
-        return found
-
-
-def inventory_for(
-    spec: ParallelTrainingJobSpec, nodes: Sequence[Object], pods: Sequence[Object], without_job: str | None
-) -> Inventory:
-    """The nodes as a job of this spec sees them; pods of the job `without_job` (its uid) are not counted."""
-    return Inventory.from_objects(
-        nodes,
-        pods,
-        gpu_resource=spec.workers.gpu_resource,
-        node_selector=spec.workers.node_selector,
-        tolerations=spec.workers.tolerations,
-        without_job=without_job,
-    )
-
 
 class _View:
     """Nodes and pods at one moment, as each job that is asked about sees them. Runs in a thread: it may take long."""
 
     def __init__(
-        self, avoided: Mapping[str, Mapping[str, str]], nodes: Sequence[Object], pods: Sequence[Object]
+        self,
+        avoided: Mapping[str, Mapping[str, str]],
+        empty: Mapping[str, Inventory],
+        claims: Sequence[Claim],
     ) -> None:
         self._avoided = avoided
-        self._nodes = nodes
-        self._pods = pods
-        self._others = [pod for pod in pods if not _job_uid(pod)]
+        self._empty = empty
+        self._claims = claims
         self._known: dict[tuple[object, ...], Inventory] = {}
         self.warnings: tuple[str, ...] = ()
         """What was strange, as the job that was placed sees it."""
@@ -176,63 +158,37 @@ class _View:
         """
         if wish.restarts:
             # They go first, and the room is then anybody's: a job ahead would take it.
-            self._pods = [pod for pod in self._pods if _job_uid(pod) != wish.uid]
+            self._claims = [claim for claim in self._claims if claim.job_uid != wish.uid]
         left = turn(ahead, wish.asked, self._free, self._whole)
         own = self._free(wish)
         self.warnings = own.warnings
         try:
-            return place(wish.plan, without(own, left.reserved), wish.keep)
+            return placement_for(wish, without(own, left.reserved))
         except DoesNotFitError as error:
-            if left.yield_to is not None and nodes_for(wish.plan, own, wish.keep):
+            if left.yield_to is not None and nodes_for(wish, own):
                 raise TurnError(left.yield_to) from None
-            found = holders(self._pods, wish.spec.workers.gpu_resource, wish.uid)
-            hint = advice(found, own, lambda freed: enough(wish.plan, freed))
+            found = holders(self._claims, wish.spec.workers.gpu_resource, wish.uid)
+            hint = advice(found, own, lambda freed: any(enough(plan, freed) for plan in wish.plans))
             line = f"{len(ahead)} {'job is' if len(ahead) == 1 else 'jobs are'} ahead in the line" if ahead else ""
             error.args = ("; ".join(part for part in (str(error), hint, line) if part),)
             raise
 
     def _free(self, waiting: Waiting) -> Inventory:
         holding = waiting.uid if waiting.holds else ""
-        found = self._inventory(waiting.spec, "free", holding, self._pods, holding or None)
+        found = self._inventory(waiting, "free", holding)
         return without(found, self._avoided[waiting.uid])
 
     def _whole(self, waiting: Waiting) -> Inventory:
-        return self._inventory(waiting.spec, "whole", "", self._others, None)
+        return self._inventory(waiting, "whole", "")
 
-    def _inventory(
-        self, spec: ParallelTrainingJobSpec, kind: str, uid: str, pods: Sequence[Object], own: str | None
-    ) -> Inventory:
-        workers = spec.workers
-        tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
-        key = (kind, uid, workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations)
+    def _inventory(self, waiting: Waiting, kind: str, uid: str) -> Inventory:
+        """The nodes with what pods hold on them: of all but the job `uid`, or (`whole`) of those of no job."""
+        key = (kind, uid, wishes_of(waiting.spec))
         if key not in self._known:
-            self._known[key] = inventory_for(spec, self._nodes, pods, own)
+            if kind == "whole":
+                counted = [claim for claim in self._claims if not claim.job_uid]
+            else:
+                counted = [claim for claim in self._claims if not uid or claim.job_uid != uid]
+            used, strange = held(counted, waiting.spec.workers.gpu_resource)
+            self._known[key] = self._empty[waiting.uid].holding(used, strange)
         return self._known[key]
-
-
-def _job_uid(pod: Object) -> str:
-    """The job whose label the pod carries; empty when it carries none that can be read."""
-    labels = (pod.get("metadata") or {}).get("labels")
-    uid = labels.get(LABEL_JOB_UID) if isinstance(labels, dict) else None
-    return uid if isinstance(uid, str) else ""
-
-
-def _slim(pod: Object) -> Object:
-    """What an inventory reads of a pod; thousands of whole ones would be hundreds of megabytes."""
-    metadata, spec = pod.get("metadata") or {}, pod.get("spec") or {}
-    kept = ("nodeName", "nodeSelector", "affinity", "overhead", "resources")
-    containers = ("containers", "initContainers")
-    return {
-        "metadata": {
-            k: metadata[k] for k in ("name", "namespace", "uid", "labels", "ownerReferences") if k in metadata
-        },
-        "spec": {
-            **{k: spec[k] for k in kept if k in spec},
-            **{k: [_slim_container(c) for c in spec[k]] for k in containers if spec.get(k)},
-        },
-        "status": {"phase": (pod.get("status") or {}).get("phase")},
-    }
-
-
-def _slim_container(container: Object) -> Object:
-    return {k: container[k] for k in ("resources", "restartPolicy") if k in container}

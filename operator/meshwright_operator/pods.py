@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.api.labels import GANG_GATE, LABEL_JOB, LABEL_REVISION, WORKER_CONTAINER
 from meshwright.planner.pods import node_of
+from meshwright_operator.claims import ask_of
 from meshwright_operator.clock import parse_time
 
 NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$")
@@ -71,6 +72,8 @@ class Pod:
     """When its container began to run; None before that, and where the kubelet does not say."""
     disruption: str = ""
     """Why somebody else ends it, such as `PreemptionByScheduler`; empty when nobody said."""
+    ask: str = "{}"
+    """What it requests, as `claims.ask_of` writes it."""
 
     @property
     def gated(self) -> bool:
@@ -123,6 +126,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         problem=_problem(status),
         started=parse_time((_container(status).get("running") or {}).get("startedAt")),
         disruption=_disruption(status),
+        ask=ask_of(obj),
     )
 
 

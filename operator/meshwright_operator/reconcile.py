@@ -50,6 +50,10 @@ class StaleError(Exception):
     """The job changed since it was read: the decision is dropped and made again."""
 
 
+class StatusRefusedError(ApiError):
+    """The API server takes no status for the object as it is stored: its spec breaks the schema."""
+
+
 class Reconciler:
     """Everything one reconcile needs, and what is remembered between two of them for people only."""
 
@@ -85,6 +89,8 @@ class Reconciler:
         self._uids: dict[JobKey, str] = {}
         self._chronicles: dict[str, Chronicle] = {}
         self._progress_written: dict[str, float] = {}
+        self._untold: dict[str, str] = {}
+        """What was told by an event alone, by uid: the status could not be written."""
 
     async def __call__(self, key: JobKey) -> None:
         """Reconciles one job; what it raises makes the queue try again later."""
@@ -133,7 +139,10 @@ class Reconciler:
             async with self._placer.lock:
                 for other in await self._room.find(key, job, draft):
                     self._queue.add(other)
+            try:
                 await self._carry_out(key, job, board, draft)
+            finally:
+                self._placer.fulfilled(uid)
         else:
             if draft.mesh.pending_cause != SPEC_CHANGED:
                 self._placer.line.leave(uid)
@@ -232,18 +241,25 @@ class Reconciler:
             self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
         else:
             status = decision.rejected(old, generation, self._now(), refusal.reason, refusal.message)
-        if lifecycle.finished(old):
-            await self._write_status(key, job, status, False)
-        elif await self._write_status(key, job, status, False):
-            reason = "PlacementFailed" if refusal.waits else refusal.reason
-            self._events.post(job, Note(reason, refusal.message, WARNING))
-        self._jobs.record(key, job["metadata"]["uid"]).see(status, None, time.monotonic())
+        uid = job["metadata"]["uid"]
+        note = Note("PlacementFailed" if refusal.waits else refusal.reason, refusal.message, WARNING)
+        try:
+            if await self._write_status(key, job, status, False) and not lifecycle.finished(old):
+                self._events.post(job, note)
+        except StatusRefusedError:
+            if self._untold.get(uid) != note.message:
+                self._untold[uid] = note.message
+                self._events.post(job, note)
+            raise
+        finally:
+            self._jobs.record(key, uid).see(status, None, time.monotonic())
 
     async def _write_status(self, key: JobKey, job: Object, status: ParallelTrainingJobStatus, told: bool) -> bool:
         """Writes what changed, at once or with the next progress; whether it wrote.
 
         Raises:
             StaleError: the job is another one by now; nothing was written.
+            StatusRefusedError: the API server takes no status for the object as it is stored.
         """
         old = job.get("status")
         old = old if isinstance(old, dict) else {}
@@ -264,6 +280,8 @@ class Reconciler:
             if error.code in (404, 409):
                 await self._refresh(key)
                 raise StaleError from None
+            if error.code in (400, 422):
+                raise StatusRefusedError(error.code, error.reason, error.message) from None
             raise
         self._progress_written[uid] = now
         return True
@@ -284,6 +302,8 @@ class Reconciler:
         refused = isinstance(error, ApiError) and error.code in (400, 403, 422)
         if job is None or not (refused or isinstance(error, ForeignObjectError)):
             return
+        if isinstance(error, StatusRefusedError) and job["metadata"]["uid"] in self._untold:
+            return
         with contextlib.suppress(Exception):
             self._events.post(job, Note("ActionRefused", str(error), WARNING))
 
@@ -295,6 +315,7 @@ class Reconciler:
         self._refusals.pop(uid, None)
         self._placer.forget(uid)
         self._progress_written.pop(uid, None)
+        self._untold.pop(uid, None)
         self._jobs.forget(key)
         self._queue.forget(key)
         await self._coordinator.forget(uid)

@@ -83,7 +83,7 @@ class Resync:
         await self._pods()
         await self._jobs()
         for key in list(self._cache.jobs):
-            self._queue.add(key)
+            self._queue.add_calmly(key)
         self._last = time.monotonic()
         self._metrics.last_resync.set_to_current_time()
 
@@ -101,14 +101,20 @@ class Resync:
 
     async def _pods(self) -> None:
         before = {pod.uid: pod for pod in self._cache.all_pods()}
+        strangers = self._cache.strangers()
         for namespace in self._namespaces or (None,):
             async for page in self._cluster.pages(pods_path(namespace), labelSelector=LABEL_JOB):
                 for obj in page:
                     if (pod := read_pod(obj)) is not None:
                         self._cache.put_pod(pod)
                         before.pop(pod.uid, None)
+                    else:
+                        self._cache.put_stranger(obj)
+                        strangers.discard(str(obj["metadata"].get("uid", "")))
         for pod in before.values():
             self._cache.remove_pod(pod)
+        for uid in strangers:
+            self._cache.remove_stranger(uid)
 
     async def _jobs(self) -> None:
         before = dict(self._cache.jobs)

@@ -15,6 +15,7 @@ from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.recovery import SPEC_CHANGED
 from meshwright_operator.line import Waiting
 from meshwright_operator.placing import Placer, TurnError
+from meshwright_operator.wish import wish_of
 from meshwright_operator.words import with_remarks
 
 Object = dict[str, Any]
@@ -51,6 +52,7 @@ class Room:
             return [error.ahead]
         line.leave(wish.uid)
         decisions.placed(draft, found, self._placer.warnings)
+        self._placer.promise(wish, found, draft.create)
         return line.next_up(WOKEN)
 
     async def move(self, key: JobKey, job: Object, draft: Draft) -> None:
@@ -68,14 +70,6 @@ class Room:
         observed = draft.observed
         placed = find(observed.status.conditions, names.PLACED)
         since = parse_time(placed.last_transition_time) if placed is not None and placed.status == "False" else None
-        return Waiting(
-            key=key,
-            uid=observed.uid,
-            plan=observed.plan,
-            spec=observed.spec,
-            created=str(job["metadata"].get("creationTimestamp") or ""),
-            since=since or observed.now,
-            asked=observed.now,
-            keep=keep,
-            restarts=draft.mesh.pending_cause == SPEC_CHANGED,
-        )
+        restarts = draft.mesh.pending_cause == SPEC_CHANGED
+        calibration = self._placer.calibration
+        return wish_of(key, job, observed, calibration, since=since or observed.now, restarts=restarts, keep=keep)

@@ -14,7 +14,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.api.validation import check_edit
 from meshwright.planner.errors import PlanError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.plan import Plan, make_plan
+from meshwright.planner.plan import Plan, make_plan, make_plans
 from meshwright_operator.cache import Cache, JobKey, Object
 from meshwright_operator.coordinator.board import Agents
 from meshwright_operator.decide import lifecycle
@@ -99,7 +99,7 @@ class _Look:
         """The job if `spec` is what it is to run. Raises RefusedError where that cannot be planned."""
         metadata = self.job["metadata"]
         revision = revision_of(spec)
-        plan = _plan(spec, self.status, revision, self.placer)
+        plan, *others = _plans(spec, self.status, revision, self.placer)
         pods = self.cache.pods(self.key, metadata["uid"])
         workers, strays = _workers(spec, plan, self.status, pods, self.cache, self.placer)
         return Observed(
@@ -112,6 +112,7 @@ class _Look:
             status=self.status,
             plan=plan,
             workers=workers,
+            other_plans=others,
             strays=strays,
             agents=self.agents,
             refusal=self.refusal,
@@ -150,13 +151,17 @@ def _while_invalid(running: ParallelTrainingJobSpec, job: Object) -> ParallelTra
         return running.model_copy(update={"suspend": suspended_by_user(job)})
 
 
-def _plan(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, revision: str, placer: Placer) -> Plan:
-    """The plan that runs, or a new one when none does for this revision of the spec."""
+def _plans(
+    spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, revision: str, placer: Placer
+) -> list[Plan]:
+    """The plan that runs; where none does for this revision of the spec, those to choose from, the best first."""
     same = status.plan is not None and status.plan.revision in ("", revision)
     kept = status.plan if same and has_started(status) else None
     inventory = placer.nodes(spec) if kept is None else Inventory()
     try:
-        return make_plan(spec, inventory, kept, placer.calibration)
+        if kept is not None:
+            return [make_plan(spec, inventory, kept, placer.calibration)]
+        return make_plans(spec, inventory, placer.calibration)
     except PlanError as error:
         strange = inventory.warnings if error.depends_on_cluster else ()
         raise RefusedError(error.reason, with_remarks(str(error), strange), waits=error.depends_on_cluster) from None

@@ -55,7 +55,12 @@ class Watch:
         self._metrics.last_event.labels("pods").set_to_current_time()
         pod = read_pod(event["object"])
         if pod is None:
-            key = self._cache.lose_sight(str(event["object"]["metadata"].get("uid", "")))
+            uid = str(event["object"]["metadata"].get("uid", ""))
+            key = self._cache.lose_sight(uid)
+            if event["type"] == DELETED:
+                self._cache.remove_stranger(uid)
+            else:
+                self._cache.put_stranger(event["object"])
             if key is not None:
                 self._queue.add(key)
             return

@@ -65,6 +65,11 @@ class WorkQueue(Generic[Key]):
             self._idle.clear()
             self._ready.put_nowait(key)
 
+    def add_calmly(self, key: Key) -> None:
+        """Runs the key soon, unless it failed and its next try is due later: nothing new is known of it."""
+        if key not in self._failures or key not in self._timers:
+            self.add(key)
+
     def add_after(self, key: Key, seconds: float) -> None:
         """Runs the key after `seconds`, or earlier if an earlier time was asked for already."""
         if seconds <= 0:

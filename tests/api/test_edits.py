@@ -30,6 +30,8 @@ REFUSED_EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("data", {"data": {"source": "Files", "claimName": "a"}}, {"data.pattern": "*.txt"}),
     ("training", {}, {"training.seed": 1}),
     ("training", {}, {"training.sequenceLength": 64}),
+    ("training", {}, {"training.initialWeights": "/models/other"}),
+    ("training", {"training.lora": {"rank": 4}}, {"training.lora": None}),
     ("training", {}, {"training": None}),
     ("checkpoint", CHECKPOINT, {"checkpoint": None}),
     ("checkpoint", CHECKPOINT, {"checkpoint.claimName": "d"}),

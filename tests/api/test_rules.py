@@ -67,6 +67,7 @@ def mixture(**fields: Any) -> dict[str, Any]:
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
+MIXED = {"parallelism.context": 4, "parallelism.contextMethod": "RingUlysses", "parallelism.ulysses": 2}
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -88,6 +89,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("model.kvHeads", {"model.kvHeads": 8}),
     ("model.hiddenSize", {"model.hiddenSize": 130}),
     ("model.hiddenSize", {"model.hiddenSize": 4}),
+    ("model.preset", {"model": {"preset": "gpt2", "norm": "LayerNorm"}}),
+    ("model.headSize", {"model.headSize": 33}),
+    ("model.biases", {"model.biases": True}),
+    ("model.latent", {"model.latent": {"kvRank": 16, "ropeSize": 8}}),
+    ("model.latent", {"model.kvHeads": 4, "model.latent": {"kvRank": 16, "ropeSize": 7}}),
+    (
+        "model.latent",
+        {"model.kvHeads": None, "model.queryKeyNorms": True, "model.latent": {"kvRank": 8, "ropeSize": 8}},
+    ),
+    ("model.ropeScaling", {"model.ropeScaling": {"factor": 8, "lowFrequencyFactor": 4}}),
+    ("model.ropeScaling", {"model.positions": 128, "model.ropeScaling": {"factor": 8}}),
+    ("model.positions", {"model.positions": 64}),
     ("model.vocabSize", {"model.vocabSize": 256}),
     ("replicas", {"replicas": 65536, "training.globalBatchSize": 65536 * 4, "workers.gpusPerWorker": 1024}),
     ("workers.gpusPerWorker", {"workers.gpusPerWorker": 3}),
@@ -119,6 +132,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
     ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
     ("model.mixture", {**STALE, **mixture()}),
+    ("parallelism.schedule", {**STALE, "training.evaluation": {"everySteps": 5}}),
     ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
@@ -127,6 +141,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("data.claimName", {"data.claimName": "text"}),
     ("data.claimName", {"data": {}}),
     ("data.claimName", {"data": {"source": "Files"}}),
+    ("training.evaluation", {"training.evaluation": {}}),
     ("data.claimName", {"data": {"claimName": "c", "uri": "s3://b/c"}}),
     ("data.source", {"data.pattern": "*.py"}),
     ("data.source", {"data.format": "Tokens"}),
@@ -173,6 +188,14 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
     ("parallelism.tensor", mixture(intermediateSize=63)),
     ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
+    ("parallelism.context", {"parallelism.context": 64}),
+    ("workers.gpusPerWorker", {"parallelism.context": 3, "replicas": 1, "workers.gpusPerWorker": 8}),
+    ("parallelism.ulysses", {"parallelism.ulysses": 2}),
+    ("parallelism.ulysses", {"parallelism.context": 2, "parallelism.contextMethod": "RingUlysses"}),
+    ("parallelism.ulysses", {**MIXED, "parallelism.ulysses": 3}),
+    ("parallelism.contextMethod", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
+    ("parallelism.contextMethod", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
+    ("data.balance", {"data.balance": True}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -183,6 +206,8 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism", {"parallelism.zeroStage": 3}),
     ("parallelism", {"parallelism.sequence": False}),
     ("parallelism.expert", {"parallelism.expert": 2}),
+    ("parallelism", {"parallelism.contextMethod": "Ring"}),
+    ("parallelism", {"parallelism": {"context": 2, "contextMethod": "RingUlysses", "ulysses": 2}}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
 ]
@@ -213,6 +238,12 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
     (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
     (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
+    (GOOD, {"parallelism.context": 4}),
+    (GOOD, MIXED),
+    (GOOD, {"parallelism.context": 2, "parallelism.contextMethod": "Ulysses"}),
+    (GOOD, {"parallelism.context": 32, "parallelism.contextMethod": "AllGather", "parallelism.sequence": False}),
+    (GOOD, {"data.packing": "Documents", "data.balance": True}),
+    (COMMAND, {"parallelism": {"context": 2}}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

@@ -13,9 +13,8 @@ from click.testing import CliRunner, Result
 from meshwright.api.job import parse_spec
 from meshwright.cli.main import main
 from meshwright.cli.plan.inventory_file import read_nodes
+from meshwright.planner.choose import choose_plan
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import place
-from meshwright.planner.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 H100 = "NVIDIA-H100-80GB-HBM3"
@@ -72,9 +71,10 @@ def test_json_holds_what_the_operator_decides(manifest: Path, tmp_path: Path) ->
     printed = json.loads(result.stdout)
     spec = parse_spec(yaml.safe_load(manifest.read_text()))
     seen = Inventory.from_objects(*read_nodes(nodes, spec.workers.gpu_resource))
-    plan = make_plan(spec, seen)
+    plan, placement = choose_plan(spec, seen)
+    assert placement is not None
     assert printed["plan"] == plan.to_status().model_dump(by_alias=True, exclude_none=True)
-    assert printed["placement"] == place(plan, seen).to_status("job", {}).model_dump(by_alias=True)
+    assert printed["placement"] == placement.to_status("job", {}).model_dump(by_alias=True)
     assert printed["estimate"]["stepSeconds"] > 0
     assert printed["wholeCluster"]["alternatives"]
 
@@ -154,12 +154,13 @@ def test_files_that_are_not_there_and_gpus_that_are_not_known(manifest: Path, tm
     assert "there must be one ParallelTrainingJob, and there are 0" in run("-f", empty).output
 
 
-def test_a_layout_that_fits_what_is_free_is_named(tmp_path: Path, manifest: Path) -> None:
+def test_the_layout_that_fits_what_is_free_is_taken(tmp_path: Path, manifest: Path) -> None:
     wanted = yaml.safe_load(manifest.read_text())
     wanted["spec"].update(replicas=4, workers={"image": "worker", "gpusPerWorker": 1})
     wanted["spec"]["training"]["sequenceLength"] = 2048
     manifest.write_text(yaml.safe_dump(wanted))
     nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "free": 1, "product": H100, "count": 64}])
     result = run("-f", manifest, "--inventory", nodes)
-    assert result.exit_code == 3
-    assert "has no room on what is free now: set `parallelism` to take it" in result.output
+    assert result.exit_code == 0, result.output
+    assert "Plan: TP 1 x PP 2 x DP 4" in result.output
+    assert "TP 2 x PP 1 x DP 4 would be faster, and has no room on what is free now" in result.output

@@ -198,6 +198,35 @@ async def test_life_of_a_definition(api):
     await api.until(404, "GET", path)
 
 
+async def test_a_status_where_what_is_stored_breaks_new_rules(api):
+    """A rule that is broken already is not held against whoever writes status; one that cannot be evaluated is."""
+    loose = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    crd = definition("olds", loose, subresources={"status": {}})
+    await api.define(crd)
+    path = f"/apis/{GROUP}/v1/namespaces/{api.namespace}/olds"
+    body = {"apiVersion": f"{GROUP}/v1", "kind": "Old", "metadata": {}}
+    stored = {"fits": {"n": 3}, "broken": {"n": 7}, "zero": {"n": 0}, "mistyped": {"n": "two"}, "missing": {}}
+    for name, spec in stored.items():
+        assert (await api.call("POST", path, {**body, "metadata": {"name": name}, "spec": spec}))[0] == 201
+    rules = [{"rule": "self.n < 5", "message": "must be small"}, {"rule": "6 % self.n == 0", "message": "must divide"}]
+    fields = {"type": "object", "properties": {"n": {"type": "integer"}}, "x-kubernetes-validations": rules}
+    strict = {"type": "object", "properties": {"spec": fields, "status": loose}}
+    versions = [{**crd["spec"]["versions"][0], "schema": {"openAPIV3Schema": strict}}]
+    assert (await api.call("PATCH", f"{CRDS}/olds.{GROUP}", {"spec": {"versions": versions}}, MERGE))[0] == 200
+    probe = {**body, "metadata": {"name": "probe"}, "spec": {"n": 9}}
+    await api.until(422, "POST", f"{path}?dryRun=All", probe)
+    answers = {
+        name: await api.call("PATCH", f"{path}/{name}/status", {"status": {"seen": True}}, MERGE) for name in stored
+    }
+    assert {name: code for name, (code, _) in answers.items()} == {
+        "fits": 200, "broken": 200, "zero": 422, "mistyped": 422, "missing": 422,
+    }  # fmt: skip
+    assert "invalid data, expected int, got string evaluating rule: must be small" in answers["mistyped"][1]["message"]
+    assert "no such key: n evaluating rule: must be small" in answers["missing"][1]["message"]
+    assert "evaluating rule: must divide" in answers["zero"][1]["message"]
+    await api.call("DELETE", f"{CRDS}/olds.{GROUP}")
+
+
 async def test_versions_share_objects(api):
     crd = definition("twins", {"type": "object", "x-kubernetes-preserve-unknown-fields": True})
     first = crd["spec"]["versions"][0]

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.spec import Precision
 from meshwright.protocol import FailureKind, RunConfig
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from meshwright_worker.checkpoint.storage import CheckpointReader
-from meshwright_worker.generate import load_model, sample
+from meshwright_worker.checkpoint.whole import CheckpointTensors, find_checkpoint
+from meshwright_worker.generation.model import load_whole
+from meshwright_worker.generation.sample import sample
 from meshwright_worker.task import Outcome
 from tests.distributed.cases import Recorder, load_only, lose_a_rank, train_fully, train_on_own_text
 from tests.distributed.configs import small_run
@@ -233,9 +236,10 @@ def test_no_file_of_a_checkpoint_is_a_pickle(pool: RankPool, tmp_path: Path, tex
 
 def test_text_is_written_from_a_checkpoint_of_any_layout(pool: RankPool, tmp_path: Path, text: Path) -> None:
     complete(pool, small_run(tensor=2, pipeline=2, steps=2), tmp_path, text)
-    model, manifest = load_model(tmp_path)
+    path, manifest = find_checkpoint(tmp_path)
     want = tensors_of(tmp_path, 2)
-    assert all(torch.equal(value, want[f"model.{name}"]) for name, value in model.named_parameters())
-    written = [sample(model, [100, 101], 20, manifest.sequence_length, 0.8, seed) for seed in (1, 1, 2)]
+    stored = CheckpointTensors(path)
+    assert all(torch.equal(stored.read(name), tensor) for name, tensor in want.items())
+    written = [sample(load_whole(path, manifest, Precision.FP32, 16), [100, 101], 20, 0.8, seed) for seed in (1, 1, 2)]
     assert written[0] == written[1] != written[2]
     assert all(0 <= token <= 256 for token in written[0])

@@ -37,7 +37,8 @@ class MemoryCluster(Cluster):
         resource = path.rsplit("/", 1)[1]
         found = list(self.of(resource))
         if "labelSelector" in query:
-            found = [obj for obj in found if LABEL_JOB in (obj["metadata"].get("labels") or {})]
+            wanted = query["labelSelector"] == LABEL_JOB
+            found = [obj for obj in found if (LABEL_JOB in (obj["metadata"].get("labels") or {})) is wanted]
         if "fieldSelector" in query:
             found = [obj for obj in found if obj["status"]["phase"] not in ("Succeeded", "Failed")]
         yield found

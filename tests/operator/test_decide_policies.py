@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement import place
 from meshwright.protocol import FailureKind, RankProcess, WorkerReport
@@ -94,6 +94,24 @@ def test_an_ignored_exit_code_uses_up_no_budget() -> None:
     assert (draft.status.restart_count, draft.status.restarts_toward_limit) == (1, 0)
     counted = decide(observed(heard=agents([ended(1, 43)], halted_for=30), **IGNORE_42))
     assert conditions(counted)["Failed"] == ("True", "RestartLimitReached")
+
+
+@pytest.mark.parametrize(("trained", "row"), [(30, 4), (700, 1)])
+def test_the_pause_grows_with_ignored_failures_until_training_holds(trained: int, row: int) -> None:
+    """Ten minutes of training end a row; the budget stays as it was."""
+    mesh = MeshStatus(generation=1, started_time=ago(trained), failures=3)
+    status = running_status(mesh=mesh)
+    failing = decide(observed(status=status, heard=agents([ended(1, 42)], halted_for=30), **IGNORE_42))
+    assert failing.mesh.failures == row
+    assert failing.status.restarts_toward_limit == 0
+    pending = MeshStatus(generation=1, pending_cause="RankFailure", pending_since=ago(1), failures=row)
+    after = decide(observed(status=running_status(mesh=pending), heard=agents(), **IGNORE_42))
+    if row == 1:
+        assert (after.mesh.generation, after.mesh.failures) == (2, 1)
+    else:
+        assert after.mesh.generation == 1, "it waits"
+        assert after.requeue is not None
+        assert 5 < after.requeue <= 8
 
 
 def test_the_first_rule_that_names_the_code_decides() -> None:

@@ -33,6 +33,7 @@ from meshwright_operator.pods import Pod
 from tests.operator.builders import JOB, NOW, observed, spec
 from tests.operator.builders import pod as make_pod
 from tests.operator.support import node
+from tests.randomness import runs
 
 WORKERS, NODES = 4, 6
 workers, nodes, seconds = st.integers(0, WORKERS - 1), st.integers(0, NODES - 1), st.sampled_from([1, 5, 40, 130, 700])
@@ -260,5 +261,5 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=runs(60), stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

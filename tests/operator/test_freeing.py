@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from meshwright.api import labels
 from meshwright.planner.inventory import Inventory
+from meshwright_operator.claims import Claim, held, read_claim
 from meshwright_operator.freeing import advice, freed, holders
 from tests.operator.support import node
 
 GPU = labels.GPU_RESOURCE
 
 
-def pod(name: str, on: str, gpus: Any, job: str = "") -> dict[str, Any]:
-    marks = {labels.LABEL_JOB: job, labels.LABEL_JOB_UID: f"uid-{job}"} if job else {}
+def pod(name: str, on: str, gpus: Any, job: str = "") -> Claim:
     container = {"resources": {"requests": {GPU: gpus}}}
-    return {
-        "metadata": {"name": name, "namespace": "team", "uid": f"uid-{name}", "labels": marks},
-        "spec": {"nodeName": on, "containers": [container]},
-        "status": {"phase": "Running"},
-    }
+    owner = {"kind": labels.KIND, "name": job, "uid": f"uid-{job}", "controller": True}
+    found = read_claim(
+        {
+            "metadata": {"name": name, "namespace": "team", "ownerReferences": [owner] if job else None},
+            "spec": {"nodeName": on, "containers": [container]},
+            "status": {"phase": "Running"},
+        },
+        {},
+    )
+    assert found is not None
+    return found
 
 
 PODS = [
@@ -29,7 +36,7 @@ PODS = [
     pod("notebook", "n3", "1"),
     pod("idle", "n3", "0"),
 ]
-NODES = Inventory.from_objects([node(f"n{n}", "r0") for n in range(4)], PODS)
+NODES = Inventory.from_objects([node(f"n{n}", "r0") for n in range(4)], []).holding(held(PODS, GPU)[0])
 
 
 def whole(inventory: Inventory) -> int:
@@ -61,7 +68,10 @@ def test_the_least_that_is_enough_is_named() -> None:
 
 
 def test_malformed_pods_hold_nothing() -> None:
-    broken: list[Any] = [
-        {}, {"metadata": None}, {"metadata": {"name": "x"}, "spec": 7}, pod("odd", "n0", "many"), pod("", "n0", None),
-    ]  # fmt: skip
+    nothing: list[Any] = [{}, {"metadata": None}, {"metadata": {"name": "x"}, "spec": 7}, {"spec": {"nodeName": "n0"}}]
+    assert [read_claim(obj, {}) for obj in nothing] == [None] * len(nothing)
+    broken = [pod("odd", "n0", "many"), pod("none", "n0", None), replace(pod("null", "n0", "1"), ask="null")]
     assert holders([*broken, *PODS], GPU, "") == holders(PODS, GPU, "")
+    used, strange = held([*broken, *PODS], GPU)
+    assert used == held(PODS, GPU)[0]
+    assert [text.split()[1] for text in strange] == ["odd", "none", "null"]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -34,6 +35,7 @@ from meshwright_operator.pods import Pod
 from tests.operator.builders import NODES, NOW, pod, spec
 from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus
 from tests.operator.support import node
+from tests.randomness import runs
 
 WORKERS = st.integers(0, 3)
 INVENTORY = Inventory.from_objects([node(name, "r0") for name in NODES], [])
@@ -53,6 +55,9 @@ class History(RuleBasedStateMachine):
         self.pods: dict[str, Pod] = {}
         self.failed: dict[int, FailureKind] = {}
         self.heard = True
+        self.halted_for = 20.0
+        self.trained = False
+        """Whether all ranks trained when the agents were heard last."""
         self.truth = IN_PROGRESS
 
     # --- what the owner does
@@ -206,7 +211,9 @@ class History(RuleBasedStateMachine):
         generation = mesh.generation if mesh is not None else 0
         running = [p for p in self.pods.values() if p.phase == "Running"]
         hellos = {p.worker: Hello(p.incarnation, p.address, 2000 + p.worker) for p in running}
-        reports = {p.worker: Heard(self._report(p, generation), 0.1, 20.0) for p in running} if self.heard else {}
+        reports = (
+            {p.worker: Heard(self._report(p, generation), 0.1, self.halted_for) for p in running} if self.heard else {}
+        )
         return Agents(hellos=hellos, reports=reports, newest_generation=generation)
 
     def _report(self, p: Pod, generation: int) -> WorkerReport:
@@ -223,6 +230,7 @@ class History(RuleBasedStateMachine):
 
     def _truth(self, observed: Observed, after: ParallelTrainingJobStatus) -> str:
         """What a person who sees the world would say."""
+        self.trained = self._trains(observed, after)
         if is_true(after.conditions, names.COMPLETE):
             return CURRENT
         if is_true(after.conditions, names.FAILED):
@@ -231,20 +239,21 @@ class History(RuleBasedStateMachine):
             return IN_PROGRESS if self.held.waits else FAILED
         if observed.spec.suspend:
             return IN_PROGRESS if observed.live_pods else CURRENT
+        return CURRENT if self.trained else IN_PROGRESS
+
+    def _trains(self, observed: Observed, after: ParallelTrainingJobStatus) -> bool:
         mesh = after.mesh
-        if mesh is None or mesh.generation == 0 or mesh.pending_cause:
-            return IN_PROGRESS
-        trains = all(
+        if mesh is None or mesh.generation != observed.mesh.generation or mesh.pending_cause:
+            return False
+        runs = all(
             w.pod is not None
             and w.pod.phase in ("Running", "Succeeded")
             and not w.pod.deleting
             and (w.pod.phase == "Succeeded" or w.index not in self.failed)
             for w in observed.workers
         )
-        if mesh.generation != observed.mesh.generation or not trains:
-            return IN_PROGRESS
         # Agents that were not heard yet since the operator began: what was true before is not taken back.
-        return CURRENT if self.heard else self.truth
+        return mesh.generation > 0 and runs and (self.heard or self.trained)
 
     def _edit(self, **fields: Any) -> None:
         self.fields |= fields
@@ -291,5 +300,29 @@ class History(RuleBasedStateMachine):
         ParallelTrainingJobStatus.model_validate(self.status)
 
 
+@pytest.mark.parametrize("edit", ["sets_a_deadline", "edits_into_what_cannot_be"])
+def test_an_edit_seen_by_an_operator_that_has_not_heard_the_agents_yet(edit: str) -> None:
+    life = History()
+    life.all_goes_well_for_a_while()
+    life.sets_a_deadline(300) if edit == "sets_a_deadline" else life.edits_into_what_cannot_be(False)
+    life.the_operator_restarts(heard=False)
+    life.reconciles()
+    life.kstatus_reads_the_truth()
+    life.conditions_are_whole()
+    assert life.status["readyRanks"] == "8/8"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_edit_seen_while_a_failure_waits_to_be_judged(held: bool) -> None:
+    life = History()
+    life.all_goes_well_for_a_while()
+    life.ranks_fail(1, FailureKind.ERROR)
+    life.halted_for = 0.5
+    life.edits_into_what_cannot_be(False) if held else life.sets_a_deadline(300)
+    life.reconciles()
+    life.conditions_are_whole()
+    assert kstatus(life._object()) == (FAILED if held else CURRENT)
+
+
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistory.settings = settings(max_examples=runs(150), stateful_step_count=40, deadline=None)

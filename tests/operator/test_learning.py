@@ -12,7 +12,7 @@ from meshwright.planner.plan import make_plan
 from meshwright.planner.pricing import Calibration
 from meshwright_operator.cache import Cache, JobKey
 from meshwright_operator.learning import Learning
-from meshwright_operator.placing import Placer, inventory_for
+from meshwright_operator.placing import Placer
 
 H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
 
@@ -53,7 +53,7 @@ class Nodes:
         self.calibration = Calibration()
 
     def nodes(self, spec: Any) -> Inventory:
-        return inventory_for(spec, nodes(), (), None)
+        return Inventory.from_objects(nodes(), [])
 
 
 def learning(*jobs: dict[str, Any]) -> tuple[Learning, Nodes]:
@@ -64,7 +64,7 @@ def learning(*jobs: dict[str, Any]) -> tuple[Learning, Nodes]:
 
 
 def planned() -> Any:
-    return make_plan(parse_spec(job("any")), inventory_for(parse_spec(job("any")), nodes(), (), None))
+    return make_plan(parse_spec(job("any")), Inventory.from_objects(nodes(), []))
 
 
 async def test_live_steps_change_the_next_plan() -> None:
@@ -107,3 +107,16 @@ async def test_jobs_that_say_nothing_teach_nothing() -> None:
     learn, placer = learning(broken, unknown, early, ended, *twisted, job("new"))
     await learn.refit()
     assert placer.calibration == Calibration()
+
+
+async def test_only_constants_that_changed_by_much_are_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "meshwright_operator.learning")
+    before = planned()
+    status = before.to_status().model_dump(by_alias=True, exclude_none=True)
+    slow = round(before.estimate.tokens_per_second / 2)
+    cache = Cache()
+    learn = Learning(cache, cast(Placer, Nodes()))
+    for speed in (slow, slow + 10, slow - 10, slow // 2):
+        cache.jobs[JobKey("train", "a")] = job("a", plan=status, step=2000, tokensPerSecond=speed)
+        await learn.refit()
+    assert [record.message for record in caplog.records] == ["recalibrated"] * 2

@@ -77,6 +77,8 @@ class Operator:
         self.cache, self.queue, self.notes = Cache(), VirtualQueue(world), Notes()
         self.blind = False
         """While set, no watch event reaches the cache."""
+        self.missed = False
+        """Whether an event ever passed it by."""
         metrics, tokens = OperatorMetrics(), Tokens(b"k" * 32)
         self.coordinator = Coordinator(self.cache, tokens, metrics, self.notify, world.seconds)
         self.placer = Placer(world.cluster, self.cache, metrics, ())
@@ -120,6 +122,7 @@ class Operator:
     def see(self, kind: str, obj: Object) -> None:
         """A watch event."""
         if self.blind:
+            self.missed = True
             return
         if obj.get("kind") != "Pod":
             self.cache.remove_job(obj) if kind == "DELETED" else self.cache.put_job(obj)
@@ -328,8 +331,10 @@ class World:
         if pod.node in self.unschedulable:
             return False
         holders = [other for other in self.pods() if other.bound and other.node == pod.node and not other.terminal]
-        assert len(holders) * 2 < self.gpus, f"{pod.name} was promised {pod.node}, which is full: {holders}"
-        return True
+        free = len(holders) * 2 < self.gpus
+        late = any(operator.missed for operator in self.operators)
+        assert free or late, f"{pod.name} was promised {pod.node}, which is full: {holders}"
+        return free
 
     def _start(self, path: str, obj: Object, pod: Pod) -> None:
         if self.broken_image:

@@ -29,6 +29,10 @@ class Case:
     (bf16, fp8, compressed gradients), which are then held to `tolerance`."""
     tolerance: float = 1e-5
     """Largest error of loss and of any gradient tensor, relative to the tensor's largest element, in fp32."""
+    vanishing: str = "-"
+    """End of the names of parameters whose gradient is 0 but for rounding, such as the bias of keys (softmax does not
+    change when every score of a query does). Adam makes steps of full size of that rounding, so only the gradient's
+    size is held, against the largest of all."""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.layout import Layout
 from meshwright.models.presets import resolve
 from meshwright.planner.cost.constants import Constants
@@ -16,6 +17,7 @@ from meshwright.planner.feedback import MIN_STEPS, Measured, recalibrated
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import make_plan
 from meshwright.planner.pricing import Calibration, Pricer, machine_of, pricer_for
+from meshwright.planner.recost import groups_of_status
 
 
 def spec(**changes: Any) -> ParallelTrainingJobSpec:
@@ -72,6 +74,31 @@ def test_the_next_plan_reflects_what_a_job_measures() -> None:
     assert after.estimate is not None
     assert after.estimate.seconds == pytest.approx(2 * before.estimate.seconds, rel=0.1)
     assert after.to_status().estimated_step_milliseconds != before.to_status().estimated_step_milliseconds
+
+
+def test_a_scattered_job_does_not_make_links_slow() -> None:
+    """Eight ranks in one domain each: what its rings take is its place's doing, and known."""
+    asked, layout = pricer(), Layout(1, 1, 8)
+    status = PlacementStatus(
+        workers=[
+            WorkerPlacement(worker=w, incarnation=0, pod="p", node=f"n{w}", ranks=f"{w}", domain=f"d{w}", rack="r")
+            for w in range(8)
+        ]
+    )
+    groups = groups_of_status(layout, 1, status, asked.machine.fabric)
+    assert groups is not None
+    seconds = asked.price(layout, 1, groups).seconds
+    close = asked.price(layout, 1).seconds
+    assert seconds > 1.03 * close
+
+    def next_estimate(one: Measured) -> float:
+        machine = recalibrated(Calibration(), [one]).on(asked.machine)
+        return replace(asked, machine=machine).price(layout, 1).seconds
+
+    assert next_estimate(Measured(asked, layout, 1, seconds, 500, groups)) == pytest.approx(close, rel=1e-3)
+    assert next_estimate(Measured(asked, layout, 1, seconds, 500)) > 1.02 * close
+    assert groups_of_status(layout, 8, status, asked.machine.fabric) is None
+    assert groups_of_status(layout, 1, None, asked.machine.fabric) is None
 
 
 def test_several_layouts_tell_slow_links_from_slow_kernels() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.api.labels import LABEL_JOB_UID
 from meshwright.api.spec import Toleration
-from meshwright.planner.catalogue import gpu_memory_bytes
+from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement import place
@@ -238,10 +238,12 @@ def test_zones_count_only_where_someone_names_them() -> None:
 @pytest.mark.parametrize(
     ("product", "gib"),
     [
-        ("NVIDIA-A100-SXM4-40GB", 39),
-        ("NVIDIA-A100-SXM4-80GB", 80),
-        ("NVIDIA-H100-80GB-HBM3", 79),
-        ("NVIDIA-H200", 140),
+        ("NVIDIA-A100-SXM4-40GB", 39.5),
+        ("NVIDIA-A100-PCIE-40GB", 39.5),
+        ("NVIDIA-A100-SXM4-80GB", 79.2),
+        ("NVIDIA-A100-80GB-PCIe", 79.2),
+        ("NVIDIA-H100-80GB-HBM3", 79.6),
+        ("NVIDIA-H200", 140.4),
         ("NVIDIA-B200", 179),
         ("NVIDIA-GB200", 185),
         ("Tesla-T4", 15),
@@ -250,14 +252,14 @@ def test_zones_count_only_where_someone_names_them() -> None:
         ("", None),
     ],
 )
-def test_the_catalogue_knows_memory_by_whole_words(product: str, gib: int | None) -> None:
-    assert gpu_memory_bytes(product) == (None if gib is None else gib << 30)
+def test_the_catalogue_knows_memory_by_whole_words(product: str, gib: float | None) -> None:
+    assert gpu_memory_bytes(product) == (None if gib is None else int(gib * 2**30))
 
 
 def test_the_memory_label_wins_over_the_catalogue() -> None:
     labels = {"nvidia.com/gpu.product": "NVIDIA-H200"}
     assert inventory(node("n", memory_mib=1024, labels=labels)).nodes["n"].gpu_memory_bytes == 1 << 30
-    assert inventory(node("n", memory_mib=None, labels=labels)).nodes["n"].gpu_memory_bytes == 140 << 30
+    assert inventory(node("n", memory_mib=None, labels=labels)).nodes["n"].gpu_memory_bytes == int(140.4 * 2**30)
     assert inventory(node("n", memory_mib=None)).nodes["n"].gpu_memory_bytes is None
 
 

@@ -12,13 +12,17 @@ from torch.nn import functional as F
 
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright_worker import generate
+from meshwright.models.presets import PRESETS
+from meshwright_worker.generation.model import CachedModel
+from meshwright_worker.generation.sample import sample
 from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.layers import RMSNorm, RotaryEmbedding, TokenLoss
+from meshwright_worker.models.layers import RMSNorm, TokenLoss
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.rotary import RotaryEmbedding
 from meshwright_worker.network import interface_of
 
 MODEL = Architecture(layers=3, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=257)
+FAMILIES_BUILT = [PRESETS[name] for name in ("tiny-gpt", "tiny-qwen", "tiny-latent")]
 CPU = torch.device("cpu")
 
 
@@ -90,10 +94,32 @@ def test_the_loss_is_a_sum_over_tokens() -> None:
 
 
 def test_the_likeliest_token_needs_no_luck() -> None:
-    decoder = built()
-    texts = [generate.sample(decoder, [1, 2], 8, 16, 0.0, seed) for seed in (0, 1)]
+    texts = [sample(CachedModel(built(), MODEL, 16), [1, 2], 8, 0.0, seed) for seed in (0, 1)]
     assert texts[0] == texts[1]
-    assert texts[0][0] == int(decoder(torch.tensor([[1, 2]]))[0, -1].argmax())
+    tokens = [1, 2]
+    for _ in range(8):
+        tokens.append(int(built()(torch.tensor([tokens]))[0, -1].argmax()))
+    assert texts[0] == tokens[2:]
+
+
+def test_a_full_memory_is_read_again_from_its_half() -> None:
+    text = [1, 2, 3]
+    for size in range(3, 11):
+        seen = text if size <= 8 else text[-(size - 5) :]
+        text.append(int(built()(torch.tensor([seen]))[0, -1].argmax()))
+    assert sample(CachedModel(built(), MODEL, 8), [1, 2, 3], 8, 0.0, 0) == text[3:]
+
+
+@pytest.mark.parametrize("cut", [[12], [1] * 12, [5, 1, 6]])
+@pytest.mark.parametrize("model", [MODEL, *FAMILIES_BUILT], ids=["llama", "gpt", "qwen", "latent"])
+def test_cached_logits_are_those_of_the_whole_text(model: Architecture, cut: list[int]) -> None:
+    tokens = torch.randint(0, model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    whole = built(model)(tokens)
+    cached = CachedModel(built(model), model, 12)
+    parts = [cached.read(part) for part in tokens.split(cut, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole.float(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="13 tokens do not fit a cache of 12"):
+        cached.read(tokens[:, :1])
 
 
 def test_generate_without_a_checkpoint_says_so(tmp_path: object) -> None:

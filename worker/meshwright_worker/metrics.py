@@ -7,6 +7,7 @@ ranks that a new mesh generation moved elsewhere are dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,6 +18,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
 STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
 CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss per token; infinite where that is more than a number holds."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 class TrainerMetrics:
@@ -54,6 +63,12 @@ class TrainerMetrics:
         self._loss = gauge("ptj_loss", "Mean loss per token of the last step.", base)
         self._gradient_norm = gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.", base)
         self._learning_rate = gauge("ptj_learning_rate", "Learning rate of the last step.", base)
+        self._evaluation_loss = gauge(
+            "ptj_evaluation_loss",
+            "Mean loss per token of the last evaluation on documents that are not trained on.",
+            base,
+        )
+        self._perplexity = gauge("ptj_evaluation_perplexity", "Exponential of `ptj_evaluation_loss`.", base)
         layer = [*base, "layer"]
         self._imbalance = gauge(
             "ptj_expert_load_imbalance", "Tokens of a mixture's busiest expert over the mean, in the last step.", layer
@@ -103,6 +118,9 @@ class TrainerMetrics:
             self._loss.labels(*self._names).set(report.loss)
             self._gradient_norm.labels(*self._names).set(report.gradient_norm)
             self._learning_rate.labels(*self._names).set(report.learning_rate)
+            if report.evaluation_loss is not None:
+                self._evaluation_loss.labels(*self._names).set(report.evaluation_loss)
+                self._perplexity.labels(*self._names).set(perplexity(report.evaluation_loss))
             for load in report.experts:
                 self._mixture(load)
 

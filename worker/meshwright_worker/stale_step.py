@@ -36,6 +36,7 @@ class StaleTrainer:
         self.stages = build_stages(run, model, mesh)
         (stage,) = self.stages
         self.shards: list[Shard] = shards_of(stage.module, stage.distributed, run, mesh)
+        self.frozen: list[Shard] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.shards, training.optimizer)
         place, places = mesh.coordinates.pipeline, mesh.layout.pipeline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.context import own_slice
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
 from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
@@ -48,12 +51,13 @@ class Trainer:
     def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
         self._mesh = mesh
         self._training = training
+        self._deal = Deal.of(run)
         self.stages = build_stages(run, model, mesh)
         pipeline = assemble(self.stages, run, model, mesh)
         self._executor, self._copies = pipeline.executor, pipeline.copies
-        self.shards: list[Shard] = self._copies.settle(
-            [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
-        )
+        shards = [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
+        self.shards: list[Shard] = self._copies.settle([s for s in shards if s[1].parameter.requires_grad])
+        self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
         self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
         self.optimizer = AdamW(self.shards, training.optimizer)
@@ -67,7 +71,7 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
-        batch = batch.to(self._mesh.device)
+        batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
         replica_loss = self._executor.run(batch)
         self._copies.add_up()
         gradients = reduce_gradients(self.shards, self._mesh)
@@ -89,6 +93,20 @@ class Trainer:
     def settle(self) -> list[StepResult]:
         """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
         return []
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        _, pipeline, _, tensor = self._mesh.coordinates
+        sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        for batch in batches:
+            batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+            loss = self._executor.evaluate(batch)
+            if tensor == 0:
+                sums[0] += loss.double()
+                sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
+        dist.all_reduce(sums)
+        total, targets = sums.tolist()
+        return float(total / max(1.0, targets))
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool

@@ -59,6 +59,8 @@ class StepReport:
     """Sequences consumed since the beginning of the run."""
     seconds: float
     data_seconds: float
+    evaluation_loss: float | None = None
+    """Mean loss per token on documents that are never trained on, after this step; None when it was not evaluated."""
     experts: tuple[ExpertLoad, ...] = ()
     """Mixture by mixture, in the order of layers."""
 

@@ -14,19 +14,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from meshwright.api.spec import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol import RunConfig
 from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
-from meshwright_worker.data.batch import Batch
+from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
+from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import MixedStream, open_stream
+from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.pretrained.files import PretrainedError
+from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
@@ -47,6 +57,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
+        PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
@@ -64,14 +75,33 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if not same_everywhere(stream.identity, mesh):
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
+            asked = training.evaluation
+            evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, stream.identity, mesh)
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
+            begin_from_weights(trainer, architecture, training, mesh)
             state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
         events.running(state.step)
-        return _Loop(trainer, stream, session, mesh, training, events).run(state)
+        return _Loop(task.run, trainer, stream, session, evaluation, mesh, events).run(state)
+
+
+def begin_from_weights(
+    trainer: Trainer | StaleTrainer, model: Architecture, training: TrainingSpec, mesh: Mesh
+) -> None:
+    """Fill the model from `training.initialWeights`, if there is any. A checkpoint of adapters holds nothing else.
+
+    Raises:
+        PretrainedError: the files hold another model, are damaged, or are not the same on every rank.
+    """
+    if training.initial_weights is None:
+        return
+    shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
+    fingerprint = load_pretrained(shards, model, Path(training.initial_weights))
+    if not same_everywhere(fingerprint, mesh):
+        raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
 
 
 class _Loop:
@@ -79,18 +109,22 @@ class _Loop:
 
     def __init__(
         self,
+        run: RunConfig,
         trainer: Trainer | StaleTrainer,
-        stream: SampleStream | MixedStream,
+        stream: SampleStream | InstructionStream | MixedStream,
         session: CheckpointSession | None,
+        evaluation: Evaluation | None,
         mesh: Mesh,
-        training: TrainingSpec,
         events: RankEvents,
     ) -> None:
+        architecture, self._data, self._training = validate(run)
+        self._cost = Cost.of(architecture)
+        self._micro_batches = run.micro_batches
         self._trainer = trainer
         self._stream = stream
         self._session = session
+        self._evaluation = evaluation
         self._mesh = mesh
-        self._training = training
         self._events = events
         self._digest = SampleDigest()
 
@@ -125,18 +159,21 @@ class _Loop:
         began = time.monotonic()
         coordinates = self._mesh.coordinates
         batch = self._training.global_batch_size
-        share = batch // self._mesh.layout.data
-        mine = state.samples + coordinates.data * share
-        samples = self._stream.batch(mine, share)
+        mine = self._share(range(state.samples, state.samples + batch))
+        samples = self._stream.rows(mine)
         read = time.monotonic()
-        result = self._trainer.step(number, Batch.of(samples), stop=self._events.stop_requested())
+        packed = batch_of(samples, self._data, self._stream.separator)
+        result = self._trainer.step(number, packed, stop=self._events.stop_requested())
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
         if result is None:
             return after, False
-        self._events.step(self._report(number, result, consumed, time.monotonic() - began, read - began))
+        report = self._report(number, result, consumed, time.monotonic() - began, read - began)
+        if self._evaluation is not None and isinstance(self._trainer, Trainer) and self._evaluation.due(number):
+            report = replace(report, evaluation_loss=self._evaluation.loss(self._trainer, self._mesh))
+        self._events.step(report)
         return after.model_copy(update={"loss": result.loss.hex()}), result.stop
 
     def _settle(self, state: TrainingState) -> TrainingState:
@@ -147,6 +184,15 @@ class _Loop:
             return state
         self._events.step(self._report(state.step, results[-1], state.samples, time.monotonic() - began, 0.0))
         return state.model_copy(update={"loss": results[-1].loss.hex()})
+
+    def _share(self, step: range) -> Sequence[int]:
+        """The numbers of the samples that this replica takes of a step's."""
+        replicas, own = self._mesh.layout.data, self._mesh.coordinates.data
+        if self._data.balance:
+            costs = [self._cost.row(self._stream.documents(sample)) for sample in step]
+            return [step[row] for row in deal(costs, replicas, self._micro_batches)[own]]
+        share = len(step) // replicas
+        return step[own * share : (own + 1) * share]
 
     def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from meshwright.api.data import Tokenizer
 from meshwright.api.rules.rule import Rule, divides
+from meshwright.api.shape import Norm
 from meshwright.api.spec import ModelSpec
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 BYTE_VOCABULARY = 257
 """The 256 byte values and the document separator."""
+
+
+_ANY_NUMBER = " || ".join(
+    f"has(self.model.{field.alias or name})" for name, field in ModelSpec.model_fields.items() if name != "preset"
+)
 
 
 def _model(spec: Spec) -> ModelSpec:
@@ -33,6 +39,26 @@ def _vocabulary_holds_bytes(spec: Spec) -> bool:
     return not byte or size is None or size >= BYTE_VOCABULARY
 
 
+def _latent_alone(spec: Spec) -> bool:
+    m = _model(spec)
+    if m.latent is None:
+        return True
+    grouped = m.kv_heads is not None and m.heads is not None and m.kv_heads != m.heads
+    others = grouped or m.positions or m.biases or m.attention_biases or m.query_key_norms
+    return m.latent.rope_size % 2 == 0 and not others
+
+
+def _scaling_is_possible(spec: Spec) -> bool:
+    m = _model(spec)
+    scaling = m.rope_scaling
+    return scaling is None or (not m.positions and scaling.high_frequency_factor > scaling.low_frequency_factor)
+
+
+def _positions_suffice(spec: Spec) -> bool:
+    rows = _model(spec).positions
+    return not rows or spec.training is None or rows >= spec.training.sequence_length
+
+
 def _twice(number: int | None) -> int | None:
     return None if number is None else 2 * number
 
@@ -41,10 +67,7 @@ MODEL_RULES = (
     Rule(
         "model.preset",
         "excludes every other field of `model`: remove them, or remove `preset` and describe the model in numbers",
-        "!has(self.model) || !has(self.model.preset) || !(has(self.model.layers) || has(self.model.hiddenSize)"
-        " || has(self.model.intermediateSize) || has(self.model.heads) || has(self.model.kvHeads)"
-        " || has(self.model.vocabSize) || has(self.model.ropeTheta) || has(self.model.tieEmbeddings)"
-        " || has(self.model.mixture))",
+        f"!has(self.model) || !has(self.model.preset) || !({_ANY_NUMBER})",
         _preset_alone,
     ),
     Rule(
@@ -63,10 +86,53 @@ MODEL_RULES = (
     ),
     Rule(
         "model.hiddenSize",
-        "must be divisible by twice `model.heads`: a head has an even width, since rotary positions turn pairs",
-        "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize)"
+        "must be divisible by twice `model.heads` unless `model.headSize` is given: a head has an even width, since "
+        "rotary positions turn pairs",
+        "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize) || has(self.model.headSize)"
         " || self.model.hiddenSize % (2 * self.model.heads) == 0",
-        lambda spec: divides(_twice(_model(spec).heads), _model(spec).hidden_size),
+        lambda spec: (
+            _model(spec).head_size is not None or divides(_twice(_model(spec).heads), _model(spec).hidden_size)
+        ),
+    ),
+    Rule(
+        "model.headSize",
+        "must be even: rotary positions turn pairs",
+        "!has(self.model) || !has(self.model.headSize) || self.model.headSize % 2 == 0",
+        lambda spec: divides(2, _model(spec).head_size),
+    ),
+    Rule(
+        "model.biases",
+        "needs `model.norm: LayerNorm`: RMSNorm has no bias; use `model.attentionBiases` for those of attention alone",
+        "!has(self.model) || !has(self.model.biases) || !self.model.biases"
+        " || (has(self.model.norm) && self.model.norm == 'LayerNorm')",
+        lambda spec: not _model(spec).biases or _model(spec).norm is Norm.LAYER_NORM,
+    ),
+    Rule(
+        "model.latent",
+        "excludes `kvHeads` below `heads`, `positions`, `biases`, `attentionBiases` and `queryKeyNorms`, and its "
+        "`ropeSize` must be even",
+        "!has(self.model) || !has(self.model.latent) || (self.model.latent.ropeSize % 2 == 0"
+        " && (!has(self.model.kvHeads) || !has(self.model.heads) || self.model.kvHeads == self.model.heads)"
+        " && (!has(self.model.positions) || self.model.positions == 0)"
+        " && (!has(self.model.biases) || !self.model.biases)"
+        " && (!has(self.model.attentionBiases) || !self.model.attentionBiases)"
+        " && (!has(self.model.queryKeyNorms) || !self.model.queryKeyNorms))",
+        _latent_alone,
+    ),
+    Rule(
+        "model.ropeScaling",
+        "needs rotary positions, and a `highFrequencyFactor` above `lowFrequencyFactor`",
+        "!has(self.model) || !has(self.model.ropeScaling)"
+        " || ((!has(self.model.positions) || self.model.positions == 0)"
+        " && self.model.ropeScaling.highFrequencyFactor > self.model.ropeScaling.lowFrequencyFactor)",
+        _scaling_is_possible,
+    ),
+    Rule(
+        "model.positions",
+        "must be at least `training.sequenceLength`: each position of a sequence needs a row",
+        "!has(self.model) || !has(self.model.positions) || self.model.positions == 0 || !has(self.training)"
+        " || self.model.positions >= self.training.sequenceLength",
+        _positions_suffice,
     ),
     Rule(
         "model.vocabSize",

@@ -21,6 +21,11 @@ def _warm_up_ends(spec: Spec) -> bool:
     return spec.training is None or spec.training.optimizer.warmup_steps <= spec.training.steps
 
 
+def _evaluated_on_something(spec: Spec) -> bool:
+    evaluated = spec.training is not None and spec.training.evaluation is not None
+    return not evaluated or spec.data is None or spec.data.held_out > 0
+
+
 def _rate_decays(spec: Spec) -> bool:
     optimizer = spec.training.optimizer if spec.training is not None else None
     return optimizer is None or optimizer.min_learning_rate <= optimizer.learning_rate
@@ -45,6 +50,12 @@ TRAINING_RULES = (
         "must be at most `training.steps`",
         "!has(self.training) || self.training.optimizer.warmupSteps <= self.training.steps",
         _warm_up_ends,
+    ),
+    Rule(
+        "training.evaluation",
+        "needs `data.heldOut` above 0: it is measured on documents that are never trained on",
+        "!has(self.training) || !has(self.training.evaluation) || !has(self.data) || self.data.heldOut > 0.0",
+        _evaluated_on_something,
     ),
     Rule(
         "training.optimizer.minLearningRate",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.spec import TrainingSpec
 
 _STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
 
@@ -42,10 +43,14 @@ def _after_start(cel: str) -> str:
 
 
 def _same_samples(old: Spec, new: Spec) -> bool:
-    """Seed and sequence length: with the text they decide which tokens sample number i is."""
+    """Seed and sequence length decide with the text which tokens sample number i is; the others, what is trained."""
     if old.training is None or new.training is None:
         return (old.training is None) == (new.training is None)
-    return (old.training.seed, old.training.sequence_length) == (new.training.seed, new.training.sequence_length)
+    return _kept(old.training) == _kept(new.training)
+
+
+def _kept(training: TrainingSpec) -> tuple[object, ...]:
+    return (training.seed, training.sequence_length, training.initial_weights, training.lora)
 
 
 def _same_checkpoints(old: Spec, new: Spec) -> bool:
@@ -77,12 +82,13 @@ TRANSITIONS = (
     ),
     Transition(
         "training",
-        "`training.seed` and `training.sequenceLength` may not be changed once the job has started: samples would be "
-        "lost or repeated; create a new job",
+        "`training.seed`, `training.sequenceLength`, `training.initialWeights` and `training.lora` may not be changed "
+        "once the job has started: samples would be lost or repeated, or weights mixed; create a new job",
         _after_start(
             "has(self.spec.training) == has(oldSelf.spec.training) && (!has(self.spec.training)"
             " || (self.spec.training.seed == oldSelf.spec.training.seed"
-            " && self.spec.training.sequenceLength == oldSelf.spec.training.sequenceLength))"
+            " && self.spec.training.sequenceLength == oldSelf.spec.training.sequenceLength"
+            f" && ({_same('training.initialWeights')}) && ({_same('training.lora')})))"
         ),
         _same_samples,
         from_start=True,

@@ -8,14 +8,13 @@ from typing import Any
 
 from meshwright.api.job import parse_spec
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.planner.choose import choose_plan
+from meshwright.planner.choose import place_best
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement, place
-from meshwright.planner.plan import Plan, make_plan
+from meshwright.planner.placement import Placement
+from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.pricing import Pricer, pricer_for
-from meshwright.planner.recost import estimate_as_placed
 from meshwright.planner.search.errors import NothingFitsError
 from meshwright.planner.search.explain import Lost, neighbours
 from meshwright.planner.search.found import Found
@@ -34,10 +33,8 @@ class Answer:
     placement: Placement | None
     pending: str
     """Why it would wait, and what fits now; empty when it is placed."""
-    as_placed: Estimate | None = None
-    """The plan's estimate on the nodes it got."""
-    here: Plan | None = None
-    """Another layout of as many GPUs that is better on what is free now, if there is one."""
+    drawn: Estimate | None = None
+    """The plan's estimate with each group as close as domains allow; `plan.estimate` is on the nodes it got."""
     lost: tuple[Lost, ...] = ()
     """The plan with one decision changed, and why that was not taken."""
     wider: Result | None = None
@@ -81,35 +78,37 @@ def answer(
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
     )
-    plan = make_plan(spec, inventory)
-    placement, pending = None, ""
+    plans = make_plans(spec, inventory)
+    plan, placement, pending = plans[0], None, ""
+    pricer = pricer_for(spec, plan.architecture, inventory)
     try:
-        placement = place(plan, inventory)
+        placement = place_best(plans, inventory, pricer)
+        plan = placement.plan
     except DoesNotFitError as error:
         pending = str(error)
-    pricer = pricer_for(spec, plan.architecture, inventory)
-    if pricer is None or plan.estimate is None:
+    if pricer is None:
         return Answer(spec, inventory, plan, placement, pending)
     techniques = EVERY_TECHNIQUE if every_technique else MESHWRIGHT_RUNTIME
+    drawn = pricer.price(plan.layout, plan.micro_batches)
     wider = _wider(spec, inventory, pricer, objective, techniques)
-    here, _ = choose_plan(spec, inventory)
     return Answer(
         spec,
         inventory,
         plan,
         placement,
         pending,
-        as_placed=estimate_as_placed(placement, pricer) if placement else None,
-        here=here if here.layout != plan.layout else None,
-        lost=_lost(spec, plan, pricer, techniques),
+        drawn=drawn,
+        lost=_lost(spec, plan, drawn, pricer, techniques),
         wider=wider,
         what_if=what_ifs(wider) if with_what_if and wider else (),
     )
 
 
-def _lost(spec: ParallelTrainingJobSpec, plan: Plan, pricer: Pricer, techniques: Techniques) -> tuple[Lost, ...]:
-    assert plan.estimate is not None
-    chosen = Found(pricer.choices(plan.layout, plan.micro_batches), plan.estimate, pricer.machine.gpu.node)
+def _lost(
+    spec: ParallelTrainingJobSpec, plan: Plan, drawn: Estimate, pricer: Pricer, techniques: Techniques
+) -> tuple[Lost, ...]:
+    """What else there was, as `drawn` was: neither it nor the others placed."""
+    chosen = Found(pricer.choices(plan.layout, plan.micro_batches), drawn, pricer.machine.gpu.node)
     request = Request(
         pricer.work,
         pricer.machine,
@@ -125,7 +124,13 @@ def _lost(spec: ParallelTrainingJobSpec, plan: Plan, pricer: Pricer, techniques:
 def _given(spec: ParallelTrainingJobSpec) -> Pins:
     """What the job states itself: nothing else is worth comparing it with."""
     asked = spec.parallelism
-    return Pins(tensor=asked.tensor, pipeline=asked.pipeline, zero_stage=asked.zero_stage)
+    return Pins(
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        zero_stage=asked.zero_stage,
+        context=asked.context,
+        context_method=asked.context_method,
+    )
 
 
 def _wider(

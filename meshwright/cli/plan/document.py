@@ -24,10 +24,7 @@ def document(answer: Answer) -> dict[str, Any]:
             if placement
             else None
         ),
-        "estimateAsPlaced": _estimate(answer.as_placed) if answer.as_placed else None,
-        "betterOnWhatIsFree": answer.here.to_status().model_dump(by_alias=True, exclude_none=True)
-        if answer.here
-        else None,
+        "estimateUnplaced": _estimate(answer.drawn) if answer.drawn else None,
         "pending": answer.pending or None,
         "notChosen": [{"change": o.change, "reason": o.reason, "timeRatio": o.slower} for o in answer.lost],
         "wholeCluster": (

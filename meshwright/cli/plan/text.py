@@ -26,10 +26,6 @@ def lines(answer: Answer) -> Iterator[str]:
     yield from (f"  - {reason}" for reason in plan.reasons)
     yield ""
     yield from _placement(answer)
-    if answer.as_placed is not None:
-        yield f"  {answer.as_placed.seconds:.3g} s per step on these nodes (estimated)"
-    if answer.here is not None:
-        yield f"  {answer.here.reasons[-1]}: set `parallelism` to take it"
     if answer.lost:
         yield ""
         yield "Not chosen"

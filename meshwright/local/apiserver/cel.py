@@ -46,6 +46,8 @@ _PREFIXES = {
     "FieldValueRequired": "Required value: ",
     "FieldValueDuplicate": 'Duplicate value: "{type}": ',
 }
+_EXPECTED: dict[str | None, Any] = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+_GO = {"integer": "int", "boolean": "bool", "array": "list"}
 REASONS = tuple(_PREFIXES)
 """What a rule may give as its reason."""
 
@@ -86,26 +88,72 @@ def compile_expression(source: str) -> Expression:
     return Expression(program, not functions.issubset(_NATIVE), "oldSelf" in program.variables())
 
 
+def check_rules(node: SchemaNode, value: Any, old: Any, path: str) -> list[Cause]:
+    """What the rules of one place have against its value. `old` is None when there was no value before.
+
+    Where the value did not change, a rule that it breaks is not held against the writer, unless the rule compares old
+    with new; one that cannot even be evaluated is, as on the real server.
+    """
+    rules = node.raw.get("x-kubernetes-validations") or ()
+    if not rules:
+        return []
+    now = visible(node, value)
+    was = None if old is None else visible(node, old)
+    unchanged = old is not None and value == old
+    found = (_check(rule, node, value, now, was, path, unchanged=unchanged) for rule in rules)
+    return [cause for cause in found if cause is not None]
+
+
 def check_rule(rule: Object, node: SchemaNode, value: Any, old: Any, path: str) -> Cause | None:
     """What one rule has against a value; None when it is content. `old` is None when there was no value before."""
+    was = None if old is None else visible(node, old)
+    return _check(rule, node, value, visible(node, value), was, path, unchanged=False)
+
+
+def _check(
+    rule: Object, node: SchemaNode, value: Any, now: Any, was: Any, path: str, *, unchanged: bool
+) -> Cause | None:
     expression = compile_expression(rule["rule"])
     optional = bool(rule.get("optionalOldSelf"))
-    if expression.transition and old is None and not optional:
+    if expression.transition and was is None and not optional:
         return None
-    variables: Object = {"self": visible(node, value)}
+    variables: Object = {"self": now}
     if expression.transition:
-        was = None if old is None else visible(node, old)
         wrapped = cel.OptionalValue.none() if was is None else cel.OptionalValue.of(was)
         variables["oldSelf"] = wrapped if optional else was
+    kind = node.type or "object"
     try:
-        if expression.evaluate(variables) is True:
+        if expression.evaluate(variables) is True or (unchanged and not expression.transition):
             return None
         text = _message(rule, variables)
     except Exception as error:  # noqa: BLE001 - the engine raises many kinds, all of them mean that the rule failed
-        text = f"{error} evaluating rule: {rule.get('message') or rule['rule']}"
+        what = f"no such key: {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        text = f"{_mistyped(node, value) or what} evaluating rule: {rule.get('message') or rule['rule']}"
+        return Cause(path.lstrip(".") or "<nil>", REASONS[0], _PREFIXES[REASONS[0]].format(type=kind) + text)
     reason = rule.get("reason") or REASONS[0]
-    prefix = _PREFIXES.get(reason, _PREFIXES[REASONS[0]]).format(type=node.type or "object")
+    prefix = _PREFIXES.get(reason, _PREFIXES[REASONS[0]]).format(type=kind)
     return Cause((path + rule.get("fieldPath", "")).lstrip("."), reason, prefix + text)
+
+
+def _mistyped(node: SchemaNode, value: Any) -> str:
+    """What the real server says of the first value in here that is of another type than the schema's; else nothing."""
+    wanted = _EXPECTED.get(node.type)
+    odd = wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool) is not (wanted is bool))
+    if odd and value is not None:
+        if node.type == "object":
+            return "invalid data, expected a map for the provided schema with type=object"
+        return f"invalid data, expected {_GO.get(str(node.type), node.type)}, got {_go_type(value)}"
+    if isinstance(value, dict):
+        children = ((node.child(key), item) for key, item in value.items())
+        return next((text for sub, item in children if sub is not None and (text := _mistyped(sub, item))), "")
+    if isinstance(value, list) and node.items is not None:
+        return next((text for item in value if (text := _mistyped(node.items, item))), "")
+    return ""
+
+
+def _go_type(value: Any) -> str:
+    names = {bool: "bool", int: "int64", float: "float64", str: "string", list: "[]interface {}"}
+    return names.get(type(value), "map[string]interface {}")
 
 
 def _message(rule: Object, variables: Object) -> str:
@@ -134,7 +182,7 @@ def visible(node: SchemaNode, value: Any) -> Any:
         return [visible(node.items, item) for item in value] if node.items else value
     if node.type == "number" and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if node.type == "integer" and isinstance(value, float):
+    if node.type == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     return _formatted(node.raw.get("format"), value) if isinstance(value, str) and node.type == "string" else value
 

@@ -1,7 +1,8 @@
 """Checking a value against its schema: types, limits, formats, list keys, composed schemas and CEL rules.
 
 On an update, what did not change is not held against the writer (ratcheting): a schema that became stricter does not
-lock the objects that were stored before. Only rules that compare old with new are asked again.
+lock the objects that were stored before. Only rules that compare old with new are held against it again, and those that
+cannot be evaluated at all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from meshwright.local.apiserver import errors
-from meshwright.local.apiserver.cel import check_rule, compile_expression
+from meshwright.local.apiserver.cel import check_rules
 from meshwright.local.apiserver.errors import Cause, Object
 from meshwright.local.apiserver.schema import FREE, SchemaNode
 
@@ -118,10 +119,7 @@ def _visit(causes: list[Cause], node: SchemaNode, value: Any, old: Any, path: st
                 _visit(causes, sub, item, was, f"{path}.{key}" if path else key)
     elif isinstance(value, list):
         _visit_list(causes, node, value, old, path)
-    for rule in node.raw.get("x-kubernetes-validations") or ():
-        if not unchanged or compile_expression(rule["rule"]).transition:
-            cause = check_rule(rule, node, value, old, path)
-            causes += [cause] if cause is not None else []
+    causes += check_rules(node, value, old, path)
 
 
 def _visit_list(causes: list[Cause], node: SchemaNode, value: list[Any], old: Any, path: str) -> None:

@@ -100,6 +100,7 @@ _LISTED = (
     _gpu("L40S", 362, 733, 91, 45, 0.864, 24, 12.5, domain=1),
     _gpu("A100-SXM4-40GB", 312, 0, 19.5, 39.5, 1.555, 300, 25),
     _gpu("A100-SXM4-80GB", 312, 0, 19.5, 79.2, 2.039, 300, 25),
+    _gpu("A100-PCIE-40GB", 312, 0, 19.5, 39.5, 1.555, 24, 25, domain=1),
     _gpu("A100-PCIE-80GB", 312, 0, 19.5, 79.2, 1.935, 24, 25, domain=1),
     _gpu("A800-SXM4-80GB", 312, 0, 19.5, 79.2, 2.039, 200, 25),
     _gpu("H100-SXM5-80GB", 989, 1979, 67, 79.6, 3.35, 450, 50, host=55, sustained=0.7),
@@ -134,6 +135,7 @@ _WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("H100", "HBM2E"), "H100-SXM5-96GB-HBM2E"),
     (("H100",), "H100-SXM5-80GB"),
     (("A800",), "A800-SXM4-80GB"),
+    (("A100", "PCIE", "40GB"), "A100-PCIE-40GB"),
     (("A100", "PCIE"), "A100-PCIE-80GB"),
     (("A100", "40GB"), "A100-SXM4-40GB"),
     (("A100",), "A100-SXM4-80GB"),
@@ -155,3 +157,9 @@ def accelerator(product: str) -> Accelerator | None:
         return exact
     words = set(product.upper().replace("(", " ").replace(")", " ").replace("-", " ").replace(",", " ").split())
     return next((ACCELERATORS[name] for asked, name in _WORDS if words.issuperset(asked)), None)
+
+
+def gpu_memory_bytes(product: str) -> int | None:
+    """Memory of one GPU of this product, for nodes whose labels do not state it; None for one that is not known."""
+    found = accelerator(product) if product else None
+    return int(found.memory) if found is not None else None

@@ -9,6 +9,7 @@ from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.kernels import MEMORY_PART
 from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.runtime import Runtime
 from meshwright.planner.cost.stages import Stage, StageParameters, Stages, stage_parameters
 from meshwright.planner.cost.traffic import element
 
@@ -50,6 +51,20 @@ def replica_seconds(
     taken *= machine.constants.communication
     overlap = runtime.overlap_gradients
     return max(taken - overlap * hidden, (1.0 - overlap) * taken)
+
+
+def replica_bytes(work: Work, choices: Choices, runtime: Runtime, stages: Stages) -> float:
+    """Bytes that the rank with most parameters sends in one step to reduce gradients and to gather parameters."""
+    own = max(
+        (stage_parameters(work.model, stage, choices.tensor, choices.expert) for stage in stages.distinct),
+        key=lambda parameters: parameters.total,
+    )
+    # Around a ring an all-reduce is a scatter and a gather; under ZeRO the gather is of parameters, half the bytes.
+    sent = own.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
+    if choices.zero_stage == 3:
+        size = 1.0 if choices.numbers is Numbers.FP8 else element(choices.numbers)
+        sent += 2.0 * choices.micro_batches * own.total * size
+    return sent * (choices.replicas - 1) / choices.replicas
 
 
 def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:

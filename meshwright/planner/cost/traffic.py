@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Recompute
+from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Recompute, Work
 from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
 from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.fabric import Fabric, Span
@@ -65,10 +65,17 @@ def context_traffic(
     if choices.context_method is ContextMethod.ALL_GATHER:
         gathered = all_gather(whole, span, fabric)
         return Traffic(gathered, 2 * gathered, 1, 2)
-    level = span.top
-    ring = (choices.context - 1) * send(whole / choices.context, level, fabric)
-    turning = (choices.context - 1) * SYNCHRONISE  # each turn waits for its neighbour and launches its own kernels
-    return Traffic(max(0.0, ring - core) + turning, max(0.0, 2 * ring - 2 * core) + turning, 0, 0)
+    # With an exchange of heads inside it, a ring has fewer turns, each of as many bytes (USP, arXiv 2405.07719).
+    inner = choices.ulysses if choices.context_method is ContextMethod.RING_ULYSSES else 1
+    turns = choices.context // inner - 1
+    ring = turns * send(whole / choices.context, span.top, fabric)
+    turning = turns * SYNCHRONISE  # each turn waits for its neighbour and launches its own kernels
+    each = tokens * size * (2 * model.heads * model.head_size / choices.tensor + kept)
+    moved = all_to_all(each, Span(tuple(min(held, inner) for held in span.members)), fabric)
+    calls = 2 if inner > 1 else 0
+    return Traffic(
+        moved + max(0.0, ring - core) + turning, moved + max(0.0, 2 * ring - 2 * core) + turning, calls, calls
+    )
 
 
 def expert_traffic(
@@ -102,12 +109,21 @@ def hop(tokens: float, model: Transformer, choices: Choices, groups: Groups, fab
     if choices.pipeline == 1:
         return 0.0
     size = tokens * model.hidden * element(choices.numbers)
-    if choices.sequence_parallel:
-        return send(size / choices.tensor, groups.pipeline_level, fabric)
-    if runtime.sliced_sends:
-        sliced = send(size / choices.tensor, groups.pipeline_level, fabric)
-        return sliced + all_gather(size, groups.tensor, fabric)
-    return send(size, groups.pipeline_level, fabric)
+    sent = send(_sent_bytes(size, choices, runtime), groups.pipeline_level, fabric)
+    if runtime.sliced_sends and not choices.sequence_parallel:
+        return sent + all_gather(size, groups.tensor, fabric)
+    return sent
+
+
+def hop_bytes(work: Work, choices: Choices, runtime: Runtime) -> float:
+    """Bytes that one rank sends to hand one micro-batch to the next stage."""
+    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    return _sent_bytes(tokens * work.model.hidden * element(choices.numbers), choices, runtime)
+
+
+def _sent_bytes(size: float, choices: Choices, runtime: Runtime) -> float:
+    """One rank's part of a micro-batch of `size` bytes: a slice, with sequence parallelism or where slices are sent."""
+    return size / choices.tensor if choices.sequence_parallel or runtime.sliced_sends else size
 
 
 def recomputed_part(how: Recompute) -> float:

@@ -5,6 +5,7 @@ touch at each level of the fabric, weighted by what they communicate; the cheape
 with a lower bound, so that every answer says how far from the best it can be.
 """
 
+from meshwright.planner.placement.again import Before, place_again
 from meshwright.planner.placement.fragmentation import ToFree, cost_of_fragmentation, nodes_to_free
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
@@ -13,6 +14,7 @@ from meshwright.planner.placement.result import Placement
 from meshwright.planner.placement.spares import spare_nodes
 
 __all__ = [
+    "Before",
     "Placement",
     "PlacingOptions",
     "ToFree",
@@ -20,6 +22,7 @@ __all__ = [
     "keep_when_resized",
     "nodes_to_free",
     "place",
+    "place_again",
     "repair_ranks",
     "spare_nodes",
 ]

@@ -9,7 +9,7 @@ from meshwright.planner.mesh import Mesh
 from meshwright.planner.placement.weights import Weights
 from meshwright.planner.topology.levels import DOMAIN
 
-DEFAULT_EFFORT = 1_500_000
+DEFAULT_EFFORT = 600_000
 
 
 @dataclass(frozen=True, slots=True)

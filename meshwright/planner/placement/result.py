@@ -52,6 +52,9 @@ class Placement:
                 )
                 for worker, ranks in enumerate(self.plan.workers)
             ],
+            tensor=self.plan.layout.tensor,
+            pipeline=self.plan.layout.pipeline,
+            data=self.plan.layout.data,
             cost=f"{self.cost:g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,

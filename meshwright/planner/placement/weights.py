@@ -70,3 +70,7 @@ class Weights:
         return cls(
             {d: {lv: size * links.extra_seconds_per_byte(lv) for lv in links.levels} for d, size in sent.items()}
         )
+
+    def scaled(self, factor: float) -> Weights:
+        """The same weights in another unit."""
+        return Weights({d: {lv: cost * factor for lv, cost in by.items()} for d, by in self.costs.items()})

@@ -15,6 +15,9 @@ SHARE_OF_NIC: Mapping[str, float] = {DOMAIN: 1.0, RACK: 0.8, SPINE: 0.5, CORE: 1
 """Part of its network card's bandwidth that a GPU gets between two places of a level, where none was measured. The
 1:7 of the topmost layer is Llama 3's (arXiv 2407.21783, section 3.3.1); the others are cautious guesses in between."""
 
+LEAST_EXTRA = 0.05
+"""What a byte costs more at a level whose links are as fast as those below, as part of what it costs there at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -51,7 +54,12 @@ class Links:
         return narrowest
 
     def extra_seconds_per_byte(self, level: str) -> float:
-        """What a byte costs more between two places of this level than inside one."""
+        """What a byte costs more between two places of this level than inside one.
+
+        Never nothing above the closest level: one more layer of switches has queues, whatever its bandwidth.
+        """
         position = list(self.levels).index(level)
-        below = self.between(self.levels[position - 1]) if position else self.inside
-        return 1 / self.between(level) - 1 / below
+        if not position:
+            return 1 / self.between(level) - 1 / self.inside
+        between = 1 / self.between(level)
+        return max(between - 1 / self.between(self.levels[position - 1]), LEAST_EXTRA * between)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from meshwright.api.spec import RecoverySpec
-from meshwright.api.status import MAX_RESTART_TIMES, ParallelTrainingJobStatus
-from meshwright_operator.clock import format_time, parse_time
+from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus
+from meshwright_operator.clock import format_time, parse_time, seconds_since
+
+CALM_SECONDS = 600.0
+"""Training for so long ends a row of failures."""
 
 
 def refresh(status: ParallelTrainingJobStatus, recovery: RecoverySpec, now: datetime) -> None:
@@ -26,6 +29,12 @@ def count(status: ParallelTrainingJobStatus, recovery: RecoverySpec, now: dateti
     status.restarts_toward_limit += 1
     if recovery.restart_window_seconds is not None:
         status.restart_times = [*status.restart_times, format_time(now)][-MAX_RESTART_TIMES:]
+
+
+def failed(mesh: MeshStatus, now: datetime) -> None:
+    """One more failure in a row, or the first of another row: before it the generation trained for long enough."""
+    trained = 0.0 if mesh.pending_cause else seconds_since(mesh.started_time, now)
+    mesh.failures = 1 if trained >= CALM_SECONDS else mesh.failures + 1
 
 
 def used_up(status: ParallelTrainingJobStatus, recovery: RecoverySpec) -> bool:

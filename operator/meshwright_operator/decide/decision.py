@@ -132,6 +132,7 @@ def _drive(draft: Draft) -> None:
             _train(draft)
             return
         if isinstance(verdict, recovery.Settling):
+            _tell_ranks(draft, unsure=True)
             draft.again_in(verdict.seconds)
             return
         _break(draft, verdict)
@@ -224,7 +225,7 @@ def _toward_generation(draft: Draft) -> None:
             draft.note("GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}")
             draft.starting("the gang starts")
         case gang.Form():
-            draft.status.mesh = form(draft.observed, cause)
+            draft.status.mesh = form(draft.observed, cause, draft.mesh.failures)
             _announce(draft)
             draft.starting(f"generation {draft.mesh.generation} starts")
 
@@ -241,20 +242,29 @@ def _announce(draft: Draft) -> None:
 
 def _train(draft: Draft) -> None:
     """The generation holds: says how many ranks train."""
+    _, unknown = progress.count_ranks(draft.observed)
+    if _tell_ranks(draft, unsure=unknown > 0) and not unknown:
+        _leave_nodes(draft)
+
+
+def _tell_ranks(draft: Draft, *, unsure: bool) -> bool:
+    """Says how many ranks train; whether all do.
+
+    While that is `unsure` a job that trained is not said to have stopped: after a restart of the operator its agents
+    are heard one by one, and a rank that failed is looked at only after a moment.
+    """
     observed, status = draft.observed, draft.status
     world = observed.plan.layout.world_size
-    training, unknown = progress.count_ranks(observed)
-    ready = find(status.conditions, names.READY)
-    was_running = ready is not None and ready.status == "True" and ready.reason == "Running"
-    if unknown and was_running:
-        return
+    training, _ = progress.count_ranks(observed)
+    if unsure and status.ready_ranks == f"{world}/{world}":
+        training = world
     status.ready_ranks = f"{training}/{world}"
     if training < world:
         draft.starting(f"generation {draft.mesh.generation}: {training} of {world} ranks train")
-    else:
-        trains = f"{counted(world, 'rank')} train{'s' if world == 1 else ''}"
-        draft.situation("Running", f"{trains} in generation {draft.mesh.generation}", ready=True)
-        _leave_nodes(draft)
+        return False
+    trains = f"{counted(world, 'rank')} train{'s' if world == 1 else ''}"
+    draft.situation("Running", f"{trains} in generation {draft.mesh.generation}", ready=True)
+    return True
 
 
 def _leave_nodes(draft: Draft) -> None:

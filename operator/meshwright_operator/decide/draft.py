@@ -93,8 +93,10 @@ class Draft:
         counts[cause] = counts.get(cause, 0) + 1
         self.status.restarts = [RestartStatus(cause=name, count=count) for name, count in counts.items()]
         self.status.restart_count += 1
-        if cause in recovery.COUNTED and counted:
-            budget.count(self.status, self.observed.spec.recovery, self.observed.now)
+        if cause in recovery.COUNTED:
+            budget.failed(self.mesh, self.observed.now)
+            if counted:
+                budget.count(self.status, self.observed.spec.recovery, self.observed.now)
 
     def over_limit(self) -> bool:
         """Whether one more restart that counts is more than `recovery.maxRestarts` allows."""

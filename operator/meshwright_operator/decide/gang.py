@@ -124,7 +124,7 @@ def _gather(observed: Observed, pending_cause: str) -> Step:
         return _absent(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
     if pending_cause in (recovery.RANK_FAILURE, recovery.HANG):
         since = parse_time(observed.mesh.pending_since) or observed.now
-        delay = recovery.backoff_seconds(observed.status.restarts_toward_limit)
+        delay = recovery.backoff_seconds(recovery.failures_so_far(observed))
         left = delay - (observed.now - since).total_seconds()
         if left > 0:
             return Wait(f"waiting {delay:.0f} s before the next try", seconds=left)

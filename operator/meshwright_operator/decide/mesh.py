@@ -8,10 +8,10 @@ from meshwright_operator.clock import format_time
 from meshwright_operator.decide.observed import Observed
 
 
-def form(observed: Observed, cause: str) -> MeshStatus:
+def form(observed: Observed, cause: str, failures: int) -> MeshStatus:
     """The next generation: one more than any that status or an agent ever named; rank 0's agent holds its store port.
 
-    Every worker must run and have said hello.
+    Every worker must run and have said hello. `failures` are those in a row so far.
     """
     master = observed.workers[0].pod
     hello = observed.agents.hellos[0]
@@ -21,6 +21,7 @@ def form(observed: Observed, cause: str) -> MeshStatus:
         master=f"{master.address}:{hello.store_port}",
         started_time=format_time(observed.now),
         cause=cause,
+        failures=failures,
     )
 
 

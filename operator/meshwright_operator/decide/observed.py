@@ -85,6 +85,8 @@ class Observed:
     status: ParallelTrainingJobStatus
     plan: Plan
     workers: Sequence[Worker]
+    other_plans: Sequence[Plan] = ()
+    """Plans of as many workers that would do as well, while none of the job's is in effect: what is free decides."""
     strays: Sequence[Pod] = ()
     """Live pods of workers that the plan does not have."""
     agents: Agents = field(default_factory=Agents)

@@ -17,7 +17,7 @@ from meshwright_operator.clock import format_time, parse_time, seconds_since
 from meshwright_operator.decide import lifecycle, policy, recovery
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.gang import GiveUp
-from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.observed import Observed, WorkerState, has_started
 from meshwright_operator.events import WARNING
 from meshwright_operator.pods import Pod
 from meshwright_operator.words import counted, with_remarks
@@ -58,6 +58,9 @@ def placed(draft: Draft, placement: Placement, warnings: Sequence[str] = ()) -> 
     floor = _floor(observed) if draft.mesh.pending_cause in (recovery.SPEC_CHANGED, recovery.RESUME) else -1
     for worker in draft.place.workers:
         incarnations[worker.index] = max(worker.incarnation, floor) + 1
+    if observed.other_plans or not has_started(observed.status):
+        status.plan = placement.plan.to_status()
+        status.plan.revision = observed.revision
     status.placement = placement.to_status(observed.name, incarnations)
     draft.create += [worker.index for worker in draft.place.workers]
     lifecycle.begin(status, observed.now)
@@ -131,7 +134,7 @@ def retry_left(draft: Draft) -> float:
 def start_afresh(draft: Draft) -> None:
     """What was given up belongs to the past: the spec is another one, or somebody asked for it again."""
     if draft.status.mesh is not None:
-        draft.mesh.attempts, draft.mesh.retry_time = 0, None
+        draft.mesh.attempts, draft.mesh.retry_time, draft.mesh.failures = 0, None, 0
 
 
 def retry_pause(attempts: int) -> float:

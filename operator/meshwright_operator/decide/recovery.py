@@ -137,13 +137,18 @@ def crash_wait(observed: Observed, crashed: list[Worker]) -> float:
     ends = [worker.pod.ended for worker in crashed if worker.pod is not None and worker.pod.ended is not None]
     if not ends:
         return 0.0
-    wait = min(SETTLE_SECONDS * 2.0 ** min(observed.status.restarts_toward_limit, 10), LONGEST_BACKOFF_SECONDS)
+    wait = min(SETTLE_SECONDS * 2.0 ** min(failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
     return max(0.0, wait - (observed.now - max(ends)).total_seconds())
 
 
-def backoff_seconds(counted: int) -> float:
-    """How long to wait before the start that follows the `counted`-th restart that counts: 0, 2, 4, ... 60."""
-    return 0.0 if counted <= 1 else min(2.0 ** min(counted - 1, 10), LONGEST_BACKOFF_SECONDS)
+def failures_so_far(observed: Observed) -> int:
+    """Failures that make the next pause longer: those that count, or those in a row that an exit-code rule ignores."""
+    return max(observed.status.restarts_toward_limit, observed.mesh.failures)
+
+
+def backoff_seconds(failed: int) -> float:
+    """How long to wait before the start that follows the `failed`-th failure: 0, 2, 4, ... 60."""
+    return 0.0 if failed <= 1 else min(2.0 ** min(failed - 1, 10), LONGEST_BACKOFF_SECONDS)
 
 
 def crash_message(workers: list[Worker]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright_worker.metrics import perplexity
 from meshwright_worker.task import StepReport
 
 # At most one line in this time: fast steps must not flood the log.
@@ -18,6 +19,8 @@ class TrainingLog:
     def line(self, report: StepReport, tokens_per_second: float, now: float) -> str | None:
         """The line for this step, or None; `now` is monotonic seconds."""
         due = self._last is None or now - self._last >= LINE_SECONDS or report.step == self._total
+        evaluated = report.evaluation_loss
+        due = due or evaluated is not None
         if not due:
             return None
         self._last = now
@@ -25,4 +28,5 @@ class TrainingLog:
         return (
             f"step {step} loss={report.loss:.4f} lr={report.learning_rate:.3g} grad_norm={report.gradient_norm:.3g}"
             f" tokens/s={tokens_per_second:.0f} step_seconds={report.seconds:.3f}"
+            + (f" eval_loss={evaluated:.4f} perplexity={perplexity(evaluated):.4g}" if evaluated is not None else "")
         )

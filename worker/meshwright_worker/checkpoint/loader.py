@@ -58,6 +58,11 @@ def check_same_run(found: Manifest, expected: Manifest) -> None:
     fix = "use an empty `checkpoint.claimName`, or the old settings"
     if differing:
         raise CheckpointMismatchError(f"the checkpoint holds another model ({'; '.join(differing)}): {fix}")
+    if (found.lora, found.initial_weights) != (expected.lora, expected.initial_weights):
+        raise CheckpointMismatchError(
+            "the checkpoint has other adapters, or adapters of another model: `training.lora` or "
+            f"`training.initialWeights` differ: {fix}"
+        )
     if found.stream != expected.stream:
         raise CheckpointMismatchError(
             "the checkpoint was trained on another stream of samples, so its position means nothing here: `data`, "

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshwright.api.base import ApiModel
+from meshwright.api.spec import LoraSpec
 from meshwright.models.architecture import Architecture
 
 MANIFEST = "meshwright.json"
@@ -69,6 +70,10 @@ class Manifest(ApiModel):
     """Identity of the sample stream that `state.samples` counts in."""
     layout: LayoutRecord
     """Who wrote it."""
+    lora: LoraSpec | None = None
+    """The adapters that the checkpoint holds, in place of the model's parameters; None where it holds the model."""
+    initial_weights: str | None = None
+    """Where the model that adapters belong to was read from; None for random weights by `seed`."""
     files: dict[str, FileRecord] = {}
     """Every other file of the checkpoint."""
 

@@ -56,13 +56,15 @@ def name_of(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int, int]:
-    """Write tensors to a new file and flush it to the disk.
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], int, int]:
+    """Write tensors, and `metadata` for whoever reads the file, to a new file and flush it to the disk.
 
     Returns:
         Where each tensor's bytes begin in the file; the file's size; its CRC-32.
     """
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()

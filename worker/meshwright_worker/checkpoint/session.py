@@ -124,4 +124,6 @@ def blank_manifest(
         sequence_length=training.sequence_length,
         stream=stream,
         layout=layout,
+        lora=training.lora,
+        initial_weights=training.initial_weights if training.lora else None,
     )

@@ -20,9 +20,8 @@ def checkpoint_tensors(
     shards: Sequence[Shard], optimizer: AdamW, buffers: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
-    tensors = {f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}
+    tensors = {**model_tensors(shards), **{f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}}
     for shard in shards:
-        tensors[f"{MODEL}.{shard.name}"] = _distributed(shard, shard.local)
         for moment, local in optimizer.moments(shard).items():
             tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = _distributed(shard, local)
     return tensors
@@ -40,6 +39,11 @@ def spread_copies(shards: Sequence[Shard], optimizer: AdamW) -> None:
             shard.local.copy_(source.local)
             for moment, local in optimizer.moments(shard).items():
                 local.copy_(optimizer.moments(source)[moment])
+
+
+def model_tensors(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
+    """The parameters alone, by name, sharing memory with the model."""
+    return {f"{MODEL}.{shard.name}": _distributed(shard, shard.local) for shard in shards}
 
 
 def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -44,6 +44,13 @@ class Corpus(Protocol):
     def fingerprint(self) -> str:
         """Whether two machines, or two starts of a run, see the same row of tokens."""
 
+    def documents(self, start: int, stop: int) -> list[int]:
+        """Tokens of each document, its separator with it, among the tokens at `start` to `stop - 1`.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+
     def tokens(self, start: int, stop: int) -> Tokens:
         """The tokens at `start` to `stop - 1`, int64 [stop - start].
 
@@ -76,6 +83,13 @@ class TextCorpus:
         """Hash of names and sizes."""
         lines = (f"{document.name}\0{document.size}\n" for document in self._documents)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`. Sizes tell them: no file is read."""
+        first, last = np.searchsorted(self._ends, [start, stop], side="right")
+        ends = [end for end in self._ends[first:last].tolist() if end < stop]
+        borders = [start, *ends, stop] if start < stop else []
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """See `Corpus.tokens`."""
@@ -110,6 +124,12 @@ class ShardCorpus(TokenShards):
         """See `Corpus.separator`."""
         return self.manifest.separator
 
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`."""
+        ends = np.flatnonzero(self.tokens(start, stop) == self.separator) + 1
+        borders = [0, *(int(end) for end in ends if end < stop - start), stop - start] if start < stop else []
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+
 
 def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:
     """The corpus that `data` names, or the one of its mixture at `path`; `data_dir` is the root of the mounted volume.
@@ -121,20 +141,29 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
         library = LocalFolder(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
         return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
     root = root_of(data, data_dir)
-    where = f"{root.rstrip('/')}/{path}" if path else root
-    folder = open_folder(where)
+    folder = folder_of(data, data_dir, path)
     if data.format is DataFormat.TOKENS:
         shards = ShardCorpus(folder)
         expected = tokenizer_of(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
-                f"{where} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` and "
-                "`data.tokenizerFile` must be what wrote them"
+                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
+                "and `data.tokenizerFile` must be what wrote them"
             )
         return shards
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
         return TextCorpus(folder, matching(folder, data.pattern))
     return ShardCorpus(prepared(data, folder, tokenizer_of(data, root)))
+
+
+def folder_of(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
+    """The folder of the corpus, or of the one of the mixture at `path`.
+
+    Raises:
+        DataError: no volume is mounted, or the folder is of a kind that cannot be opened.
+    """
+    root = root_of(data, data_dir)
+    return open_folder(f"{root.rstrip('/')}/{path}" if path else root)
 
 
 def root_of(data: DataSpec, data_dir: str | None) -> str:

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api.data import DataSpec
+from meshwright.api.data import DataFormat, DataSpec
 from meshwright.data.mixture import Mixture
-from meshwright_worker.data.corpus import CorpusError, open_corpus
+from meshwright_worker.data.corpus import Corpus, CorpusError, folder_of, open_corpus, root_of
+from meshwright_worker.data.held_out import trained_and_held_out
+from meshwright_worker.data.instruction import InstructionStream, held_out_of, read_pairs
+from meshwright_worker.data.prepared import tokenizer_of
 from meshwright_worker.data.stream import SampleStream
 
 
 class MixedStream:
     """Samples of several streams: which one a sample comes from, its number alone decides (`Mixture`)."""
 
-    def __init__(self, streams: Sequence[SampleStream], mixture: Mixture) -> None:
+    def __init__(self, streams: Sequence[SampleStream | InstructionStream], mixture: Mixture) -> None:
         self._streams = streams
         self._mixture = mixture
 
@@ -28,21 +31,48 @@ class MixedStream:
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """See `SampleStream.batch`."""
-        picks = [self._mixture.pick(number) for number in range(first, first + count)]
+        return self.rows(range(first, first + count))
+
+    @property
+    def separator(self) -> int:
+        """The token after each document: all corpora of a mixture have one tokenizer."""
+        return self._streams[0].separator
+
+    def rows(self, samples: Sequence[int]) -> torch.Tensor:
+        """See `SampleStream.rows`."""
+        picks = [self._mixture.pick(number) for number in samples]
         return torch.cat([self._streams[pick.corpus].batch(pick.sample, 1) for pick in picks])
 
+    def documents(self, sample: int) -> list[int]:
+        """See `SampleStream.documents`."""
+        pick = self._mixture.pick(sample)
+        return self._streams[pick.corpus].documents(pick.sample)
 
-def open_stream(data: DataSpec, data_dir: str | None, sequence_length: int, seed: int) -> SampleStream | MixedStream:
-    """The samples that `data` names.
+
+def open_stream(
+    data: DataSpec, data_dir: str | None, sequence_length: int, seed: int, *, held_out: bool = False
+) -> SampleStream | InstructionStream | MixedStream:
+    """The samples that `data` names; with `held_out` those that are never trained on.
 
     Raises:
         DataError: they cannot be read, or are too few.
     """
+
+    def stream(path: str | None = None) -> SampleStream | InstructionStream:
+        if data.format is DataFormat.PROMPT_COMPLETION:
+            tokenizer = tokenizer_of(data, root_of(data, data_dir))
+            pairs = read_pairs(data, folder_of(data, data_dir, path), tokenizer, sequence_length)
+            own = held_out_of(pairs, data.held_out, held_out=held_out)
+            return InstructionStream(own, sequence_length, seed, tokenizer.separator)
+        corpus: Corpus = open_corpus(data, data_dir, path)
+        if data.held_out:
+            corpus = trained_and_held_out(corpus, data.held_out)[held_out]
+        return SampleStream(corpus, sequence_length, seed)
+
     if not data.mixture:
-        return SampleStream(open_corpus(data, data_dir), sequence_length, seed)
+        return stream()
     try:
         mixture = Mixture([part.weight for part in data.mixture], seed)
     except ValueError as error:
         raise CorpusError(f"`data.mixture`: {error}") from error
-    streams = [SampleStream(open_corpus(data, data_dir, part.path), sequence_length, seed) for part in data.mixture]
-    return MixedStream(streams, mixture)
+    return MixedStream([stream(part.path) for part in data.mixture], mixture)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import DOWN, UP
 from meshwright_worker.precision import PARAMETER_DTYPE
 
 _RESIDUAL_OUTPUTS = (
@@ -33,9 +34,10 @@ def materialize(stage: DecoderStage, device: torch.device) -> None:
 def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torch.device) -> None:
     """Give a stage that was built on the meta device its memory on `device` and its initial weights.
 
-    Norms are 1. Matrices are normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that
-    write to the residual stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed
-    0.02 makes narrow models lose their first hundred steps. Buffers, the balancing biases of routers, are 0.
+    Norms are 1, biases 0; of an adapter one matrix is 0 and the other has deviation 1 / sqrt(inputs). Matrices are
+    normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that write to the residual
+    stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed 0.02 makes narrow models lose
+    their first hundred steps. Buffers, the balancing biases of routers, are 0.
     """
     materialize(stage, device)
     with torch.no_grad():
@@ -44,11 +46,11 @@ def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torc
         for name, parameter in stage.named_parameters():
             local, box = local_shard(parameter)
             if parameter.ndim < 3:
-                local.copy_(_draw(name, parameter.shape, model, seed)[box])
+                local.copy_(draw(name, parameter.shape, model, seed)[box])
                 continue
             first, *inner = box
             for row, expert in enumerate(range(*first.indices(parameter.shape[0]))):
-                drawn = _draw(name, parameter.shape[1:], model, seed, expert)
+                drawn = draw(name, parameter.shape[1:], model, seed, expert)
                 local[row].copy_(drawn[tuple(inner)])
 
 
@@ -65,13 +67,18 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
     return local, box
 
 
-def _draw(name: str, shape: torch.Size, model: Architecture, seed: int, expert: int | None = None) -> torch.Tensor:
+def draw(name: str, shape: torch.Size, model: Architecture, seed: int, expert: int | None = None) -> torch.Tensor:
+    """The initial value of the whole parameter of that name, or of one expert's part, in the format of parameters."""
+    if name.endswith((".bias", UP)):
+        return torch.zeros(shape, dtype=PARAMETER_DTYPE)
     if len(shape) == 1:
         return torch.ones(shape, dtype=PARAMETER_DTYPE)
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     hashed = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
     deviation = math.sqrt(0.4 / model.hidden_size)
-    if name.endswith(_RESIDUAL_OUTPUTS):
+    if name.endswith(DOWN):
+        deviation = shape[1] ** -0.5
+    elif name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * model.layers)
     return torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)

@@ -1,4 +1,4 @@
-"""The layers of a Llama-style decoder (arXiv 2302.13971): RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The layers of a decoder: those of Llama (arXiv 2302.13971), and what GPT, Qwen and DeepSeek have in their place.
 
 Every layer computes in the format of its input and casts its fp32 parameters to it, on whatever part of them this rank
 holds: head counts are read from the tensors, so the same code runs on all heads and on one rank's share of them.
@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshwright.api.shape import Activation, Norm
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import IGNORED, Places
 from meshwright_worker.models.deferred import linear
+from meshwright_worker.models.rotary import RotaryEmbedding
 from meshwright_worker.precision import wide
 
 
@@ -23,14 +25,20 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Linear(nn.Linear):
-    """A matrix product in the format of its input; no bias."""
+    """A matrix product in the format of its input."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    adds_bias = True
+    """False where ranks hold parts of a sum: whoever adds the parts up adds the bias, once."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        return linear(x, self.weight)
+        product = linear(x, self.weight)
+        if self.bias is None or not self.adds_bias:
+            return product
+        return product + local(self.bias).to(x.dtype)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -62,40 +70,50 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * local(self.weight).to(x.dtype)
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other as in Llama.
+class LayerNorm(nn.Module):
+    """Zero mean and unit variance, computed in at least fp32 (arXiv 1607.06450)."""
 
-    The table is no buffer: it is neither trained nor saved, and is computed when the first batch shows its length.
-    """
-
-    def __init__(self, head_size: int, theta: float) -> None:
+    def __init__(self, width: int, epsilon: float, *, bias: bool) -> None:
         super().__init__()
-        self.head_size = head_size
-        self.theta = theta
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.epsilon = epsilon
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Rotate x, [batch, length, heads, head_size], by `positions`, int64 [batch, length]; None for 0, 1, ..."""
-        cosine, sine = self._for(x) if positions is None else self._at(positions, x)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] -> [..., width]."""
+        normed = F.layer_norm(wide(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * local(self.weight).to(x.dtype)
+        return normed if self.bias is None else normed + local(self.bias).to(x.dtype)
 
-    def _for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = x.shape[1]
-        table = self._table
-        if table is None or table[0].shape[0] != positions or table[0].dtype != x.dtype or table[0].device != x.device:
-            table = self._table = self._at(torch.arange(positions, device=x.device), x)
-        return table
 
-    def _at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each [*positions.shape, 1, head_size / 2]."""
-        exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
-        angles = (positions.unsqueeze(-1) * self.theta**-exponents).unsqueeze(-2)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+def norm_of(model: Architecture) -> nn.Module:
+    """A norm of the residual stream."""
+    if model.norm is Norm.LAYER_NORM:
+        return LayerNorm(model.hidden_size, model.norm_epsilon, bias=model.biases)
+    return RMSNorm(model.hidden_size, model.norm_epsilon)
+
+
+class PositionEmbedding(nn.Embedding):
+    """A learned row a position (GPT)."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [batch, length] and their positions, None for 0, 1, ... -> [batch or 1, length, width]."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return F.embedding(positions, local(self.weight))
 
 
 class AttentionCore(nn.Module):
-    """Causal attention, each document of a row on its own. A module, so that context parallelism can replace it."""
+    """Attention, each document of a row on its own. A module, so that context parallelism can replace it.
+
+    Args:
+        causal: whether a token sees only those up to itself.
+        scale: factor of the scores; None for one over the root of the head size.
+    """
+
+    def __init__(self, *, causal: bool = True, scale: float | None = None) -> None:
+        super().__init__()
+        self.causal = causal
+        self.scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """Mix values.
@@ -111,13 +129,15 @@ class AttentionCore(nn.Module):
         """
         mask = None
         if places.documents is not None:
-            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).tril().unsqueeze(1)
+            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
+            mask = mask.tril() if self.causal else mask
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=self.causal and mask is None,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return mixed.transpose(1, 2)
@@ -126,49 +146,119 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention (arXiv 2305.13245)."""
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
+        biased = model.biases or model.attention_biases
         self.head_size = model.head_size
-        self.query = Linear(model.hidden_size, model.heads * model.head_size)
-        self.key = Linear(model.hidden_size, model.kv_heads * model.head_size)
-        self.value = Linear(model.hidden_size, model.kv_heads * model.head_size)
-        self.output = Linear(model.heads * model.head_size, model.hidden_size)
+        self.value_size = model.value_size
+        self.query = Linear(model.hidden_size, model.heads * model.head_size, bias=biased)
+        self.key = Linear(model.hidden_size, model.kv_heads * model.head_size, bias=biased)
+        self.value = Linear(model.hidden_size, model.kv_heads * model.value_size, bias=biased)
+        self.output = Linear(model.heads * model.value_size, model.hidden_size, bias=model.biases)
+        self.query_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
+        self.key_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.rotary = rotary
         self.core = AttentionCore()
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        query, key, value = (
-            projected.unflatten(-1, (-1, self.head_size)) for projected in (self.query(x), self.key(x), self.value(x))
-        )
-        query, key = self.rotary(query, places.positions), self.rotary(key, places.positions)
+        query = self.query(x).unflatten(-1, (-1, self.head_size))
+        key = self.key(x).unflatten(-1, (-1, self.head_size))
+        value = self.value(x).unflatten(-1, (-1, self.value_size))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            query, key = self.rotary(query, places.positions), self.rotary(key, places.positions)
+        projected: torch.Tensor = self.output(self.core(query, key, value, places).flatten(2))
+        return projected
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Keys and values are projected from one narrow latent; position is told by a part of queries and keys of its own,
+    of which all heads share the key's. Over a tensor group the projections into latents stay whole on every rank.
+    """
+
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
+        super().__init__()
+        latent = model.latent
+        if latent is None:
+            raise ValueError("the architecture has no latent attention")
+        self.kv_rank = latent.kv_rank
+        self.sizes = (model.head_size, latent.rope_size)
+        self.value_size = model.value_size
+        compresses = latent.query_rank > 0
+        self.query_down = Linear(model.hidden_size, latent.query_rank) if compresses else None
+        self.query_norm = RMSNorm(latent.query_rank, model.norm_epsilon) if compresses else None
+        self.query = Linear(latent.query_rank or model.hidden_size, model.heads * model.key_size)
+        self.kv_down = Linear(model.hidden_size, latent.kv_rank + latent.rope_size)
+        self.kv_norm = RMSNorm(latent.kv_rank, model.norm_epsilon)
+        self.kv = Linear(latent.kv_rank, model.heads * (model.head_size + model.value_size))
+        self.output = Linear(model.heads * model.value_size, model.hidden_size)
+        self.rotary = rotary
+        self.core = AttentionCore()
+
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        narrow = x
+        if self.query_down is not None and self.query_norm is not None:
+            narrow = self.query_norm(self.query_down(x))
+        query, turned = self.query(narrow).unflatten(-1, (-1, sum(self.sizes))).split(self.sizes, dim=-1)
+        latent, shared = self.kv_down(x).split((self.kv_rank, self.sizes[1]), dim=-1)
+        widths = (self.sizes[0], self.value_size)
+        key, value = self.kv(self.kv_norm(latent)).unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+        shared = shared.unsqueeze(2)
+        if self.rotary is not None:
+            turned, shared = self.rotary(turned, places.positions), self.rotary(shared, places.positions)
+        query = torch.cat((query, turned), dim=-1)
+        key = torch.cat((key, shared.expand(*key.shape[:-1], -1)), dim=-1)
         projected: torch.Tensor = self.output(self.core(query, key, value, places).flatten(2))
         return projected
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """Two matrices and a non-linearity between them, or SwiGLU's three (arXiv 2002.05202)."""
 
     def __init__(self, model: Architecture) -> None:
         super().__init__()
-        self.gate = Linear(model.hidden_size, model.intermediate_size)
-        self.up = Linear(model.hidden_size, model.intermediate_size)
-        self.down = Linear(model.intermediate_size, model.hidden_size)
+        hidden, width = model.hidden_size, model.intermediate_size
+        self.gate = Linear(hidden, width, bias=model.biases) if model.gated else None
+        self.up = Linear(hidden, width, bias=model.biases)
+        self.down = Linear(width, hidden, bias=model.biases)
+        self.activation = model.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        projected: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            widened = activate(self.up(x), self.activation)
+        else:
+            widened = activate(self.gate(x), self.activation) * self.up(x)
+        projected: torch.Tensor = self.down(widened)
         return projected
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The non-linearity of a feed-forward layer."""
+    match activation:
+        case Activation.SILU:
+            return F.silu(x)
+        case Activation.RELU:
+            return F.relu(x)
+        case Activation.GELU:
+            return F.gelu(x)
+        case Activation.GELU_TANH:
+            return F.gelu(x, approximate="tanh")
 
 
 class Block(nn.Module):
     """A pre-norm residual block."""
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding, feed_forward: nn.Module) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
-        self.attention = Attention(model, rotary)
-        self.feed_forward_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+        self.attention_norm = norm_of(model)
+        self.attention = Attention(model, rotary) if model.latent is None else LatentAttention(model, rotary)
+        self.feed_forward_norm = norm_of(model)
         self.feed_forward = feed_forward
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:

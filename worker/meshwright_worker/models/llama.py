@@ -1,4 +1,4 @@
-"""One pipeline stage of a Llama-style decoder; the whole model is the one stage of one.
+"""One pipeline stage of a decoder; the whole model is the one stage of one.
 
 A stage makes only its own layers, and names them by their index in the model: a parameter has the same name in every
 layout, which is what initial weights and checkpoints go by.
@@ -13,7 +13,8 @@ from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
 from meshwright_worker.models.experts import feed_forward_of
-from meshwright_worker.models.layers import Block, Linear, RMSNorm, RotaryEmbedding, TokenEmbedding, TokenLoss
+from meshwright_worker.models.layers import Block, Linear, PositionEmbedding, TokenEmbedding, TokenLoss, norm_of
+from meshwright_worker.models.rotary import RotaryEmbedding
 
 
 class DecoderStage(nn.Module):
@@ -38,13 +39,16 @@ class DecoderStage(nn.Module):
         self.is_last = stage == stages - 1
         self.compute = compute
         self.tied = model.tie_embeddings
-        rotary = RotaryEmbedding(model.head_size, model.rope_theta)
+        rotates = model.rope_size > 0
+        rotary = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling) if rotates else None
         if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
+        if self.is_first:
+            self.positions = PositionEmbedding(model.positions, model.hidden_size) if model.positions else None
         own = split_layers(model.layers, stages)[stage] if own is None else own
         self.layers = nn.ModuleDict({str(index): Block(model, rotary, feed_forward_of(model, index)) for index in own})
         if self.is_last:
-            self.norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+            self.norm = norm_of(model)
             self.output = Linear(model.hidden_size, model.vocab_size)
             self.loss = TokenLoss()
         self.tie()
@@ -69,10 +73,11 @@ class DecoderStage(nn.Module):
             Hidden states; from the last stage the loss summed over all targets, fp32 [], if it was given targets, and
             logits [batch, positions, vocabulary] otherwise.
         """
+        places = places or Places()
         if self.is_first:
-            x = self.embedding(x).to(self.compute)
+            x = self._embedded(x, places)
         for layer in self.layers.values():
-            x = layer(x, places or Places())
+            x = layer(x, places)
         if not self.is_last:
             return x
         logits: torch.Tensor = self.output(self.norm(x))
@@ -80,3 +85,10 @@ class DecoderStage(nn.Module):
             return logits
         loss: torch.Tensor = self.loss(logits, targets)
         return loss
+
+    def _embedded(self, tokens: torch.Tensor, places: Places) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens).to(self.compute)
+        if self.positions is None:
+            return x
+        placed: torch.Tensor = self.positions(tokens, places.positions).to(self.compute)
+        return x + placed

@@ -10,6 +10,8 @@ every operator then goes through its dispatcher, which costs the host more than 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,12 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwright_worker.models.experts import MixtureOfExperts
+from meshwright_worker.models.layers import Linear, PositionEmbedding, local
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
 from meshwright_worker.parallel.collectives import enter, leave
 from meshwright_worker.parallel.expert import routers_of, routes_slices
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
+
+_SUMMED = ("output", "down")
+"""Matrices of a sub-layer that are split by columns: ranks hold parts of a sum, to which the bias is added once."""
+_WHOLE = ("query_down", "kv_down", "query_norm", "key_norm", "kv_norm")
+"""What every rank of a tensor group holds whole, and uses for its own heads."""
+_WHOLE_OF_ADAPTER = (DOWN, UP)
+"""Of an adapter, what stays whole beside a matrix that is split by rows, and by columns."""
 
 
 def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence: bool) -> None:
@@ -32,46 +43,64 @@ def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence
     """
     group = tensor.get_group()
     for block in stage.layers.values():
-        attention = block.get_submodule("attention")
-        for name in ("query", "key", "value"):
-            _split(attention.get_submodule(name), tensor, _ROWS)
-        _split(attention.get_submodule("output"), tensor, _COLUMNS)
-        for module in (attention, _split_feed_forward(block.get_submodule("feed_forward"), tensor)):
-            if module is not None:
-                _enter_before(module, group, sequence)
-                _leave_after(module, group, sequence)
+        _split_sublayer(block.get_submodule("attention"), tensor, sequence)
+        _split_feed_forward(block.get_submodule("feed_forward"), tensor, sequence)
     if stage.is_first or (stage.is_last and stage.tied):
         _split(stage.embedding, tensor, _ROWS)
     if stage.is_first:
-        rows = stage.embedding.num_embeddings // group.size()
-        stage.embedding.first_row = rows * group.rank()
+        stage.embedding.first_row = first_of_part(stage.embedding.num_embeddings, group)
         _leave_after(stage.embedding, group, sequence)
+        if stage.positions is not None and sequence:
+            _keep_own_positions(stage.positions, group)
     if stage.is_last:
-        columns = stage.output.out_features // group.size()
-        stage.loss = SplitTokenLoss(columns * group.rank(), group)
+        stage.loss = SplitTokenLoss(first_of_part(stage.output.out_features, group), group)
         _split(stage.output, tensor, _ROWS)
         _enter_before(stage.output, group, sequence)
     stage.tie()
 
 
-def _split_feed_forward(module: nn.Module, tensor: DeviceMesh) -> nn.Module | None:
-    """Split a feed-forward layer, of a mixture the shared experts; returns what works on the whole residual stream."""
-    dense, around = (module.shared, module) if isinstance(module, MixtureOfExperts) else (module, module)
-    if dense is not None:
-        for name in ("gate", "up"):
-            _split(dense.get_submodule(name), tensor, _ROWS)
-        _split(dense.get_submodule("down"), tensor, _COLUMNS)
-    return dense if isinstance(module, MixtureOfExperts) and routes_slices(module) else around
+def first_of_part(size: int, group: dist.ProcessGroup) -> int:
+    """Where this rank's part of a dimension begins; where it does not divide, the last parts are smaller."""
+    return -(-size // group.size()) * group.rank()
 
 
 def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parameter]:
-    """The parameters of which each rank of a tensor group has only its positions' gradient: it has to be summed there.
+    """The parameters of which each rank of a tensor group has a part of the gradient alone: it has to be summed there.
 
-    Under sequence parallelism these are the norms: they are whole on every rank but see a slice of the positions. And
-    always the routers, which each rank learns from its own positions or through its own part of the experts.
+    Inside attention these are the norms of heads and what makes latents: whole on every rank, used for its own heads
+    alone; of an adapter it is the matrix that is not split. Under sequence parallelism, further, what works on the
+    residual stream and sees a slice of the positions. And always the routers, which each rank learns from its own
+    positions or through its own part of the experts.
     """
-    norms = [parameter for parameter in stage.parameters() if parameter.ndim == 1] if sequence else []
-    return [*norms, *routers_of(stage)]
+    inside = [
+        parameter
+        for block in stage.layers.values()
+        for name, module in block.get_submodule("attention").named_children()
+        if name in _WHOLE
+        for parameter in module.parameters()
+    ]
+    inside += [*_of_adapters(stage), *routers_of(stage)]
+    return inside + (_on_residual_stream(stage) if sequence else [])
+
+
+def _of_adapters(stage: DecoderStage) -> list[nn.Parameter]:
+    return [
+        module.get_parameter(_WHOLE_OF_ADAPTER[path.rpartition(".")[2] in _SUMMED])
+        for path, module in stage.named_modules()
+        if isinstance(module, AdaptedLinear)
+    ]
+
+
+def _on_residual_stream(stage: DecoderStage) -> list[nn.Parameter]:
+    modules = [module for module in stage.modules() if isinstance(module, PositionEmbedding)]
+    found = [parameter for module in modules for parameter in module.parameters()]
+    for path, module in stage.named_modules():
+        name = path.rpartition(".")[2]
+        if name in ("norm", "attention_norm", "feed_forward_norm"):
+            found += module.parameters()
+        elif name in _SUMMED and module.bias is not None:
+            found.append(module.bias)
+    return found
 
 
 def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:
@@ -80,19 +109,61 @@ def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:
     Autograd through a DTensor costs the host a third of a millisecond for every use of a parameter. FSDP needs its
     parameters distributed; where there is none, nothing does.
     """
-    distributed: dict[str, DTensor] = {n: p for n, p in stage.named_parameters() if isinstance(p, DTensor)}
-    for name, value in distributed.items():
-        path, _, leaf = name.rpartition(".")
-        stage.get_submodule(path).register_parameter(leaf, nn.Parameter(value.to_local().detach()))
+    distributed = hold_local_parts(stage)
     stage.tie()
     return distributed
 
 
+def hold_local_parts(module: nn.Module) -> dict[str, DTensor]:
+    """`compute_on_local` for any module."""
+    distributed: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    for name, value in distributed.items():
+        path, _, leaf = name.rpartition(".")
+        part = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
+        module.get_submodule(path).register_parameter(leaf, part)
+    return distributed
+
+
+def _split_sublayer(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> None:
+    summed = _split_matrices(module, tensor)
+    _enter_before(module, tensor.get_group(), sequence)
+    _leave_after(module, tensor.get_group(), sequence, summed)
+
+
+def _split_feed_forward(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> None:
+    """Split a feed-forward layer, of a mixture the shared experts: the others are split where they are spread."""
+    if not isinstance(module, MixtureOfExperts):
+        _split_sublayer(module, tensor, sequence)
+        return
+    if module.shared is not None:
+        _split_matrices(module.shared, tensor)
+    # Where a mixture routes slices of the positions, the shared experts alone work on the whole residual stream.
+    whole = module.shared if routes_slices(module) else module
+    if whole is not None:
+        _enter_before(whole, tensor.get_group(), sequence)
+        _leave_after(whole, tensor.get_group(), sequence)
+
+
+def _split_matrices(module: nn.Module, tensor: DeviceMesh) -> list[Linear]:
+    """Split the matrices of a sub-layer; those whose outputs are parts of a sum."""
+    summed = []
+    for name, child in module.named_children():
+        if name in _SUMMED and isinstance(child, Linear):
+            _split(child, tensor, _COLUMNS)
+            child.adds_bias = False
+            summed.append(child)
+        elif isinstance(child, Linear) and name not in _WHOLE:
+            _split(child, tensor, _ROWS)
+    return summed
+
+
 def _split(module: nn.Module, tensor: DeviceMesh, placement: Shard) -> None:
-    whole = module.get_parameter("weight")
-    # No source rank: every rank takes its own part of what it has, and weights are drawn later.
-    split = distribute_tensor(whole.detach(), tensor, [placement], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(split))
+    for name, whole in list(module.named_parameters(recurse=False)):
+        if whole.ndim <= placement.dim or name == _WHOLE_OF_ADAPTER[placement == _COLUMNS]:
+            continue
+        # No source rank: every rank takes its own part of what it has, and weights are drawn later.
+        split = distribute_tensor(whole.detach(), tensor, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def _enter_before(module: nn.Module, group: dist.ProcessGroup, sequence: bool) -> None:
@@ -102,8 +173,19 @@ def _enter_before(module: nn.Module, group: dist.ProcessGroup, sequence: bool) -
     module.register_forward_pre_hook(hook)
 
 
-def _leave_after(module: nn.Module, group: dist.ProcessGroup, sequence: bool) -> None:
+def _leave_after(module: nn.Module, group: dist.ProcessGroup, sequence: bool, biased: Sequence[Linear] = ()) -> None:
     def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return leave(output, group, sequence=sequence)
+        x = leave(output, group, sequence=sequence)
+        for linear in biased:
+            if linear.bias is not None:
+                x = x + local(linear.bias).to(x.dtype)
+        return x
+
+    module.register_forward_hook(hook)
+
+
+def _keep_own_positions(module: nn.Module, group: dist.ProcessGroup) -> None:
+    def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.chunk(group.size(), dim=1)[group.rank()]
 
     module.register_forward_hook(hook)

@@ -1,0 +1,50 @@
+"""Parts of a model's shape that the API and the architecture say alike."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+
+
+class Norm(StrEnum):
+    """What normalises the residual stream before each sub-layer."""
+
+    RMS_NORM = "RMSNorm"
+    LAYER_NORM = "LayerNorm"
+
+
+class Activation(StrEnum):
+    """The feed-forward layer's non-linearity."""
+
+    SILU = "SiLU"
+    GELU = "GELU"
+    GELU_TANH = "GELUTanh"
+    RELU = "ReLU"
+
+
+class LatentSpec(ApiModel):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of a latent."""
+
+    kv_rank: Annotated[int, Field(ge=1, le=65536)]
+    """Width of the latent that keys and values are projected from."""
+    rope_size: Annotated[int, Field(ge=2, le=4096)]
+    """Width of the rotary part of queries and keys, one key for all heads. Must be even."""
+    query_rank: Annotated[int, Field(ge=0, le=65536)] = 0
+    """Width of the latent that queries are projected from; 0 projects them from the residual stream."""
+
+
+class RopeScalingSpec(ApiModel):
+    """Llama 3.1's rescaling of rotary frequencies for long contexts (arXiv 2407.21783, section 3.4.2)."""
+
+    factor: Annotated[float, Field(ge=1, le=4096)]
+    """By how much the lowest frequencies are slowed down."""
+    low_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 1.0
+    """Wavelengths above `originalLength` over this are slowed down fully."""
+    high_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 4.0
+    """Wavelengths below `originalLength` over this stay as they are; in between it changes smoothly."""
+    original_length: Annotated[int, Field(ge=1, le=16777216)] = 8192
+    """Length that the model was first trained on, in tokens."""

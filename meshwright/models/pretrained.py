@@ -1,0 +1,254 @@
+"""Between a Hugging Face `config.json` and the architecture that the runtime builds, in both directions.
+
+What the runtime cannot build exactly is refused: logits would differ from the published model's without any sign.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface import ConfigError, Fields
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+_NAMES = {
+    Activation.SILU: "silu",
+    Activation.GELU: "gelu",
+    Activation.GELU_TANH: "gelu_new",
+    Activation.RELU: "relu",
+}
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def read_architecture(path: Path) -> Architecture:
+    """The architecture that a `config.json` describes.
+
+    Raises:
+        ConfigError: it is no JSON object, or describes a model that the runtime does not build.
+        OSError: the file cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} must hold a JSON object, not {type(found).__name__}")
+    return architecture_of(found)
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a configuration describes.
+
+    Raises:
+        ConfigError: a field is missing or of a wrong type, or the runtime does not build such a model.
+    """
+    kind = config.get("model_type")
+    fields = Fields(config)
+    if kind == "gpt2":
+        return _gpt2(fields)
+    if kind in _LLAMA_LIKE:
+        return _llama(fields, str(kind), config)
+    if kind == "deepseek_v2" and not config.get("n_routed_experts"):
+        return _deepseek(fields, config)
+    known = ", ".join(["gpt2", *_LLAMA_LIKE, "deepseek_v2 without experts"])
+    raise ConfigError(f"`model_type` {kind!r} is not built by this runtime: known are {known}")
+
+
+def config_of(model: Architecture) -> dict[str, Any]:
+    """The `config.json` of an architecture, as transformers reads it.
+
+    Raises:
+        ConfigError: no model type there has this shape.
+    """
+    if model.mixture is not None:
+        raise ConfigError("`model.mixture` has no export yet: dense models alone are written")
+    if model.norm is Norm.LAYER_NORM:
+        return _config_of_gpt2(model)
+    if model.latent is not None:
+        return _config_of_deepseek(model)
+    if model.value_size != model.head_size or not model.gated or model.positions:
+        raise ConfigError("no Hugging Face model type has this shape: `valueSize`, `gated` or `positions` differ")
+    if model.query_key_norms and model.attention_biases:
+        raise ConfigError("no Hugging Face model type has both `queryKeyNorms` and `attentionBiases`")
+    kind = "qwen3" if model.query_key_norms else "qwen2" if model.attention_biases else "llama"
+    if kind == "qwen2" and model.head_size * model.heads != model.hidden_size:
+        raise ConfigError("no Hugging Face model type has `attentionBiases` and another `headSize` than its share")
+    classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    return {"model_type": kind, "architectures": [classes[kind]], **_numbers(model), "head_dim": model.head_size}
+
+
+def _gpt2(fields: Fields) -> Architecture:
+    hidden, heads = fields.number("n_embd"), fields.number("n_head")
+    if fields.flag("scale_attn_by_inverse_layer_idx", False) or not fields.flag("scale_attn_weights", True):
+        raise ConfigError("`scale_attn_by_inverse_layer_idx` and unscaled attention are not built by this runtime")
+    return Architecture(
+        layers=fields.number("n_layer"),
+        hidden_size=hidden,
+        intermediate_size=fields.number("n_inner", 4 * hidden),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=fields.number("vocab_size"),
+        norm_epsilon=fields.real("layer_norm_epsilon", 1e-5),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
+        gated=False,
+        activation=_activation(fields.text("activation_function") or "gelu_new"),
+        norm=Norm.LAYER_NORM,
+        biases=True,
+        positions=fields.number("n_positions", 1024),
+    )
+
+
+def _llama(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture:
+    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
+    slides = kind == "mistral" or fields.flag("use_sliding_window", False)
+    if slides and fields.number("sliding_window", 0):
+        raise ConfigError(
+            "`sliding_window` is not built by this runtime: set it to null if no sequence is longer than the window"
+        )
+    if fields.flag("attention_bias", False) or fields.flag("mlp_bias", False):
+        raise ConfigError("`attention_bias` and `mlp_bias` are not built by this runtime for these model types")
+    size = fields.number("head_dim", 0) or hidden // max(1, heads)
+    return Architecture(
+        layers=fields.number("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=fields.number("intermediate_size"),
+        heads=heads,
+        kv_heads=fields.number("num_key_value_heads", heads),
+        vocab_size=fields.number("vocab_size"),
+        rope_theta=_theta(fields, config),
+        norm_epsilon=fields.real("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        head_size=size,
+        activation=_activation(fields.text("hidden_act") or "silu"),
+        attention_biases=kind == "qwen2",
+        query_key_norms=kind == "qwen3",
+        rope_scaling=_scaling(config),
+    )
+
+
+def _deepseek(fields: Fields, config: Mapping[str, Any]) -> Architecture:
+    heads = fields.number("num_attention_heads")
+    if fields.flag("attention_bias", False):
+        raise ConfigError("`attention_bias` is not built by this runtime for this model type")
+    return Architecture(
+        layers=fields.number("num_hidden_layers"),
+        hidden_size=fields.number("hidden_size"),
+        intermediate_size=fields.number("intermediate_size"),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=fields.number("vocab_size"),
+        rope_theta=_theta(fields, config),
+        norm_epsilon=fields.real("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        head_size=fields.number("qk_nope_head_dim"),
+        value_size=fields.number("v_head_dim"),
+        activation=_activation(fields.text("hidden_act") or "silu"),
+        latent=LatentSpec(
+            kv_rank=fields.number("kv_lora_rank"),
+            rope_size=fields.number("qk_rope_head_dim"),
+            query_rank=fields.number("q_lora_rank", 0),
+        ),
+        rope_scaling=_scaling(config),
+    )
+
+
+def _activation(name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"activation {name!r} is not built by this runtime: known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _theta(fields: Fields, config: Mapping[str, Any]) -> float:
+    # transformers 5 moved the base into `rope_parameters`.
+    inner = config.get("rope_parameters")
+    return Fields(inner).real("rope_theta", 10000.0) if isinstance(inner, dict) else fields.real("rope_theta", 10000.0)
+
+
+def _scaling(config: Mapping[str, Any]) -> RopeScalingSpec | None:
+    found = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(found, dict):
+        return None
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ConfigError(f"`rope_scaling` of type {kind!r} is not built by this runtime: known are default, llama3")
+    fields = Fields(found)
+    return RopeScalingSpec(
+        factor=fields.real("factor", 8.0),
+        low_frequency_factor=fields.real("low_freq_factor", 1.0),
+        high_frequency_factor=fields.real("high_freq_factor", 4.0),
+        original_length=fields.number("original_max_position_embeddings", 8192),
+    )
+
+
+def _numbers(model: Architecture) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "vocab_size": model.vocab_size,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_act": _NAMES[model.activation],
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        },
+    }
+
+
+def _config_of_gpt2(model: Architecture) -> dict[str, Any]:
+    plain = model.kv_heads == model.heads and model.head_size * model.heads == model.hidden_size
+    if model.gated or not model.biases or not model.positions or not plain or model.value_size != model.head_size:
+        raise ConfigError("no Hugging Face model type has `LayerNorm` and this shape; GPT-2 is the nearest")
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": model.layers,
+        "n_embd": model.hidden_size,
+        "n_head": model.heads,
+        "n_inner": model.intermediate_size,
+        "n_positions": model.positions,
+        "vocab_size": model.vocab_size,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "activation_function": _NAMES[model.activation],
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+
+
+def _config_of_deepseek(model: Architecture) -> dict[str, Any]:
+    latent = model.latent
+    if latent is None or not model.gated:
+        raise ConfigError("no Hugging Face model type has `latent` and this shape; DeepSeek-V2 is the nearest")
+    return {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **_numbers(model),
+        "first_k_dense_replace": model.layers,
+        "qk_nope_head_dim": model.head_size,
+        "qk_rope_head_dim": latent.rope_size,
+        "v_head_dim": model.value_size,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.query_rank or None,
+    }

@@ -1,0 +1,79 @@
+"""Evaluation while training: the same held-out loss in every layout, and no trace of it in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.api.data import DataSpec
+from meshwright.protocol import RunConfig
+from meshwright_worker.data.corpus import CorpusError, open_corpus
+from meshwright_worker.data.held_out import trained_and_held_out
+from meshwright_worker.task import StepReport
+from tests.distributed.cases import train_fully
+from tests.distributed.configs import small_run
+from tests.distributed.pool import RankPool
+
+EVERY = {"evaluation": {"every_steps": 2, "samples": 10}}
+
+
+def run_of(evaluated: bool = True, **layout: Any) -> RunConfig:
+    run = small_run(**layout, steps=5, training=EVERY if evaluated else None)
+    assert run.data is not None
+    return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2})})
+
+
+def reports(pool: RankPool, run: RunConfig, text: Path) -> list[StepReport]:
+    ranks = pool.run(train_fully, run, data_dir=text)
+    found: list[StepReport] = ranks[0][1].reports
+    for _, recorder in ranks:
+        assert [r.evaluation_loss for r in recorder.reports] == [r.evaluation_loss for r in found]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool, text: Path) -> list[StepReport]:
+    return reports(pool, run_of(), text)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "zero": 2},
+        {"tensor": 2, "data": 2, "zero": 3},
+        {"tensor": 2, "pipeline": 2},
+        {"pipeline": 2, "sequence": False},
+    ],
+    ids=str,
+)
+def test_every_layout_evaluates_alike(
+    pool: RankPool, text: Path, alone: list[StepReport], layout: dict[str, Any]
+) -> None:
+    assert [report.step for report in alone if report.evaluation_loss is not None] == [2, 4, 5]
+    for got, want in zip(reports(pool, run_of(**layout), text), alone, strict=True):
+        assert (got.evaluation_loss is None) == (want.evaluation_loss is None)
+        if want.evaluation_loss is not None:
+            assert got.evaluation_loss == pytest.approx(want.evaluation_loss, rel=1e-5)
+        assert got.loss == pytest.approx(want.loss, rel=1e-5)
+
+
+def test_evaluation_leaves_no_trace_in_training(pool: RankPool, text: Path, alone: list[StepReport]) -> None:
+    without = reports(pool, run_of(evaluated=False), text)
+    assert [report.loss for report in without] == [report.loss for report in alone]
+    sharded = {"data": 2, "zero": 2}
+    evaluated = reports(pool, run_of(**sharded), text)
+    without = reports(pool, run_of(evaluated=False, **sharded), text)
+    assert [report.loss for report in without] == [report.loss for report in evaluated]
+
+
+def test_what_is_held_out_is_whole_documents_at_the_end(text: Path) -> None:
+    corpus = open_corpus(DataSpec(claim_name="text", pattern="**/*.py"), str(text))
+    trained, held = trained_and_held_out(corpus, 0.3)
+    assert len(trained) + len(held) == len(corpus)
+    assert 0 < len(held) <= 0.3 * len(corpus) + 1
+    assert trained.tokens(len(trained) - 1, len(trained))[0] == corpus.separator
+    assert bytes(held.tokens(0, 14).astype("uint8")) == b"def function_6"
+    with pytest.raises(CorpusError, match="`data.heldOut: 0.0001` holds out nothing"):
+        trained_and_held_out(corpus, 0.0001)

@@ -1,0 +1,108 @@
+"""Generation with the model split over ranks: the logits of one process, and its text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.api.spec import Precision
+from meshwright.protocol import RunConfig
+from meshwright_worker.checkpoint.whole import find_checkpoint
+from meshwright_worker.generation.model import load_split, load_whole, run_of
+from meshwright_worker.generation.sample import sample
+from meshwright_worker.mesh import joined
+from meshwright_worker.task import RankTask
+from tests.distributed.cases import train_fully
+from tests.distributed.configs import small_run
+from tests.distributed.pool import RankPool, free_port
+from tests.parity.cases.models import GPT, LATENT_QUERIES, QWEN3
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt": {**GPT, "tie_embeddings": True},
+    "qwen": QWEN3,
+    "latent": LATENT_QUERIES,
+    "lora": {"training": {"lora": {"rank": 2}, "steps": 2}},
+}
+CUTS = [5, 1, 1, 3]
+
+
+def tokens_to_read() -> torch.Tensor:
+    return torch.randint(0, 260, (2, sum(CUTS)), generator=torch.Generator().manual_seed(5))
+
+
+def generate_split(task: RankTask, directory: str) -> tuple[torch.Tensor, list[int], int]:
+    """Logits of a text read in pieces, a text that is sampled, and how many parameters this rank holds."""
+    checkpoint, manifest = find_checkpoint(Path(directory))
+    with joined(task) as mesh:
+        model = load_split(checkpoint, manifest, task.run, mesh, 16)
+        logits = torch.cat([model.read(part) for part in tokens_to_read().split(CUTS, dim=1)], dim=1)
+        model.clear()
+        written = sample(model, [100, 101], 20, 0.8, 1)
+        held = sum(parameter.numel() for parameter in model._stage.parameters())
+        return logits, written, held
+
+
+def split_run(directory: Path, **layout: int) -> RunConfig:
+    run = small_run(**layout)
+    _, manifest = find_checkpoint(directory)
+    return run_of(manifest, run.layout, Precision.FP64)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(
+    request: pytest.FixtureRequest, pool: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    run = small_run(**{"steps": 2, **MODELS[request.param]})
+    pool.run(train_fully, run, checkpoint_dir=directory, data_dir=text)
+    return directory
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+def test_split_logits_are_those_of_one_process(pool: RankPool, trained: Path, layout: dict[str, int]) -> None:
+    checkpoint, manifest = find_checkpoint(trained)
+    alone = load_whole(checkpoint, manifest, Precision.FP64, 16)
+    want = alone.read(tokens_to_read())
+    alone.clear()
+    text = sample(alone, [100, 101], 20, 0.8, 1)
+    whole = sum(parameter.numel() for parameter in alone._stage.parameters())
+    for logits, written, held in pool.run(generate_split, split_run(trained, **layout), str(trained)):
+        torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-7)
+        assert written == text
+        assert held < whole * 0.8
+
+
+def test_ranks_started_by_torchrun_write_what_one_process_writes(trained: Path) -> None:
+    if "llama" not in trained.name:
+        pytest.skip("one model shows the command line")
+    command = ["-m", "meshwright_worker.generate", "--checkpoint", str(trained), "--tokens", "12", "--temperature", "0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    alone = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=True, env=environment, timeout=240
+    )
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command, "--tensor", "2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **environment,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(2)
+    ]
+    written = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert written == [alone.stdout, ""]

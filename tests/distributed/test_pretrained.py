@@ -1,0 +1,107 @@
+"""Published weights into any layout and out of its checkpoints again; adapters in checkpoints of any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.models.pretrained import architecture_of
+from meshwright.protocol import RunConfig
+from meshwright_worker.checkpoint.whole import CheckpointTensors, find_checkpoint
+from meshwright_worker.mesh import joined
+from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.pretrained.export import export
+from meshwright_worker.pretrained.files import TensorFiles
+from meshwright_worker.step import Trainer
+from meshwright_worker.task import Outcome, RankTask
+from meshwright_worker.train import begin_from_weights
+from meshwright_worker.validate import validate
+from tests.distributed.cases import train_fully, whole_of
+from tests.distributed.configs import small_run
+from tests.distributed.pool import RankPool
+from tests.pretrained.published import DEEPSEEK, GPT2, LLAMA, QWEN2, random_weights, write_model
+
+LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
+
+
+def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any], **training: Any) -> RunConfig:
+    model = architecture_of(config).model_dump(exclude={"name"})
+    return small_run(**layout, training={"initial_weights": str(directory), **training}, **model)
+
+
+def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
+    model, _, training = validate(task.run)
+    with joined(task) as mesh:
+        trainer = Trainer(task.run, model, training, mesh)
+        begin_from_weights(trainer, model, training, mesh)
+        return {shard.name: whole_of(shard, shard.local) for shard in (*trainer.shards, *trainer.frozen)}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (LLAMA, {"tensor": 2, "pipeline": 2}),
+        (QWEN2, {"tensor": 2, "data": 2, "zero": 3}),
+        (GPT2, {"tensor": 2, "data": 2, "zero": 3}),
+        (DEEPSEEK, {"tensor": 2, "pipeline": 2, "sequence": False}),
+    ],
+    ids=["llama", "qwen2", "gpt2", "deepseek"],
+)
+def test_every_layout_begins_from_the_published_weights(
+    pool: RankPool, tmp_path: Path, config: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    directory = write_model(tmp_path / "model", config, random_weights(config), files=2)
+    (alone,) = pool.run(weights_after_loading, published_run(config, directory, {}))
+    ranks = pool.run(weights_after_loading, published_run(config, directory, layout))
+    assert set().union(*ranks) == set(alone)
+    for rank in ranks:
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in rank.items())
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, GPT2, DEEPSEEK], ids=["llama", "qwen2", "gpt2", "deepseek"])
+def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Path, config: dict[str, Any]) -> None:
+    weights = random_weights(config)
+    directory = write_model(tmp_path / "model", config, weights)
+    # A rate of next to nothing: the checkpoint holds what was read, in the boxes of its layout.
+    optimizer = {"learning_rate": 1e-30, "weight_decay": 0.0}
+    run = published_run(config, directory, {"tensor": 2}, steps=1, optimizer=optimizer)
+    pool.run(train_fully, run, checkpoint_dir=tmp_path / "checkpoints", data_dir=text)
+    checkpoint, manifest = find_checkpoint(tmp_path / "checkpoints")
+    files = export(checkpoint, manifest, tmp_path / "out", dtype=torch.float32, file_bytes=40_000)
+    assert len(files) > 1
+    written = TensorFiles(tmp_path / "out")
+    assert set(written.names) == set(weights)
+    assert all(torch.equal(written.find(name).map(), tensor) for name, tensor in weights.items())
+    assert architecture_of(json.loads((tmp_path / "out" / "config.json").read_text())) == architecture_of(config)
+
+
+def test_adapters_train_resume_in_another_layout_and_merge(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA))
+    checkpoints = tmp_path / "checkpoints"
+    first = published_run(LLAMA, directory, {"tensor": 2, "pipeline": 2}, lora=LORA)
+    ranks = pool.run(train_fully, first, 0, 4, checkpoint_dir=checkpoints, data_dir=text)
+    assert {outcome for outcome, _ in ranks} == {Outcome.STOPPED}
+    second = published_run(LLAMA, directory, {"data": 2, "zero": 3}, lora=LORA)
+    ranks = pool.run(train_fully, second, checkpoint_dir=checkpoints, data_dir=text)
+    assert ranks[0][1].began_at == 4
+    (alone,) = pool.run(
+        train_fully, published_run(LLAMA, directory, {}, lora=LORA), checkpoint_dir=tmp_path / "alone", data_dir=text
+    )
+    assert [r.loss for r in ranks[0][1].reports] == pytest.approx([r.loss for r in alone[1].reports[4:]], rel=1e-5)
+
+    checkpoint, manifest = find_checkpoint(checkpoints)
+    stored = CheckpointTensors(checkpoint)
+    assert all(is_adapter(name) or is_adapter(name.rpartition(".")[0]) for name in stored.names)
+    export(checkpoint, manifest, tmp_path / "out", dtype=torch.float32, file_bytes=1 << 30)
+    before, after = TensorFiles(directory), TensorFiles(tmp_path / "out")
+    up = stored.read("model.layers.1.feed_forward.down.adapter_up")
+    down = stored.read("model.layers.1.feed_forward.down.adapter_down")
+    assert float(up.abs().max()) > 0
+    name = "layers.1.mlp.down_proj.weight"
+    torch.testing.assert_close(after.find(name).map(), before.find(name).map() + 4.0 / 2 * up @ down)
+    same = "layers.1.mlp.up_proj.weight"
+    assert torch.equal(after.find(same).map(), before.find(same).map())

@@ -1,0 +1,157 @@
+"""Small models in the published layout: configurations, and random weights under the published names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright_worker.checkpoint.safetensors import write_tensors
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 260,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "rope_scaling": None, "tie_word_embeddings": True}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "rope_scaling": None, "head_dim": 16}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 3,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_inner": None,
+    "n_positions": 24,
+    "vocab_size": 260,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+}
+DEEPSEEK: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key not in ("head_dim", "rope_scaling")},
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+}
+DEEPSEEK_LITE = {**DEEPSEEK, "q_lora_rank": None}
+
+
+def random_weights(
+    config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Weights of a configuration, all of a size that matters to the logits."""
+    shapes = _gpt2(config) if config["model_type"] == "gpt2" else _llama(config)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(shape, generator=generator) / (4 if len(shape) > 1 else 2)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def write_model(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], files: int = 1) -> Path:
+    """A model directory, with an index where there are several files."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        write_tensors(directory / "model.safetensors", weights, {"format": "pt"})
+        return directory
+    where = {}
+    for number in range(files):
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        part = {name: weights[name] for name in sorted(weights)[number::files]}
+        write_tensors(directory / file, part)
+        where |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return directory
+
+
+def _llama(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, width, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.mlp.gate_proj.weight": (width, hidden),
+            f"{at}.mlp.up_proj.weight": (width, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, width),
+        }
+        attention = _latent(config, hidden, heads) if "kv_lora_rank" in config else _plain(config, hidden, heads)
+        shapes |= {f"{at}.self_attn.{name}": shape for name, shape in attention.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def _plain(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
+    size, kv_heads = config["head_dim"], config["num_key_value_heads"]
+    outputs = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, hidden) for name, rows in outputs.items()}
+    shapes["o_proj.weight"] = (hidden, heads * size)
+    if config["model_type"] == "qwen2":
+        shapes |= {f"{name}.bias": (rows,) for name, rows in outputs.items()}
+    if config["model_type"] == "qwen3":
+        shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
+    return shapes
+
+
+def _latent(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    rank, queries = config["kv_lora_rank"], config["q_lora_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    if not queries:
+        return shapes | {"q_proj.weight": (heads * (nope + rope), hidden)}
+    return shapes | {
+        "q_a_proj.weight": (queries, hidden),
+        "q_a_layernorm.weight": (queries,),
+        "q_b_proj.weight": (heads * (nope + rope), queries),
+    }
+
+
+def _gpt2(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = config["n_embd"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (config["vocab_size"], hidden),
+        "transformer.wpe.weight": (config["n_positions"], hidden),
+    }
+    matrices = {
+        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_proj": (hidden, hidden),
+        "mlp.c_fc": (hidden, 4 * hidden),
+        "mlp.c_proj": (4 * hidden, hidden),
+    }
+    for layer in range(config["n_layer"]):
+        at = f"transformer.h.{layer}"
+        for name, shape in matrices.items():
+            shapes |= {f"{at}.{name}.weight": shape, f"{at}.{name}.bias": shape[1:]}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{at}.{name}.weight": (hidden,), f"{at}.{name}.bias": (hidden,)}
+    return shapes | {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}

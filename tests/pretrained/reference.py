@@ -1,0 +1,142 @@
+"""Published models' forward passes in plain torch, written from their own code and sharing none of the runtime's.
+
+They take a dictionary of tensors by published names, and the published configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Weights = dict[str, torch.Tensor]
+
+
+def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Llama, Qwen2 and Qwen3: logits [batch, length, vocabulary] of tokens [batch, length]."""
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    eps = config["rms_norm_eps"]
+    x = weights["model.embed_tokens.weight"][tokens]
+    batch, length = tokens.shape
+    cos, sin = _rotation(config, size, length, x.dtype)
+    for layer in range(config["num_hidden_layers"]):
+        w = {n.removeprefix(f"model.layers.{layer}."): t for n, t in weights.items() if f".layers.{layer}." in n}
+        h = _rms(x, w["input_layernorm.weight"], eps)
+        q, k, v = (
+            F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias")).view(
+                batch, length, -1, size
+            )
+            for n in "qkv"
+        )
+        if "self_attn.q_norm.weight" in w:
+            q, k = _rms(q, w["self_attn.q_norm.weight"], eps), _rms(k, w["self_attn.k_norm.weight"], eps)
+        q, k = q * cos + _half(q) * sin, k * cos + _half(k) * sin
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
+        x = x + F.linear(_attend(q, k, v), w["self_attn.o_proj.weight"])
+        h = _rms(x, w["post_attention_layernorm.weight"], eps)
+        gate, up = F.linear(h, w["mlp.gate_proj.weight"]), F.linear(h, w["mlp.up_proj.weight"])
+        x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return F.linear(_rms(x, weights["model.norm.weight"], eps), head)
+
+
+def gpt2(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """GPT-2: logits [batch, length, vocabulary]."""
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    batch, length = tokens.shape
+    size = config["n_embd"] // config["n_head"]
+    x = weights["wte.weight"][tokens] + weights["wpe.weight"][:length]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+    def matrix(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    for layer in range(config["n_layer"]):
+        at = f"h.{layer}"
+        q, k, v = (
+            t.view(batch, length, -1, size) for t in matrix(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn").chunk(3, dim=-1)
+        )
+        x = x + matrix(_attend(q, k, v), f"{at}.attn.c_proj")
+        h = matrix(norm(x, f"{at}.ln_2"), f"{at}.mlp.c_fc")
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + matrix(h, f"{at}.mlp.c_proj")
+    return norm(x, "ln_f") @ weights["wte.weight"].T
+
+
+def deepseek(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V2 with dense layers alone: neighbours are turned as complex numbers."""
+    nope, rope, width = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    eps, rank = config["rms_norm_eps"], config["kv_lora_rank"]
+    batch, length = tokens.shape
+    x = weights["model.embed_tokens.weight"][tokens]
+    steps = config["rope_theta"] ** -(torch.arange(0, rope, 2, dtype=torch.float32) / rope)
+    angles = torch.outer(torch.arange(length), steps)
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[None, :, None]
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    for layer in range(config["num_hidden_layers"]):
+        w = {n.removeprefix(f"model.layers.{layer}."): t for n, t in weights.items() if f".layers.{layer}." in n}
+        h = _rms(x, w["input_layernorm.weight"], eps)
+        if config["q_lora_rank"]:
+            narrow = _rms(F.linear(h, w["self_attn.q_a_proj.weight"]), w["self_attn.q_a_layernorm.weight"], eps)
+            q = F.linear(narrow, w["self_attn.q_b_proj.weight"])
+        else:
+            q = F.linear(h, w["self_attn.q_proj.weight"])
+        q = q.view(batch, length, -1, nope + rope)
+        latent, shared = F.linear(h, w["self_attn.kv_a_proj_with_mqa.weight"]).split((rank, rope), dim=-1)
+        latent = _rms(latent, w["self_attn.kv_a_layernorm.weight"], eps)
+        kv = F.linear(latent, w["self_attn.kv_b_proj.weight"]).view(batch, length, -1, nope + width)
+        shared = turned(shared.unsqueeze(2)).expand(-1, -1, q.shape[2], -1)
+        q = torch.cat((q[..., :nope], turned(q[..., nope:])), dim=-1)
+        k = torch.cat((kv[..., :nope], shared), dim=-1)
+        x = x + F.linear(_attend(q, k, kv[..., nope:]), w["self_attn.o_proj.weight"])
+        h = _rms(x, w["post_attention_layernorm.weight"], eps)
+        gate, up = F.linear(h, w["mlp.gate_proj.weight"]), F.linear(h, w["mlp.up_proj.weight"])
+        x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+    return F.linear(_rms(x, weights["model.norm.weight"], eps), weights["lm_head.weight"])
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def _rotation(config: dict[str, Any], size: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    scaling = config.get("rope_scaling")
+    if scaling:
+        frequencies = torch.tensor([_llama3(float(f), scaling) for f in frequencies], dtype=torch.float32)
+    angles = torch.outer(torch.arange(length).float(), frequencies)
+    both = torch.cat((angles, angles), dim=-1)[None, :, None]
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def _llama3(frequency: float, scaling: dict[str, Any]) -> float:
+    """As in Llama 3.1's own `apply_scaling`."""
+    old, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / frequency
+    if wavelength < old / high:
+        return frequency
+    if wavelength > old / low:
+        return frequency / factor
+    smooth = (old / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    length = q.shape[1]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)

@@ -1,0 +1,136 @@
+"""Published weights in the runtime's modules give the logits of the published model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.models.huggingface import ConfigError
+from meshwright.models.presets import PRESETS
+from meshwright.models.pretrained import architecture_of, config_of
+from meshwright_worker.models.initialize import materialize
+from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.shards import Shard
+from meshwright_worker.pretrained.files import PretrainedError, TensorFiles
+from meshwright_worker.pretrained.load import load_pretrained
+from tests.pretrained import reference
+from tests.pretrained.published import DEEPSEEK, DEEPSEEK_LITE, GPT2, LLAMA, QWEN2, QWEN3, random_weights, write_model
+
+Forward = Callable[[dict[str, torch.Tensor], dict[str, Any], torch.Tensor], torch.Tensor]
+MODELS: dict[str, tuple[dict[str, Any], Forward]] = {
+    "llama": (LLAMA, reference.llama),
+    "qwen2": (QWEN2, reference.llama),
+    "qwen3": (QWEN3, reference.llama),
+    "gpt2": (GPT2, reference.gpt2),
+    "deepseek": (DEEPSEEK, reference.deepseek),
+    "deepseek-lite": (DEEPSEEK_LITE, reference.deepseek),
+}
+
+
+def loaded(directory: Path, config: dict[str, Any]) -> DecoderStage:
+    model = architecture_of(config)
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.float64).double()
+    materialize(stage, torch.device("cpu"))
+    shards = [Shard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
+    load_pretrained(shards, model, directory)
+    return stage
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("files", [1, 3])
+def test_logits_are_those_of_the_published_model(tmp_path: Path, name: str, files: int) -> None:
+    config, forward = MODELS[name]
+    weights = random_weights(config)
+    stage = loaded(write_model(tmp_path / "model", config, weights, files), config)
+    tokens = torch.randint(0, 260, (2, 20), generator=torch.Generator().manual_seed(1))
+    want = forward({name: tensor.double() for name, tensor in weights.items()}, config, tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(stage(tokens), want, rtol=1e-5, atol=1e-5)
+
+
+def test_reading_a_bf16_file_keeps_every_bit(tmp_path: Path) -> None:
+    weights = random_weights(LLAMA, dtype=torch.bfloat16)
+    stage = loaded(write_model(tmp_path / "model", LLAMA, weights), LLAMA)
+    assert torch.equal(stage.output.weight.bfloat16(), weights["lm_head.weight"])
+
+
+def test_transformers_computes_the_same(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    weights = random_weights(LLAMA)
+    directory = write_model(tmp_path / "model", LLAMA, weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).double()
+    tokens = torch.randint(0, 260, (2, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(directory, LLAMA)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [config for config, _ in MODELS.values()], ids=MODELS)
+def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> None:
+    model = architecture_of(config)
+    assert architecture_of(config_of(model)) == model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "tiny-latent"])
+def test_a_preset_survives_both_directions(name: str) -> None:
+    model = PRESETS[name].model_copy(update={"name": ""})
+    assert architecture_of(config_of(model)) == model
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mamba"}, "`model_type` 'mamba'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "`rope_scaling` of type 'yarn'"),
+        ({"attention_bias": True}, "`attention_bias`"),
+        ({"hidden_act": "relu6"}, "activation 'relu6'"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "`sliding_window`"),
+        ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` must be a number"),
+    ],
+)
+def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        architecture_of({**LLAMA, **change})
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA))
+    with pytest.raises(PretrainedError, match=r"`layers` 3 there, 5 in `model`"):
+        loaded(directory, {**LLAMA, "num_hidden_layers": 5})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    weights = random_weights(LLAMA)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(PretrainedError, match=r"no tensor `layers.1.mlp.up_proj.weight`"):
+        loaded(write_model(tmp_path / "model", LLAMA, weights), LLAMA)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    weights = random_weights(LLAMA)
+    weights["lm_head.weight"] = weights["lm_head.weight"][:100].clone()
+    with pytest.raises(PretrainedError, match=r"`lm_head.weight` is \[100, 32\]"):
+        loaded(write_model(tmp_path / "model", LLAMA, weights), LLAMA)
+
+
+@pytest.mark.parametrize("damage", ["short", "garbage", "empty"])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+    directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA))
+    file = directory / "model.safetensors"
+    content = {"short": file.read_bytes()[:-100], "garbage": b"\x10" + bytes(7) + b"x" * 64, "empty": b""}[damage]
+    file.write_bytes(content)
+    with pytest.raises(PretrainedError, match=r"model.safetensors"):
+        TensorFiles(directory)
+
+
+def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA), files=2)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../model-00001-of-00002.safetensors"}}))
+    with pytest.raises(PretrainedError, match="no file of its own directory"):
+        TensorFiles(directory)

@@ -1,0 +1,89 @@
+"""Prompts with completions: what is predicted, what is refused, and that nothing else is learnt from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.api.data import DataFormat, DataSpec, OnCorrupt
+from meshwright.data.errors import CorruptRecordError
+from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.data.corpus import CorpusError
+from meshwright_worker.data.mixed import open_stream
+
+RECORDS = [{"prompt": f"{number}+{number}=", "completion": str(2 * number)} for number in range(20)]
+
+
+def data_of(folder: Path, lines: list[str], **fields: object) -> DataSpec:
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return DataSpec.model_validate({"claim_name": "v", "format": DataFormat.PROMPT_COMPLETION, **fields})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSpec:
+    return data_of(tmp_path / "v", [json.dumps(record) for record in RECORDS])
+
+
+def test_only_completions_are_predicted(tmp_path: Path, data: DataSpec) -> None:
+    stream = open_stream(data, str(tmp_path / "v"), 12, 0)
+    batch = Batch.of(stream.batch(0, 20))
+    assert batch.tokens.min() >= 0
+    seen = set()
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        completion = bytes(t for t in targets if t not in (IGNORED, 256)).decode()
+        text = bytes(t for t in tokens if t < 256).decode()
+        assert text == f"{text.split('=')[0]}={completion}"
+        assert [t for t in targets if t != IGNORED][-1] == 256
+        seen.add(text)
+    assert seen == {r["prompt"] + r["completion"] for r in RECORDS}
+
+
+def test_a_long_record_is_cut_at_its_end(tmp_path: Path) -> None:
+    data = data_of(tmp_path / "v", [json.dumps({"prompt": "abcdef", "completion": "0123456789"})])
+    batch = Batch.of(open_stream(data, str(tmp_path / "v"), 8, 0).batch(0, 1))
+    assert bytes(batch.tokens[0].tolist()) == b"abcdef01"
+    assert batch.targets[0].tolist() == [IGNORED] * 5 + list(b"012")
+
+
+def test_records_are_held_out(tmp_path: Path, data: DataSpec) -> None:
+    data = data.model_copy(update={"held_out": 0.25})
+    parts = [open_stream(data, str(tmp_path / "v"), 12, 0, held_out=held) for held in (False, True)]
+    rows = [{tuple(row) for row in part.batch(0, count).tolist()} for part, count in zip(parts, (15, 5), strict=True)]
+    assert [len(part) for part in rows] == [15, 5]
+    assert not rows[0] & rows[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", r"a.jsonl:2: not JSON"),
+        ('{"prompt": "a"}', r"a.jsonl:2: a record needs the texts"),
+        ('{"prompt": "a", "completion": ""}', r"a.jsonl:2: a record needs the texts"),
+        ("[1]", r"a.jsonl:2: a record needs the texts"),
+        (json.dumps({"prompt": "x" * 13, "completion": "y"}), r"a.jsonl:2: the prompt's 13 tokens .* of 12"),
+    ],
+)
+def test_a_corrupt_record_fails_or_is_told(
+    tmp_path: Path, line: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = json.dumps(RECORDS[0])
+    data = data_of(tmp_path / "v", [good, line])
+    with pytest.raises(CorruptRecordError, match=named):
+        open_stream(data, str(tmp_path / "v"), 12, 0)
+    skipping = data.model_copy(update={"on_corrupt_record": OnCorrupt.SKIP})
+    assert len(open_stream(skipping, str(tmp_path / "v"), 12, 0).batch(0, 3)) == 3
+    assert "1 records were left out" in caplog.text
+
+
+def test_no_record_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="no records"):
+        open_stream(data_of(tmp_path / "v", [""]), str(tmp_path / "v"), 12, 0)
+
+
+def test_samples_without_complements_are_predicted_whole() -> None:
+    samples = torch.arange(6).view(1, 6)
+    assert torch.equal(Batch.of(samples).targets, samples[:, 1:])

@@ -1,0 +1,65 @@
+"""A corpus in two: what is trained on, and the last documents, which never are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.data.shards import Tokens
+from meshwright_worker.data.corpus import Corpus, CorpusError
+
+_STRETCH = 1 << 20
+
+
+class CorpusPart:
+    """The tokens `first` to `last - 1` of a corpus, whole documents."""
+
+    def __init__(self, corpus: Corpus, first: int, last: int) -> None:
+        self._corpus = corpus
+        self._first = first
+        self._last = last
+
+    @property
+    def separator(self) -> int:
+        """See `Corpus.separator`."""
+        return self._corpus.separator
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Corpus.fingerprint`."""
+        return f"{self._corpus.fingerprint[:20]}-{self._last:012x}"
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """See `Corpus.tokens`."""
+        return self._corpus.tokens(self._first + start, self._first + stop)
+
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`."""
+        return self._corpus.documents(self._first + start, self._first + stop)
+
+
+def trained_and_held_out(corpus: Corpus, share: float) -> tuple[CorpusPart, CorpusPart]:
+    """What is trained on and what is held out: about `share` of the tokens, from the first document that begins there.
+
+    Raises:
+        CorpusError: no document begins there.
+    """
+    cut = int(len(corpus) * (1 - share))
+    begin = _next_document(corpus, cut)
+    if not 0 < begin < len(corpus):
+        raise CorpusError(
+            f"`data.heldOut: {share}` holds out nothing: no document begins in the last {len(corpus) - cut} tokens; "
+            "a larger share, or more and shorter documents, would"
+        )
+    return CorpusPart(corpus, 0, begin), CorpusPart(corpus, begin, len(corpus))
+
+
+def _next_document(corpus: Corpus, start: int) -> int:
+    """Where the first document begins of those that begin at `start` or later; the end when none does."""
+    for position in range(max(0, start - 1), len(corpus), _STRETCH):
+        found = np.flatnonzero(corpus.tokens(position, min(position + _STRETCH, len(corpus))) == corpus.separator)
+        if len(found):
+            return position + int(found[0]) + 1
+    return len(corpus)

@@ -1,0 +1,37 @@
+"""Choosing the next tokens from a model's logits."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.generation.model import CachedModel
+
+
+def sample(model: CachedModel, prompt: list[int], count: int, temperature: float, seed: int) -> list[int]:
+    """`count` tokens that go on from `prompt`; on a mesh the same ones on every rank.
+
+    When the model remembers no more, it reads the last half of what it remembered again and goes on from there.
+
+    Args:
+        model: with nothing in its memory.
+        prompt: at least one token; of a longer one than the model remembers, the last half of that many are read.
+        count: how many tokens.
+        temperature: divides the logits; 0 takes the likeliest token each time.
+        seed: the same seed gives the same text.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    unread = tokens
+    for _ in range(count):
+        if model.length + len(unread) > model.capacity:
+            model.clear()
+            unread = tokens[-max(1, model.capacity // 2) :]
+        logits = model.read(torch.tensor([unread]))[0, -1, :VOCABULARY].cpu()
+        if temperature == 0:
+            tokens.append(int(logits.argmax()))
+        else:
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        unread = tokens[-1:]
+    return tokens[len(prompt) :]

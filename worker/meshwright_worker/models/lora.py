@@ -1,0 +1,68 @@
+"""Low-rank adapters beside a model's matrices (LoRA, arXiv 2106.09685).
+
+A matrix W keeps its weights; what is trained is the product of two narrow ones: W x + (alpha / rank) B A x. B begins at
+0, so training begins at the model itself.
+
+Over a tensor group the adapter is split as its matrix is. A matrix split by rows (its outputs) has B split by rows and
+A whole; one split by columns (its inputs) has A split by columns and B whole. What is whole sees a part of the outputs
+or inputs on each rank, so its gradient is a part of the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.api.spec import LoraSpec
+from meshwright_worker.models.deferred import linear
+from meshwright_worker.models.layers import Linear
+from meshwright_worker.models.llama import DecoderStage
+
+DOWN, UP = "adapter_down", "adapter_up"
+"""The last part of the names of A, [rank, inputs], and B, [outputs, rank]."""
+
+
+class AdaptedLinear(Linear):
+    """A matrix that stays as it is, with an adapter beside it."""
+
+    def __init__(self, whole: Linear, spec: LoraSpec) -> None:
+        super().__init__(whole.in_features, whole.out_features, bias=whole.bias is not None)
+        self.scale = spec.alpha / spec.rank
+        self.adapter_down = nn.Parameter(torch.empty(spec.rank, whole.in_features, dtype=whole.weight.dtype))
+        self.adapter_up = nn.Parameter(torch.empty(whole.out_features, spec.rank, dtype=whole.weight.dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        added = linear(linear(x, self.adapter_down), self.adapter_up)
+        return super().forward(x) + self.scale * added
+
+
+def adapt(stage: DecoderStage, spec: LoraSpec) -> None:
+    """Give the matrices that `spec` names an adapter, and let nothing else be trained. In place, on the meta device.
+
+    Raises:
+        ValueError: a layer has none of the matrices.
+    """
+    wanted = {target.value.lower() for target in spec.targets}
+    for index, block in stage.layers.items():
+        found = 0
+        for path in ("attention", "feed_forward"):
+            module = block.get_submodule(path)
+            for name, child in list(module.named_children()):
+                if name in wanted and isinstance(child, Linear):
+                    setattr(module, name, AdaptedLinear(child, spec))
+                    found += 1
+        if not found:
+            raise ValueError(f"`training.lora.targets`: layer {index} has none of {', '.join(sorted(wanted))}")
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's matrix."""
+    return name.endswith((DOWN, UP))
+
+
+def merged(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
+    """The one matrix that computes what matrix and adapter compute, in the format of `weight`."""
+    return (weight.double() + spec.alpha / spec.rank * (up.double() @ down.double())).to(weight.dtype)

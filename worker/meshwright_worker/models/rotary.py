@@ -1,0 +1,58 @@
+"""Rotary positions, and Llama 3.1's way to stretch them over a longer context."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from meshwright.api.shape import RopeScalingSpec
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other as in Llama.
+
+    The table is no buffer: it is neither trained nor saved, and is computed when the first batch shows its length.
+    """
+
+    def __init__(self, head_size: int, theta: float, scaling: RopeScalingSpec | None = None) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.theta = theta
+        self.scaling = scaling
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Rotate x, [batch, length, heads, head_size], by `positions`, int64 [batch, length]; None for 0, 1, ..."""
+        cosine, sine = self._for(x) if positions is None else self._at(positions, x)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+    def _for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = x.shape[1]
+        table = self._table
+        if table is None or table[0].shape[0] != positions or table[0].dtype != x.dtype or table[0].device != x.device:
+            table = self._table = self._at(torch.arange(positions, device=x.device), x)
+        return table
+
+    def _at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, each [*positions.shape, 1, head_size / 2]."""
+        exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
+        frequencies = rescaled(self.theta**-exponents, self.scaling)
+        angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def rescaled(frequencies: torch.Tensor, scaling: RopeScalingSpec | None) -> torch.Tensor:
+    """Radians a position, with the low ones slowed down (arXiv 2407.21783, section 3.4.2; Llama 3.1's reference code).
+
+    What turns at least `high_frequency_factor` times within the original length stays; what turns at most
+    `low_frequency_factor` times is divided by the factor; between them the two are mixed linearly.
+    """
+    if scaling is None:
+        return frequencies
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)

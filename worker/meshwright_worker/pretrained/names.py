@@ -1,0 +1,127 @@
+"""Which rows of which published tensor a parameter of the runtime is.
+
+The runtime turns halves of a head against each other, as published Llama, Mistral and Qwen weights want it. DeepSeek's
+turn neighbours, so the rows of their rotary parts are taken in another order. GPT-2 stores matrices transposed, and
+queries, keys and values as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.api.shape import Norm
+from meshwright.models.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter as rows of a published tensor."""
+
+    tensor: str
+    """Name, without the prefix that some files have."""
+    transposed: bool = False
+    """Whether the file stores [inputs, outputs]."""
+    first: int = 0
+    """Where the parameter's rows begin, after the transposition."""
+    order: torch.Tensor | None = None
+    """int64 [rows]: which row of the published tensor each row is; None for `first`, `first + 1`, ..."""
+
+    def rows(self, published: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop - 1` of the parameter."""
+        view = published.T if self.transposed and published.ndim == 2 else published
+        if self.order is None:
+            return view[self.first + start : self.first + stop]
+        return view[self.order[start:stop]]
+
+    def put(self, parameter: torch.Tensor, published: torch.Tensor) -> None:
+        """The other way round: write the whole parameter into its rows."""
+        view = published.T if self.transposed and published.ndim == 2 else published
+        if self.order is None:
+            view[self.first : self.first + len(parameter)] = parameter
+        else:
+            view[self.order] = parameter
+
+
+def sources(model: Architecture) -> dict[str, Source]:
+    """The source of every parameter of the model, by the runtime's name.
+
+    Raises:
+        ConfigError: no published model has this shape; see `meshwright.models.pretrained`.
+    """
+    return dict(_gpt2(model) if model.norm is Norm.LAYER_NORM else _llama(model))
+
+
+def _llama(model: Architecture) -> Iterator[tuple[str, Source]]:
+    yield "embedding.weight", Source("embed_tokens.weight")
+    yield "norm.weight", Source("norm.weight")
+    if not model.tie_embeddings:
+        yield "output.weight", Source("lm_head.weight")
+    names = {
+        "attention_norm.weight": "input_layernorm.weight",
+        "feed_forward_norm.weight": "post_attention_layernorm.weight",
+        "feed_forward.gate.weight": "mlp.gate_proj.weight",
+        "feed_forward.up.weight": "mlp.up_proj.weight",
+        "feed_forward.down.weight": "mlp.down_proj.weight",
+        "attention.output.weight": "self_attn.o_proj.weight",
+    }
+    for layer in range(model.layers):
+        attention = _plain_attention(model) if model.latent is None else _latent_attention(model)
+        for ours, theirs in names.items():
+            yield f"layers.{layer}.{ours}", Source(f"layers.{layer}.{theirs}")
+        for ours, source in attention:
+            yield (
+                f"layers.{layer}.attention.{ours}",
+                Source(f"layers.{layer}.self_attn.{source.tensor}", order=source.order),
+            )
+
+
+def _plain_attention(model: Architecture) -> Iterator[tuple[str, Source]]:
+    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        yield f"{ours}.weight", Source(f"{theirs}.weight")
+        if model.attention_biases:
+            yield f"{ours}.bias", Source(f"{theirs}.bias")
+    if model.query_key_norms:
+        yield "query_norm.weight", Source("q_norm.weight")
+        yield "key_norm.weight", Source("k_norm.weight")
+
+
+def _latent_attention(model: Architecture) -> Iterator[tuple[str, Source]]:
+    latent = model.latent
+    if latent is None:
+        return
+    turned = torch.cat((torch.arange(0, latent.rope_size, 2), torch.arange(1, latent.rope_size, 2)))
+    head = torch.cat((torch.arange(model.head_size), model.head_size + turned))
+    heads = (torch.arange(model.heads).unsqueeze(1) * model.key_size + head).flatten()
+    if latent.query_rank:
+        yield "query_down.weight", Source("q_a_proj.weight")
+        yield "query_norm.weight", Source("q_a_layernorm.weight")
+    yield "query.weight", Source("q_b_proj.weight" if latent.query_rank else "q_proj.weight", order=heads)
+    down = torch.cat((torch.arange(latent.kv_rank), latent.kv_rank + turned))
+    yield "kv_down.weight", Source("kv_a_proj_with_mqa.weight", order=down)
+    yield "kv_norm.weight", Source("kv_a_layernorm.weight")
+    yield "kv.weight", Source("kv_b_proj.weight")
+
+
+def _gpt2(model: Architecture) -> Iterator[tuple[str, Source]]:
+    yield "embedding.weight", Source("wte.weight")
+    yield "positions.weight", Source("wpe.weight")
+    if not model.tie_embeddings:
+        yield "output.weight", Source("lm_head.weight")
+    hidden = model.hidden_size
+    for part in ("weight", "bias"):
+        yield f"norm.{part}", Source(f"ln_f.{part}")
+        for layer in range(model.layers):
+            ours, theirs = f"layers.{layer}", f"h.{layer}"
+            yield f"{ours}.attention_norm.{part}", Source(f"{theirs}.ln_1.{part}")
+            yield f"{ours}.feed_forward_norm.{part}", Source(f"{theirs}.ln_2.{part}")
+            for number, name in enumerate(("query", "key", "value")):
+                yield (
+                    f"{ours}.attention.{name}.{part}",
+                    Source(f"{theirs}.attn.c_attn.{part}", transposed=True, first=number * hidden),
+                )
+            yield f"{ours}.attention.output.{part}", Source(f"{theirs}.attn.c_proj.{part}", transposed=True)
+            yield f"{ours}.feed_forward.up.{part}", Source(f"{theirs}.mlp.c_fc.{part}", transposed=True)
+            yield f"{ours}.feed_forward.down.{part}", Source(f"{theirs}.mlp.c_proj.{part}", transposed=True)
