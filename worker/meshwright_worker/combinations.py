@@ -51,6 +51,6 @@ def _outer_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         yield "`training.outer` needs `training.optimizer.name: AdamW` and `training.optimizer.offload: None`"
     if run.pipeline > 1 and run.parallelism.schedule in ASYNCHRONOUS:
         yield (
-            f"`training.outer` needs another `parallelism.schedule` than {run.parallelism.schedule.value}: islands meet "
-            "between steps, which it has none of"
+            f"`training.outer` needs another `parallelism.schedule` than {run.parallelism.schedule.value}: islands "
+            "meet between steps, which it has none of"
         )

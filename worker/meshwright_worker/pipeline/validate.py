@@ -94,6 +94,13 @@ def _asynchronous_problems(run: RunConfig, model: Architecture, training: Traini
             f"`training.optimizer.gradientClip: {training.optimizer.gradient_clip}` must be 0 with {schedule.value}: "
             "no moment exists when a step's gradients are known everywhere"
         )
+    unsupported = {
+        "parallelism.context": run.context > 1,
+        "training.lora": training.lora is not None,
+        "training.evaluation": training.evaluation is not None,
+    }
+    for field in [field for field, asked in unsupported.items() if asked]:
+        yield f"`{field}` needs another `parallelism.schedule` than {schedule.value}: leave it out"
     if model.mixture is not None:
         yield f"`model.mixture` needs another `parallelism.schedule` than {schedule.value}, which has no common step"
     if model.tie_embeddings:
