@@ -10,6 +10,9 @@ from meshwright.planner.placement.weights import Weights
 from meshwright.planner.topology.levels import DOMAIN
 
 DEFAULT_EFFORT = 600_000
+LARGE_EFFORT = 1_200_000
+LARGE_BLOCKS = 320
+"""Above so many blocks a placement is searched in parts, which makes more of a longer search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class PlacingOptions:
             explicit way to let such groups cross the network.
         effort: how many assignments of one block the search may try in all. More finds cheaper placements of large
             fragmented clusters; the search stops early at its lower bound. It is a count, not a time, so that the
-            same cluster always gets the same placement.
+            same cluster always gets the same placement. None: what is enough for a job of its size.
         mesh: all groups, where context- or expert-parallel ones are to be placed too; else those of the plan's layout.
 
     Raises:
@@ -32,12 +35,18 @@ class PlacingOptions:
 
     weights: Weights = field(default_factory=Weights)
     tensor_within: str = DOMAIN
-    effort: int = DEFAULT_EFFORT
+    effort: int | None = None
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        if self.effort < 0:
+        if self.effort is not None and self.effort < 0:
             raise ValueError(f"`effort` is {self.effort}: it must be 0 or more")
+
+    def effort_for(self, blocks: int) -> int:
+        """How many assignments of one block to try for a job of so many."""
+        if self.effort is not None:
+            return self.effort
+        return LARGE_EFFORT if blocks > LARGE_BLOCKS else DEFAULT_EFFORT
 
     def mesh_of(self, layout: Layout, gpus_per_worker: int) -> Mesh:
         """The groups to place for a plan of this layout.

@@ -99,7 +99,7 @@ class _Attempt:
         levels = self._inventory.levels[self._inventory.levels.index(self._options.tensor_within) :]
         sites = Sites(self._mesh, self._room, stays, levels, self._options.weights)
         bound = lower_bound(sites.problem)
-        found = solve(self._mesh, sites.problem, bound, self._options.effort)
+        found = solve(self._mesh, sites.problem, bound, self._options.effort_for(self._shape.blocks))
         for block, domain in sorted(sites.domains_of(found.bins).items()):
             self._put(self._shape.workers_of(block), domain)
         nodes = {worker: self._nodes[worker] for worker in range(self._shape.workers)}

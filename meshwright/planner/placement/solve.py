@@ -11,10 +11,9 @@ from meshwright.planner.placement.balance import balance
 from meshwright.planner.placement.divide import divide
 from meshwright.planner.placement.fill import fill
 from meshwright.planner.placement.grid import Grid, grids, strips
+from meshwright.planner.placement.options import LARGE_BLOCKS
 from meshwright.planner.placement.problem import UNPLACED, Problem
 from meshwright.planner.placement.search import Found, Search
-
-_SMALL = 320
 
 
 def solve(mesh: Mesh, problem: Problem, bound: float, effort: int) -> Found:
@@ -39,7 +38,7 @@ def solve(mesh: Mesh, problem: Problem, bound: float, effort: int) -> Found:
         return Found(bins, problem.cost(bins))
     views = grids(mesh, problem, whole)
     search = Search(problem, bins, views, bound)
-    if len(whole) * width <= _SMALL or width == 1:
+    if len(whole) * width <= LARGE_BLOCKS or width == 1:
         return balance(problem, search.run(effort))
     found = Search(problem, bins, [*views, *strips(views[0])], bound).run(0)
     parts = [_in_parts(problem, bins, view, effort // len(views)) for view in views]
