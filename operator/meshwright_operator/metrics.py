@@ -88,7 +88,9 @@ class OperatorMetrics:
 
     def _placement(self) -> None:
         self.placement_seconds = self._histogram(
-            "ptj_placement_duration_seconds", "Time of one placement: listing pods and choosing nodes.", SECONDS
+            "ptj_placement_duration_seconds",
+            "Time of one placement: counting what pods hold and choosing nodes.",
+            SECONDS,
         )
         self.placement_attempts = self._counter("ptj_placement_attempts_total", "Placements, by result.", ["result"])
         self.placement_cost = self._histogram(
