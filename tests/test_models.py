@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.api.spec import ModelSpec
+from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.flops import flops_per_token
 from meshwright.models.presets import PRESETS, UnknownModelError, resolve
