@@ -29,8 +29,8 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
 
 
 def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any], **training: Any) -> RunConfig:
-    model = architecture_of(config).model_dump(exclude={"name"})
-    return small_run(**layout, training={"initial_weights": str(directory), **training}, **model)
+    run = small_run(**layout, training={"initial_weights": str(directory), **training})
+    return run.model_copy(update={"architecture": architecture_of(config)})
 
 
 def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:

@@ -87,9 +87,10 @@ def _llama(model: Architecture) -> Iterator[tuple[str, Source | Stack]]:
                 Source(f"layers.{layer}.self_attn.{source.tensor}", order=source.order),
             )
 
-        for name, theirs in _EXPERT.items() if model.mixture else ():
+        experts = model.mixture.experts if model.mixture else 0
+        for name, theirs in _EXPERT.items() if experts else ():
             at = f"layers.{layer}.block_sparse_moe.experts"
-            parts = tuple(Source(f"{at}.{expert}.{theirs}.weight") for expert in range(model.mixture.experts))
+            parts = tuple(Source(f"{at}.{expert}.{theirs}.weight") for expert in range(experts))
             yield f"layers.{layer}.feed_forward.experts.{name}", Stack(parts)
 
 
