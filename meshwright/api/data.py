@@ -45,6 +45,16 @@ class OnCorrupt(StrEnum):
     SKIP = "Skip"
 
 
+class Packing(StrEnum):
+    """What a row of tokens is made of."""
+
+    TEXT = "Text"
+    """A stretch of the text: attention does not see where documents end."""
+    DOCUMENTS = "Documents"
+    """The same stretch as documents: each has its own positions, attention stays inside, and no token of the next one
+    is predicted from it."""
+
+
 class MixturePart(ApiModel):
     """One corpus of a mixture."""
 
@@ -83,6 +93,13 @@ class DataSpec(ApiModel):
     wrote them must be this one."""
     tokenizer_file: RelativePath | None = None
     """The tokenizer's file, relative to the volume's root or to `uri`. Required unless `tokenizer` is `Byte`."""
+    packing: Packing = Packing.TEXT
+    """What a row of tokens is. `Text`: a stretch of the text, whatever documents it touches. `Documents`: the documents
+    in that stretch, each with positions from 0 and attention to itself alone; the token after a document is not
+    predicted from it."""
+    balance: bool = False
+    """Whether the rows of a step are dealt to replicas and micro-batches by the cost of the documents in them, so that
+    no replica waits for one with longer documents; the step's samples stay the same. Needs `packing: Documents`."""
     on_corrupt_record: OnCorrupt = OnCorrupt.FAIL
     """`Fail`: a record that cannot be read ends the job, with its file and line. `Skip`: it is counted, told in the log
     and left out."""

@@ -105,6 +105,21 @@ class StageBalance(StrEnum):
     FLOPS = "Flops"
 
 
+class ContextMethod(StrEnum):
+    """How attention goes over the ranks that share a sequence."""
+
+    RING = "Ring"
+    """Keys and values go round (arXiv 2310.01889); each rank has consecutive tokens."""
+    RING_ZIG_ZAG = "RingZigZag"
+    """The same; each rank has an early and a late part, so that causal attention costs all alike."""
+    ULYSSES = "Ulysses"
+    """All-to-all from tokens to heads and back (arXiv 2309.14509)."""
+    ALL_GATHER = "AllGather"
+    """Keys and values are gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    RING_ULYSSES = "RingUlysses"
+    """All-to-all inside groups of neighbours, a ring across them (USP, arXiv 2405.07719)."""
+
+
 class ParallelismSpec(ApiModel):
     """How one replica of the model is split. What is left out the planner chooses."""
 
@@ -117,6 +132,17 @@ class ParallelismSpec(ApiModel):
     parameters. Must divide `replicas` and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
+    context: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
+    `training.sequenceLength` must be at least twice `context` times `tensor`."""
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    """How attention goes over the GPUs of `context`. `RingZigZag`: keys and values go round them, causal work is even.
+    `Ring`: the same with consecutive tokens. `Ulysses`: heads are exchanged for tokens; `context` times `tensor` must
+    divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`: heads inside groups of `ulysses`,
+    a ring across them."""
+    ulysses: Degree | None = None
+    """With `contextMethod: RingUlysses`, and only then: how many neighbours exchange heads; it divides `context`, and
+    times `tensor` it divides `model.heads`."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     """Order in which a pipeline runs its micro-batches. `Naive`: one at a time. `GPipe` (arXiv 1811.06965), `1F1B`
     (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473), `LoopedBFS` (arXiv 2211.05953). Backward

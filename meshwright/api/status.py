@@ -42,6 +42,8 @@ class PlanStatus(ApiModel):
     """Pipeline-parallel degree."""
     data: Count
     """Data-parallel degree."""
+    context: Count = 1
+    """Context-parallel degree."""
     expert: Annotated[int, Field(ge=1, le=65536)] = 1
     """Expert-parallel degree: over how many of the ranks with the same dense parameters experts are spread."""
     micro_batches: Count

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import gcd
 
+from meshwright.api.rules.context import exchanging, heads_are_shared
 from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 from meshwright.api.spec import ParallelismSpec, TrainingSpec
 from meshwright.layout import Layout
@@ -100,7 +101,7 @@ class Search:
         for pipeline in self.pipelines():
             for tensor in self.tensors():
                 for expert in self.experts():
-                    layout = Layout(tensor, pipeline, self.replicas, expert=expert)
+                    layout = Layout(tensor, pipeline, self.replicas, self.parallelism.context, expert)
                     if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
                         yield self.with_micro_batches(layout)
 
@@ -114,9 +115,17 @@ class Search:
             common = gcd(common, model.mixture.intermediate_size, model.mixture.shared_intermediate_size)
         if self.parallelism.sequence:
             common = gcd(common, self.training.sequence_length)
+        asked = self.parallelism
+        ranks = exchanging(asked.context_method, asked.context, asked.ulysses)
         widest = self.hardware.domain_gpus or common
         gpus = self.gpus_per_worker
-        return [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
+        fitting = [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
+        return [t for t in fitting if self._rows_split(t) and heads_are_shared(model.heads, model.kv_heads, t, ranks)]
+
+    def _rows_split(self, tensor: int) -> bool:
+        """Whether the ranks that share a row have two parts of it each."""
+        context, unit = self.parallelism.context, tensor if self.parallelism.sequence else 1
+        return context == 1 or self.training.sequence_length >= 2 * context * unit
 
     def experts(self) -> list[int]:
         """Expert-parallel degrees: divisors of the experts and of the replicas that they are spread over."""
@@ -170,6 +179,8 @@ class Search:
             zero_stage=self.parallelism.zero_stage,
             precision=self.training.precision,
             sequence_parallel=self.parallelism.sequence,
+            context=layout.context,
+            context_method=self.parallelism.context_method,
         )
         return Candidate(layout, micro_batches, worst_stage(workload, layout))
 

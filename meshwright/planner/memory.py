@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.api.spec import Precision
+from meshwright.api.spec import ContextMethod, Precision
 from meshwright.layout import Layout, split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import is_mixture, router_parameters
@@ -38,11 +38,14 @@ class Workload:
     zero_stage: int = 0
     precision: Precision = Precision.FP32
     sequence_parallel: bool = True
+    context: int = 1
+    """Ranks that share each sequence."""
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
-        return self.sequence_length * self.micro_batch_size
+        """Tokens of one micro-batch on one rank, before sequence parallelism."""
+        return -(-self.sequence_length // self.context) * self.micro_batch_size
 
     @property
     def element(self) -> int:
@@ -92,9 +95,10 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
     """
     layers = len(split_layers(workload.architecture.layers, layout.pipeline)[stage])
     own = rank_parameters(workload.architecture, layout, stage, layers)
-    sharded = workload.zero_stage > 0 and layout.data > 1
+    sharded = workload.zero_stage > 0 and layout.replicas > 1
     experts = expert_parameters(workload.architecture, layout, stage)
-    shard = -(-(own - experts) // layout.data) - (-experts * layout.expert // layout.data) if sharded else own
+    holders = layout.replicas
+    shard = -(-(own - experts) // holders) - (-experts * layout.expert // holders) if sharded else own
     accumulates = not sharded or workload.micro_batches > 1
     return StageMemory(
         stage=stage,
@@ -103,7 +107,7 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
         optimizer=ADAM * shard,
         activations=_activations(workload, layout, stage, layers, 0 if sharded else own),
         logits=_logits(workload, layout) if stage == layout.pipeline - 1 else 0,
-        reduction=0 if sharded or layout.data == 1 else FP32 * own,
+        reduction=0 if sharded or layout.replicas == 1 else FP32 * own,
     )
 
 
@@ -175,7 +179,17 @@ def _activations(workload: Workload, layout: Layout, stage: int, layers: int, ca
     if mixtures:
         of_layers += mixtures * (mixture_activations(workload, layout) - _feed_forward_activations(workload, layout))
     kept = in_flight * (of_layers + copies)
-    return kept + sent + neighbours * workload.micro_batches * boundary
+    return kept + sent + neighbours * workload.micro_batches * boundary + _exchanged(workload, layout.tensor)
+
+
+def _exchanged(workload: Workload, tensor: int) -> int:
+    """Bytes of other ranks' keys and values, and of their gradients in fp32, while one layer works on them."""
+    method = workload.context_method
+    if workload.context == 1 or method is ContextMethod.ULYSSES:
+        return 0
+    parts = workload.context if method is ContextMethod.ALL_GATHER else 2
+    numbers = 2 * workload.architecture.kv_heads * workload.architecture.head_size // tensor
+    return parts * workload.tokens * numbers * (workload.element + FP32)
 
 
 def layer_activations(workload: Workload, tensor: int) -> int:

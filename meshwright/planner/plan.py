@@ -55,8 +55,10 @@ class Plan:
     @property
     def summary(self) -> str:
         """The layout in one line."""
-        experts = f", EP {self.layout.expert}" if self.layout.expert > 1 else ""
-        return f"TP {self.layout.tensor} x PP {self.layout.pipeline} x DP {self.layout.data}{experts}"
+        layout = self.layout
+        context = f"CP {layout.context} x " if layout.context > 1 else ""
+        experts = f", EP {layout.expert}" if layout.expert > 1 else ""
+        return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
@@ -77,6 +79,7 @@ class Plan:
             pipeline=self.layout.pipeline,
             data=self.layout.data,
             expert=self.layout.expert,
+            context=self.layout.context,
             micro_batches=self.micro_batches,
             world_size=self.layout.world_size,
             workers=self.layout.world_size // self.gpus_per_worker,
@@ -269,7 +272,8 @@ def _check_choices(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
 
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
-    layout = Layout(spec.parallelism.tensor or 1, spec.parallelism.pipeline or 1, spec.replicas)
+    asked = spec.parallelism
+    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
     return _plan(spec, None, Candidate(layout, 1, None), (reason,))
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.api.spec import ParallelTrainingJobSpec, Precision
+from meshwright.api.spec import ContextMethod, ParallelTrainingJobSpec, Precision
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.transformer import Transformer
@@ -53,16 +53,22 @@ class Pricer:
     zero_stage: int
     sequence_parallel: bool
     numbers: Numbers
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    ulysses: int = 1
+    """With `RingUlysses`, neighbours that exchange heads."""
 
     def choices(self, layout: Layout, micro_batches: int) -> Choices:
         """The layout in the cost model's terms."""
         return Choices(
             tensor=layout.tensor,
             sequence_parallel=self.sequence_parallel and layout.tensor > 1,
+            context=layout.context,
+            context_method=self.context_method,
+            ulysses=self.ulysses,
             pipeline=layout.pipeline,
             data=layout.data,
             expert=layout.expert,
-            zero_stage=self.zero_stage if layout.data > 1 else 0,
+            zero_stage=self.zero_stage if layout.replicas > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
             numbers=self.numbers,
@@ -96,6 +102,8 @@ def pricer_for(
         zero_stage=spec.parallelism.zero_stage,
         sequence_parallel=spec.parallelism.sequence,
         numbers=_NUMBERS[training.precision],
+        context_method=spec.parallelism.context_method,
+        ulysses=spec.parallelism.ulysses or 1,
     )
 
 

@@ -39,6 +39,7 @@ def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
     sentences = (
         _tensor_reason(search, chosen),
         _pipeline_reason(search, chosen),
+        _context_reason(search, chosen),
         f"DP {chosen.layout.data}: set by `replicas`",
         _expert_reason(search, chosen),
         _micro_batches_reason(search, chosen),
@@ -82,6 +83,11 @@ def _expert_reason(search: Search, chosen: Candidate) -> str:
     if expert == 1:
         return f"EP 1: every replica has all experts, and no token travels ({held})"
     return f"EP {expert}: {held}; fewer parts need more memory or take longer"
+
+
+def _context_reason(search: Search, chosen: Candidate) -> str:
+    context, method = chosen.layout.context, search.parallelism.context_method
+    return f"CP {context} ({method}): set by `parallelism.context`" if context > 1 else ""
 
 
 def _micro_batches_reason(search: Search, chosen: Candidate) -> str:

@@ -52,18 +52,21 @@ def groups_as_placed(layout: Layout, gpus_per_worker: int, places: Mapping[int, 
     """
     names = [_names(places[worker], len(fabric.levels)) for worker in range(len(places))]
     at = [names[rank // gpus_per_worker] for rank in range(layout.world_size)]
-    tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
-    stage = tensor
-    replica = tensor * pipeline
+    tensor, context, pipeline, data = layout.tensor, layout.context, layout.pipeline, layout.data
+    stage = tensor * context
+    replica = stage * pipeline
     tensors = [range(first, first + tensor) for first in range(0, layout.world_size, tensor)]
     pipes = [range(d * replica, d * replica + replica, stage) for d in range(data)]
-    rings = [range(p * stage, layout.world_size, replica) for p in range(pipeline)]
+    sharing = [range(first, first + stage, tensor) for first in range(0, layout.world_size, stage)]
+    rings = [
+        [d * replica + p * stage + c * tensor for d in range(data) for c in range(context)] for p in range(pipeline)
+    ]
     single = Span.of(1, 1, fabric)
     ring = _span(rings, at, fabric)
     spread = layout.expert > 1
     return Groups(
         tensor=_span(tensors, at, fabric),
-        context=single,
+        context=_span(sharing, at, fabric),
         expert=_span(layout.expert_groups(), at, fabric) if spread else single,
         replicas=ring,
         expert_replicas=_span(layout.expert_replica_groups(), at, fabric) if spread else ring,

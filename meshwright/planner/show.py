@@ -16,10 +16,11 @@ def placement_lines(
 ) -> list[str]:
     """Lines of a tree, rack -> node -> one slot per GPU; from what stands in a job's status.
 
-    A slot reads `rank d0p1t0`: data, pipeline and tensor coordinate. `gpus_by_node` adds the GPUs that the job does
+    A slot reads `rank d0p1t0`: data, pipeline and tensor coordinate, with context, as `d0p1c0t0`, where sequences are
+    shared. `gpus_by_node` adds the GPUs that the job does
     not use, as `·`.
     """
-    layout = Layout(max(1, plan.tensor), max(1, plan.pipeline), max(1, plan.data))
+    layout = Layout(max(1, plan.tensor), max(1, plan.pipeline), max(1, plan.data), max(1, plan.context))
     width = len(str(layout.world_size - 1))
     racks: defaultdict[str, defaultdict[str, list[WorkerPlacement]]] = defaultdict(lambda: defaultdict(list))
     for worker in sorted(placement.workers, key=lambda w: w.worker):
@@ -59,7 +60,8 @@ def _counted(count: int, noun: str) -> str:
 
 def _slot(layout: Layout, rank: int, width: int) -> str:
     at = layout.coordinates(rank)
-    return f"{rank:>{width}} d{at.data}p{at.pipeline}t{at.tensor}"
+    context = f"c{at.context}" if layout.context > 1 else ""
+    return f"{rank:>{width}} d{at.data}p{at.pipeline}{context}t{at.tensor}"
 
 
 def _with_free(slots: list[str], unused: int) -> Iterable[str]:

@@ -94,7 +94,7 @@ class Learning:
         pricer = pricer_for(spec, resolve(spec.model), known[wishes])
         if pricer is None:
             return None
-        layout = Layout(plan.tensor, plan.pipeline, plan.data, expert=plan.expert)
+        layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
         whole = plan.micro_batches > 0 and pricer.work.global_batch % (layout.data * plan.micro_batches) == 0
         if not whole or pricer.price(layout, plan.micro_batches).seconds <= 0:
             return None  # no layout that ever ran

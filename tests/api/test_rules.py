@@ -67,6 +67,7 @@ def mixture(**fields: Any) -> dict[str, Any]:
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
+MIXED = {"parallelism.context": 4, "parallelism.contextMethod": "RingUlysses", "parallelism.ulysses": 2}
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -184,6 +185,14 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
     ("parallelism.tensor", mixture(intermediateSize=63)),
     ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
+    ("parallelism.context", {"parallelism.context": 64}),
+    ("workers.gpusPerWorker", {"parallelism.context": 3, "replicas": 1, "workers.gpusPerWorker": 8}),
+    ("parallelism.ulysses", {"parallelism.ulysses": 2}),
+    ("parallelism.ulysses", {"parallelism.context": 2, "parallelism.contextMethod": "RingUlysses"}),
+    ("parallelism.ulysses", {**MIXED, "parallelism.ulysses": 3}),
+    ("parallelism.contextMethod", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
+    ("parallelism.contextMethod", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
+    ("data.balance", {"data.balance": True}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -194,6 +203,8 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism", {"parallelism.zeroStage": 3}),
     ("parallelism", {"parallelism.sequence": False}),
     ("parallelism.expert", {"parallelism.expert": 2}),
+    ("parallelism", {"parallelism.contextMethod": "Ring"}),
+    ("parallelism", {"parallelism": {"context": 2, "contextMethod": "RingUlysses", "ulysses": 2}}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
 ]
@@ -224,6 +235,12 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
     (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
     (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
+    (GOOD, {"parallelism.context": 4}),
+    (GOOD, MIXED),
+    (GOOD, {"parallelism.context": 2, "parallelism.contextMethod": "Ulysses"}),
+    (GOOD, {"parallelism.context": 32, "parallelism.contextMethod": "AllGather", "parallelism.sequence": False}),
+    (GOOD, {"data.packing": "Documents", "data.balance": True}),
+    (COMMAND, {"parallelism": {"context": 2}}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
-from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.corpus import open_corpus
+from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.data.tokenizer import SEPARATOR
 from meshwright_worker.failures import classify, describe
 from meshwright_worker.mesh import joined
 from meshwright_worker.parallel.shards import Shard
@@ -80,12 +81,15 @@ def whole_of(shard: Shard, local: torch.Tensor) -> torch.Tensor:
 
 
 def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Random tokens with a document's end at about one in six."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
+    tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
+    ends = torch.rand(tokens.shape, generator=generator) < 1 / 6
+    return tokens.masked_fill(ends, SEPARATOR)
 
 
 def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
-    model, _, training = validate(task.run)
+    model, data, training = validate(task.run)
     with joined(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         update = trainer.optimizer.step
@@ -103,7 +107,7 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
         results = []
         for number in range(1, steps + 1):
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-            results.append(trainer.step(number, Batch.of(batch[first : first + share])))
+            results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR)))
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
         parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
         return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
@@ -111,12 +115,12 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
 
 def count_a_step(task: RankTask) -> Traffic:
     """What this rank communicates in its second step: the first one may set things up."""
-    model, _, training = validate(task.run)
+    model, data, training = validate(task.run)
     with joined(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
-        batch = Batch.of(samples[mesh.coordinates.data * share :][:share])
+        batch = batch_of(samples[mesh.coordinates.data * share :][:share], data, SEPARATOR)
         trainer.step(1, batch)
         with Counting() as counting:
             trainer.step(2, batch)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.api.data import DataSource, DataSpec
+from meshwright.api.data import DataSource, DataSpec, Packing
 from meshwright.api.spec import (
     CheckpointSpec,
+    ContextMethod,
     OptimizerSpec,
     ParallelismSpec,
     Precision,
@@ -36,6 +37,11 @@ def small_run(
     training: dict[str, Any] | None = None,
     mixture: str | None = None,
     parallelism: dict[str, Any] | None = None,
+    method: ContextMethod = ContextMethod.RING_ZIG_ZAG,
+    ulysses: int | None = None,
+    length: int = 16,
+    packing: Packing = Packing.TEXT,
+    balance: bool = False,
     **model: Any,
 ) -> RunConfig:
     numbers = {
@@ -53,14 +59,21 @@ def small_run(
         context=context,
         expert=expert,
         micro_batches=micro_batches,
-        parallelism=ParallelismSpec(sequence=sequence, zero_stage=zero, **(parallelism or {})),
+        parallelism=ParallelismSpec(
+            sequence=sequence,
+            zero_stage=zero,
+            context=context,
+            context_method=method,
+            ulysses=ulysses,
+            **(parallelism or {}),
+        ),
         architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
-        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py"),
+        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
         training=TrainingSpec(
             **{
                 "steps": steps,
                 "global_batch_size": 8,
-                "sequence_length": 16,
+                "sequence_length": length,
                 "seed": seed,
                 "precision": precision,
                 "optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),

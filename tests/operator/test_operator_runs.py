@@ -58,6 +58,18 @@ async def test_a_job_starts_as_a_gang_and_completes(
     assert status["completionTime"]
     assert status["restartCount"] == 0
 
+
+async def test_a_job_whose_ranks_share_sequences_is_planned_and_told_so(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+) -> None:
+    await start_operator()
+    await api.create(JOBS, job("shared", parallelism={"tensor": 2, "pipeline": 1, "context": 2, "microBatches": 2}))
+    status = await settled("shared")
+    assert (status["plan"]["context"], status["plan"]["worldSize"], status["readyRanks"]) == (2, 8, "8/8")
+    assert status["plan"]["summary"] == "TP 2 x CP 2 x PP 1 x DP 2"
+    run = kubelet.of("shared")[0].documents[0].run
+    assert (run.context, run.layout.world_size, run.parallelism.context_method) == (2, 8, "RingZigZag")
+
     async def told() -> bool:
         return {"Placed", "GangStarted", "MeshFormed", "Started", "Completed"} <= set(await api.reasons("whole"))
 

@@ -225,6 +225,8 @@ def test_other_numbers_of_replicas_must_fill_workers_and_divide_the_batch() -> N
             "microBatches": st.integers(1, 8),
             "sequence": st.booleans(),
             "zeroStage": st.sampled_from([0, 2, 3]),
+            "context": st.sampled_from([1, 2, 3]),
+            "contextMethod": st.sampled_from(["Ring", "RingZigZag", "Ulysses", "AllGather"]),
         },
     ),
     st.sampled_from([1, 2]),

@@ -154,7 +154,7 @@ def digest_of(stream: SampleStream, parts: list[tuple[int, int]]) -> int:
     total = 0
     for first, count in parts:
         digest = SampleDigest()
-        digest.add(first, stream.batch(first, count))
+        digest.add(range(first, first + count), stream.batch(first, count))
         total += digest.value
     return total % (1 << 63)
 

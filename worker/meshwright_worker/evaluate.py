@@ -8,6 +8,7 @@ from meshwright.api.data import DataSpec
 from meshwright.api.spec import EvaluationSpec, TrainingSpec
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.mixed import open_stream
+from meshwright_worker.data.packing import batch_of
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.step import Trainer
 
@@ -22,6 +23,7 @@ class Evaluation:
     def __init__(self, spec: EvaluationSpec, training: TrainingSpec, data: DataSpec, data_dir: str | None) -> None:
         self._spec = spec
         self._training = training
+        self._data = data
         self._stream = open_stream(data, data_dir, training.sequence_length, training.seed, held_out=True)
 
     def due(self, step: int) -> bool:
@@ -36,4 +38,5 @@ class Evaluation:
         size = self._training.global_batch_size
         share = size // mesh.layout.data
         for first in range(0, self._spec.samples, size):
-            yield Batch.of(self._stream.batch(first + mesh.coordinates.data * share, share))
+            samples = self._stream.batch(first + mesh.coordinates.data * share, share)
+            yield batch_of(samples, self._data, self._stream.separator)

@@ -16,6 +16,8 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, learning_rate
 from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.context import own_slice
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
 from meshwright_worker.parallel.shards import Shard, buffers_of, shards_of
@@ -49,6 +51,7 @@ class Trainer:
     def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
         self._mesh = mesh
         self._training = training
+        self._deal = Deal.of(run)
         self.stages = build_stages(run, model, mesh)
         pipeline = assemble(self.stages, run, model, mesh)
         self._executor, self._copies = pipeline.executor, pipeline.copies
@@ -68,7 +71,7 @@ class Trainer:
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
         """
-        batch = batch.to(self._mesh.device)
+        batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
         replica_loss = self._executor.run(batch)
         self._copies.add_up()
         gradients = reduce_gradients(self.shards, self._mesh)
@@ -92,7 +95,7 @@ class Trainer:
         _, pipeline, _, tensor = self._mesh.coordinates
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
-            batch = batch.to(self._mesh.device)
+            batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
             loss = self._executor.evaluate(batch)
             if tensor == 0:
                 sums[0] += loss.double()

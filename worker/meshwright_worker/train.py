@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
-from meshwright_worker.data.batch import Batch
+from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import MixedStream, open_stream
+from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
@@ -80,7 +82,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             begin_from_weights(trainer, architecture, training, mesh)
             state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
         events.running(state.step)
-        return _Loop(trainer, stream, session, evaluation, mesh, training, events).run(state)
+        return _Loop(task.run, trainer, stream, session, evaluation, mesh, events).run(state)
 
 
 def begin_from_weights(trainer: Trainer, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
@@ -102,20 +104,22 @@ class _Loop:
 
     def __init__(
         self,
+        run: RunConfig,
         trainer: Trainer,
         stream: SampleStream | InstructionStream | MixedStream,
         session: CheckpointSession | None,
         evaluation: Evaluation | None,
         mesh: Mesh,
-        training: TrainingSpec,
         events: RankEvents,
     ) -> None:
+        architecture, self._data, self._training = validate(run)
+        self._cost = Cost.of(architecture)
+        self._micro_batches = run.micro_batches
         self._trainer = trainer
         self._stream = stream
         self._session = session
         self._evaluation = evaluation
         self._mesh = mesh
-        self._training = training
         self._events = events
         self._digest = SampleDigest()
 
@@ -148,11 +152,11 @@ class _Loop:
         began = time.monotonic()
         coordinates = self._mesh.coordinates
         batch = self._training.global_batch_size
-        share = batch // self._mesh.layout.data
-        mine = state.samples + coordinates.data * share
-        samples = self._stream.batch(mine, share)
+        mine = self._share(range(state.samples, state.samples + batch))
+        samples = self._stream.rows(mine)
         read = time.monotonic()
-        result = self._trainer.step(number, Batch.of(samples), stop=self._events.stop_requested())
+        packed = batch_of(samples, self._data, self._stream.separator)
+        result = self._trainer.step(number, packed, stop=self._events.stop_requested())
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
@@ -162,6 +166,15 @@ class _Loop:
         self._events.step(report)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
         return after, result.stop
+
+    def _share(self, step: range) -> Sequence[int]:
+        """The numbers of the samples that this replica takes of a step's."""
+        replicas, own = self._mesh.layout.data, self._mesh.coordinates.data
+        if self._data.balance:
+            costs = [self._cost.row(self._stream.documents(sample)) for sample in step]
+            return [step[row] for row in deal(costs, replicas, self._micro_batches)[own]]
+        share = len(step) // replicas
+        return step[own * share : (own + 1) * share]
 
     def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(

@@ -7,15 +7,18 @@ a mismatch found inside a collective would show as a hang of all ranks. Knows no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from meshwright.api.data import DataSpec, Tokenizer
+from meshwright.api.data import DataSpec, Packing, Tokenizer
+from meshwright.api.rules.context import exchanging, heads_are_shared
 from meshwright.api.shape import Activation, Norm
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.spec import ContextMethod, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
 from meshwright_worker.nearest import nearest
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.pipeline.validate import pipeline_problems
 
 
@@ -36,6 +39,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_length_problems(run.architecture, run.training),
         *_evaluation_problems(run.training, run.data),
         *_tensor_problems(run, run.architecture, run.training),
+        *_context_problems(run, run.architecture, run.training),
         *_expert_problems(run, run.architecture),
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
@@ -83,6 +87,32 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
     for name, value in divisible.items():
         if value % run.tensor:
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
+
+
+def _context_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    asked, context, length = run.parallelism, run.context, training.sequence_length
+    if asked.context_method is ContextMethod.RING_ULYSSES:
+        inner = asked.ulysses or 1
+        if context % inner:
+            fits = nearest(inner, lambda n: context % n == 0, context)
+            yield f"`parallelism.ulysses: {inner}` must divide `parallelism.context: {context}`; nearest: {fits}"
+            return
+    deal = Deal.of(run)
+    if context > 1 and length < deal.least:
+        fits = nearest(context, lambda n: n % deal.inner == 0 and replace(deal, ranks=n).least <= length, length)
+        yield (
+            f"`parallelism.context: {context}` needs `training.sequenceLength: {length}` to be at least {deal.least}; "
+            f"nearest that fit: {fits}"
+        )
+    ranks = exchanging(asked.context_method, context, asked.ulysses)
+    if ranks > 1 and not heads_are_shared(model.heads, model.kv_heads, run.tensor, ranks):
+        field = "context" if asked.context_method is ContextMethod.ULYSSES else "ulysses"
+        fits = nearest(ranks, lambda n: heads_are_shared(model.heads, model.kv_heads, run.tensor, n), model.heads)
+        yield (
+            f"`parallelism.{field}: {ranks}` times `parallelism.tensor: {run.tensor}` must divide `model.heads: "
+            f"{model.heads}`, and divide `model.kvHeads: {model.kv_heads}` or be a multiple of it, for "
+            f"`parallelism.contextMethod: {asked.context_method}`; nearest that fit: {fits}, or use `RingZigZag`"
+        )
 
 
 def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
@@ -146,3 +176,5 @@ def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str
 def _data_problems(model: Architecture, data: DataSpec) -> Iterator[str]:
     if data.tokenizer is Tokenizer.BYTE and model.vocab_size < VOCABULARY:
         yield f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`"
+    if data.balance and data.packing is not Packing.DOCUMENTS:
+        yield "`data.balance: true` needs `data.packing: Documents`: without documents every row costs the same"

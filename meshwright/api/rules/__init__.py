@@ -7,6 +7,7 @@ feeds both the same specs. A degree that is left out is chosen later, so a rule 
 
 from __future__ import annotations
 
+from meshwright.api.rules.context import CONTEXT_RULES
 from meshwright.api.rules.data import DATA_RULES
 from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
@@ -28,6 +29,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *PARALLELISM_RULES,
     *MIXTURE_RULES,
     *PIPELINE_RULES,
+    *CONTEXT_RULES,
     *TRAINING_RULES,
     *DATA_RULES,
     *WORKERS_RULES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
+from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
 from meshwright.api.rules.rule import Rule
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
@@ -19,7 +19,8 @@ def _one_place_for_files(spec: Spec) -> bool:
 
 def _files_alone(spec: Spec) -> bool:
     data = _data(spec)
-    placed = DataSpec(source=data.source, claim_name=data.claim_name, uri=data.uri, held_out=data.held_out)
+    rows = {"packing": data.packing, "balance": data.balance, "held_out": data.held_out}
+    placed = DataSpec(source=data.source, claim_name=data.claim_name, uri=data.uri, **rows)
     return data.source is DataSource.FILES or data == placed
 
 
@@ -33,7 +34,17 @@ def _field_for_records(spec: Spec) -> bool:
     return data.format in (DataFormat.JSON_LINES, DataFormat.PARQUET) or data.field == "text"
 
 
+def _balance_has_documents(spec: Spec) -> bool:
+    return not _data(spec).balance or _data(spec).packing is Packing.DOCUMENTS
+
+
 DATA_RULES = (
+    Rule(
+        "data.balance",
+        "needs `data.packing: Documents`: rows that are one document each cost the same",
+        "!has(self.data) || !self.data.balance || self.data.packing == 'Documents'",
+        _balance_has_documents,
+    ),
     Rule(
         "data.claimName",
         "must be set with `data.source: Files` unless `data.uri` is, and neither with another source: name the "

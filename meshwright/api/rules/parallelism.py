@@ -12,7 +12,7 @@ MAX_WORKERS = 1024
 
 _WORLD = (
     "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
-    " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.replicas"
+    " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.parallelism.context * self.replicas"
 )
 _WORLD_IS_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
 
@@ -26,7 +26,8 @@ _SPARSE = "self.parallelism.schedule in ['Naive', 'PipeDream']"
 
 def least_world_size(spec: Spec) -> int:
     """The number of ranks, a degree that is left out counted as 1."""
-    return (spec.parallelism.tensor or 1) * (spec.parallelism.pipeline or 1) * spec.replicas
+    p = spec.parallelism
+    return (p.tensor or 1) * (p.pipeline or 1) * p.context * spec.replicas
 
 
 def _world_size(spec: Spec) -> int | None:
@@ -91,13 +92,15 @@ def _sequence_splits(spec: Spec) -> bool:
 PARALLELISM_RULES = (
     Rule(
         "replicas",
-        "`replicas` times `parallelism.tensor` times `parallelism.pipeline` must be at most 65536: lower one of them",
+        "`replicas` times `parallelism.tensor`, `parallelism.pipeline` and `parallelism.context` must be at most "
+        "65536: lower one of them",
         f"{_WORLD} <= {MAX_WORLD_SIZE}",
         lambda spec: least_world_size(spec) <= MAX_WORLD_SIZE,
     ),
     Rule(
         "workers.gpusPerWorker",
-        "must divide the world size, `replicas` times `parallelism.tensor` times `parallelism.pipeline`",
+        "must divide the world size, `replicas` times `parallelism.tensor`, `parallelism.pipeline` and "
+        "`parallelism.context`",
         f"!{_WORLD_IS_KNOWN} || ({_WORLD}) % self.workers.gpusPerWorker == 0",
         _whole_workers,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
+from meshwright.api.spec import ContextMethod
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 
@@ -23,7 +24,8 @@ def _command_owns_checkpoints(spec: Spec) -> bool:
 
 def _command_owns_schedule(spec: Spec) -> bool:
     p = spec.parallelism
-    return spec.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and p.sequence)
+    own = p.context_method is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
+    return spec.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and p.sequence and own)
 
 
 RUNTIME_RULES = (
@@ -56,10 +58,11 @@ RUNTIME_RULES = (
     ),
     Rule(
         "parallelism",
-        "`parallelism.microBatches`, `zeroStage` and `sequence` may not be set with `runtime.command`, which does "
-        "these itself: remove them",
+        "`parallelism.microBatches`, `zeroStage`, `sequence`, `contextMethod` and `ulysses` may not be set with "
+        "`runtime.command`, which does these itself: remove them",
         "!has(self.runtime.command) || (!has(self.parallelism.microBatches)"
-        " && self.parallelism.zeroStage == 0 && self.parallelism.sequence)",
+        " && self.parallelism.zeroStage == 0 && self.parallelism.sequence"
+        " && self.parallelism.contextMethod == 'RingZigZag' && !has(self.parallelism.ulysses))",
         _command_owns_schedule,
     ),
 )

@@ -124,7 +124,13 @@ def _lost(
 def _given(spec: ParallelTrainingJobSpec) -> Pins:
     """What the job states itself: nothing else is worth comparing it with."""
     asked = spec.parallelism
-    return Pins(tensor=asked.tensor, pipeline=asked.pipeline, zero_stage=asked.zero_stage)
+    return Pins(
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        zero_stage=asked.zero_stage,
+        context=asked.context,
+        context_method=asked.context_method,
+    )
 
 
 def _wider(

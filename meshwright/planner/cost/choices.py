@@ -7,6 +7,7 @@ from enum import StrEnum
 from math import isqrt
 from typing import NamedTuple
 
+from meshwright.api.spec import ContextMethod as ContextMethod
 from meshwright.models.transformer import Transformer
 
 
@@ -20,17 +21,6 @@ class Recompute(StrEnum):
     """Each layer from its input."""
     SQRT = "sqrt"
     """Full, in groups of about the square root of a stage's layers (Chen et al., arXiv 1604.06174)."""
-
-
-class ContextMethod(StrEnum):
-    """How the ranks that share a sequence exchange keys and values."""
-
-    RING = "ring"
-    """Ring attention (arXiv 2310.01889): point-to-point, behind computation."""
-    ULYSSES = "ulysses"
-    """All-to-all from sequence to heads and back (arXiv 2309.14509)."""
-    ALL_GATHER = "all-gather"
-    """Keys and values gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
 
 
 class Schedule(StrEnum):
@@ -92,7 +82,9 @@ class Choices:
     tensor: int = 1
     sequence_parallel: bool = True
     context: int = 1
-    context_method: ContextMethod = ContextMethod.RING
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    ulysses: int = 1
+    """With `RingUlysses`, the neighbours of a context group that exchange heads."""
     pipeline: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
     virtual_stages: int = 1
@@ -168,6 +160,7 @@ class LayerLayout(NamedTuple):
     sequence_parallel: bool
     context: int
     context_method: ContextMethod
+    ulysses: int
     expert: int
     micro_batch_size: int
     numbers: Numbers
@@ -180,6 +173,7 @@ class LayerLayout(NamedTuple):
             choices.sequence_parallel,
             choices.context,
             choices.context_method,
+            choices.ulysses,
             choices.expert,
             choices.micro_batch_size,
             choices.numbers,

@@ -42,6 +42,8 @@ class Shape:
     expert: int
     causal: bool
     numbers: Numbers
+    balanced: bool = True
+    """Whether causal attention costs the ranks of a context-parallel group alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ def logits_time(tokens: int, model: Transformer, tensor: int, gpu: Accelerator, 
 def _core(shape: Shape, gpu: Accelerator, runtime: Runtime) -> tuple[float, float]:
     """Seconds of scores, softmax and weighted sum: forward and backward.
 
-    Where ranks of a context-parallel group keep consecutive parts, the last attends to nearly all keys, and all wait.
+    Where ranks of a context-parallel group keep consecutive parts and their queries (a plain ring), the last attends to
+    nearly all keys, and all wait.
     """
     model = shape.model
     keyed = model.head_size + (model.latent.rope_size if model.latent else 0)
@@ -132,7 +135,7 @@ def _core(shape: Shape, gpu: Accelerator, runtime: Runtime) -> tuple[float, floa
         seen = attended(model, shape.sequence, causal=shape.causal)
         flops = 2.0 * shape.tokens * heads * (keyed + model.value_size) * seen
         half = gpu.peak(Numbers.BF16 if shape.numbers is Numbers.FP8 else shape.numbers)
-        if shape.causal and shape.context > 1 and not runtime.balances_context:
+        if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
             flops *= 2.0 * shape.context / (shape.context + 1)
         forward = flops / (half * gpu.sustained * FLASH_PART)
         return forward, 2.5 * forward

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, LayerLayout, Recompute, Work
+from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Recompute, Work
 from meshwright.planner.cost.collectives import all_gather
 from meshwright.planner.cost.constants import HOST_PER_LAYER, PER_STEP, SYNCHRONISE
 from meshwright.planner.cost.fabric import Span
@@ -219,6 +219,7 @@ def _layer_pass(
         chosen.expert,
         causal,
         chosen.numbers,
+        chosen.context_method is not ContextMethod.RING,
     )
     time = layer_time(shape, machine.gpu, runtime)
     again = recomputed_part(how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.api.rules.context import heads_are_shared
 from meshwright.planner.cost.choices import Choices, ContextMethod, Offload, Recompute, Schedule
 from meshwright.planner.cost.estimate import Estimate, estimate, memory_of
 from meshwright.planner.search.request import Request
@@ -85,13 +86,14 @@ def _schedules(request: Request, shape: Shape, size: int) -> Iterator[tuple[Sche
 
 def _methods(request: Request, shape: Shape) -> Iterator[ContextMethod]:
     if shape.context == 1:
-        yield ContextMethod.RING
+        yield ContextMethod.RING_ZIG_ZAG
         return
     pinned = request.pins.context_method
     model = request.work.model
     for method in (pinned,) if pinned else request.techniques.context:
         # Ulysses exchanges whole heads (arXiv 2309.14509): every rank needs its own.
-        if method is not ContextMethod.ULYSSES or model.heads % (shape.tensor * shape.context) == 0:
+        ranks = shape.context if method is ContextMethod.ULYSSES else 1
+        if ranks == 1 or heads_are_shared(model.heads, model.kv_heads, shape.tensor, ranks):
             yield method
 
 

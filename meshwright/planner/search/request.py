@@ -29,7 +29,7 @@ class Techniques:
     schedules: tuple[Schedule, ...] = tuple(Schedule)
     virtual_stages: tuple[int, ...] = (2, 4)
     """Chunks to try with schedules that take more than one."""
-    context: tuple[ContextMethod, ...] = tuple(ContextMethod)
+    context: tuple[ContextMethod, ...] = (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
     """Empty where the runtime has no context parallelism."""
     expert: bool = True
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -50,7 +50,7 @@ EVERY_TECHNIQUE = Techniques()
 MESHWRIGHT_RUNTIME = Techniques(
     schedules=(Schedule.ONE_F_ONE_B,),
     virtual_stages=(),
-    context=(),
+    context=(ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER),
     zero_stages=(0, 2, 3),
     recompute=(Recompute.NONE,),
     offload=(Offload.NONE,),

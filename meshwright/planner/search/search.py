@@ -98,7 +98,7 @@ def _bounded_shapes(request: Request) -> Iterator[tuple[Shape, float]]:
 
 def _bound(request: Request, shape: Shape, size: int) -> float:
     """The least score of any layout of a shape with micro-batches of up to `size` sequences."""
-    method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING,))[0]
+    method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
     choices = choices_of(request, shape, size, context_method=method)
     several = len(request.techniques.context) > 1 and shape.context > 1
     time = time_of(request.work, choices, request.machine)

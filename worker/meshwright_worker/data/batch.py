@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -20,7 +20,13 @@ class Places:
     positions: torch.Tensor | None = None
     """int64 [batch, length], what rotary embedding turns by; None for 0, 1, ... in each row."""
     documents: torch.Tensor | None = None
-    """int64 [batch, length], which document of its row a token belongs to: attention stays inside. None for one."""
+    """int64 [batch, length], which document of its row a token belongs to, never less than before it: attention stays
+    inside. None for one."""
+    row_length: int | None = None
+    """Tokens of a whole row, where a rank holds a slice of it; None where it holds all."""
+    row_documents: torch.Tensor | None = None
+    """int64 [batch, tokens of a whole row], `documents` of all of it, always on the CPU: what attention leaves out is
+    decided there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,10 @@ class Batch:
     positions: torch.Tensor | None = None
     """See `Places`."""
     documents: torch.Tensor | None = None
+    """See `Places`."""
+    row_length: int | None = None
+    """See `Places`."""
+    row_documents: torch.Tensor | None = None
     """See `Places`."""
 
     @classmethod
@@ -51,7 +61,7 @@ class Batch:
     @property
     def places(self) -> Places:
         """What the layers are told of the tokens."""
-        return Places(self.positions, self.documents)
+        return Places(self.positions, self.documents, self.row_length, self.row_documents)
 
     def chunk(self, count: int) -> list[Self]:
         """`count` micro-batches of the same number of rows.
@@ -66,7 +76,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """The batch on a device."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+        moved = self.each(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, row_documents=self.row_documents)
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The batch with every tensor that it has changed alike."""
@@ -75,6 +86,8 @@ class Batch:
             change(self.targets),
             None if self.positions is None else change(self.positions),
             None if self.documents is None else change(self.documents),
+            self.row_length,
+            None if self.row_documents is None else change(self.row_documents),
         )
 
 

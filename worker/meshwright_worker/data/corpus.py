@@ -44,6 +44,13 @@ class Corpus(Protocol):
     def fingerprint(self) -> str:
         """Whether two machines, or two starts of a run, see the same row of tokens."""
 
+    def documents(self, start: int, stop: int) -> list[int]:
+        """Tokens of each document, its separator with it, among the tokens at `start` to `stop - 1`.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+
     def tokens(self, start: int, stop: int) -> Tokens:
         """The tokens at `start` to `stop - 1`, int64 [stop - start].
 
@@ -77,6 +84,13 @@ class TextCorpus:
         lines = (f"{document.name}\0{document.size}\n" for document in self._documents)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`. Sizes tell them: no file is read."""
+        first, last = np.searchsorted(self._ends, [start, stop], side="right")
+        ends = [end for end in self._ends[first:last].tolist() if end < stop]
+        borders = [start, *ends, stop] if start < stop else []
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+
     def tokens(self, start: int, stop: int) -> Tokens:
         """See `Corpus.tokens`."""
         row = np.full(stop - start, self.separator, dtype=np.int64)
@@ -109,6 +123,12 @@ class ShardCorpus(TokenShards):
     def separator(self) -> int:
         """See `Corpus.separator`."""
         return self.manifest.separator
+
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`."""
+        ends = np.flatnonzero(self.tokens(start, stop) == self.separator) + 1
+        borders = [0, *(int(end) for end in ends if end < stop - start), stop - start] if start < stop else []
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
 
 def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:

@@ -8,6 +8,7 @@ Multiset Hash Functions", 2003: the additive construction).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -20,9 +21,9 @@ class SampleDigest:
     def __init__(self) -> None:
         self.value = 0
 
-    def add(self, first: int, samples: torch.Tensor) -> None:
-        """Count the samples numbered from `first`, int64 [count, length], as they went into the model."""
-        for offset, row in enumerate(samples.cpu().numpy()):
-            message = (first + offset).to_bytes(8, "little") + row.tobytes()
+    def add(self, numbers: Sequence[int], samples: torch.Tensor) -> None:
+        """Count the samples of these numbers, int64 [count, length], as they went into the model."""
+        for number, row in zip(numbers, samples.cpu().numpy(), strict=True):
+            message = number.to_bytes(8, "little") + row.tobytes()
             hashed = hashlib.blake2b(message, digest_size=8).digest()
             self.value = (self.value + int.from_bytes(hashed, "little")) % MODULUS

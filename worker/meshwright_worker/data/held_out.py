@@ -31,6 +31,10 @@ class CorpusPart:
         """See `Corpus.fingerprint`."""
         return f"{self._corpus.fingerprint[:20]}-{self._last:012x}"
 
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`."""
+        return self._corpus.documents(self._first + start, self._first + stop)
+
     def tokens(self, start: int, stop: int) -> Tokens:
         """See `Corpus.tokens`."""
         return self._corpus.tokens(self._first + start, self._first + stop)

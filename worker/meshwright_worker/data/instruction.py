@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class InstructionStream:
         if not pairs:
             raise CorpusError("no records to train on: no file matches `data.pattern`, or all of them are empty")
         self._rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
+        self.separator = separator
         self._length = length
         self._seed = seed
         self._epoch = 0
@@ -58,7 +60,18 @@ class InstructionStream:
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """See `SampleStream.batch`."""
-        return torch.stack([self._rows[self._record(number)] for number in range(first, first + count)])
+        return self.rows(range(first, first + count))
+
+    def rows(self, samples: Sequence[int]) -> torch.Tensor:
+        """See `SampleStream.rows`."""
+        return torch.stack([self._rows[self._record(number)] for number in samples])
+
+    def documents(self, sample: int) -> list[int]:
+        """See `SampleStream.documents`."""
+        row = self._rows[self._record(sample)][:-1]
+        ends = (torch.where(row < 0, ~row, row) == self.separator).nonzero().flatten() + 1
+        borders = [0, *(end for end in ends.tolist() if end < self._length), self._length]
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
     def _record(self, sample: int) -> int:
         epoch, position = divmod(sample, len(self._rows))

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.data.mixture import Mixture
-from meshwright_worker.data.corpus import CorpusError, folder_of, open_corpus, root_of
+from meshwright_worker.data.corpus import Corpus, CorpusError, folder_of, open_corpus, root_of
 from meshwright_worker.data.held_out import trained_and_held_out
 from meshwright_worker.data.instruction import InstructionStream, held_out_of, read_pairs
 from meshwright_worker.data.prepared import tokenizer_of
@@ -31,8 +31,22 @@ class MixedStream:
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """See `SampleStream.batch`."""
-        picks = [self._mixture.pick(number) for number in range(first, first + count)]
+        return self.rows(range(first, first + count))
+
+    @property
+    def separator(self) -> int:
+        """The token after each document: all corpora of a mixture have one tokenizer."""
+        return self._streams[0].separator
+
+    def rows(self, samples: Sequence[int]) -> torch.Tensor:
+        """See `SampleStream.rows`."""
+        picks = [self._mixture.pick(number) for number in samples]
         return torch.cat([self._streams[pick.corpus].batch(pick.sample, 1) for pick in picks])
+
+    def documents(self, sample: int) -> list[int]:
+        """See `SampleStream.documents`."""
+        pick = self._mixture.pick(sample)
+        return self._streams[pick.corpus].documents(pick.sample)
 
 
 def open_stream(
@@ -50,7 +64,7 @@ def open_stream(
             pairs = read_pairs(data, folder_of(data, data_dir, path), tokenizer, sequence_length)
             own = held_out_of(pairs, data.held_out, held_out=held_out)
             return InstructionStream(own, sequence_length, seed, tokenizer.separator)
-        corpus = open_corpus(data, data_dir, path)
+        corpus: Corpus = open_corpus(data, data_dir, path)
         if data.held_out:
             corpus = trained_and_held_out(corpus, data.held_out)[held_out]
         return SampleStream(corpus, sequence_length, seed)

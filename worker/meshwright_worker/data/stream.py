@@ -7,6 +7,8 @@ change of layout neither loses nor repeats a sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from meshwright_worker.data.corpus import Corpus, CorpusError
@@ -41,13 +43,27 @@ class SampleStream:
         """Names the stream: two streams of equal identity give the same sample for every number."""
         return f"{self._corpus.fingerprint[:32]}/{self._length}/{self._seed}"
 
+    @property
+    def separator(self) -> int:
+        """The token after each document."""
+        return self._corpus.separator
+
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`, int64 [count, sequence_length + 1] on the CPU."""
-        batch = torch.empty(count, self._length + 1, dtype=torch.int64)
-        for row in range(count):
-            start = self._sequence(first + row) * self._length
+        return self.rows(range(first, first + count))
+
+    def rows(self, samples: Sequence[int]) -> torch.Tensor:
+        """The samples of these numbers, int64 [count, sequence_length + 1] on the CPU."""
+        batch = torch.empty(len(samples), self._length + 1, dtype=torch.int64)
+        for row, sample in enumerate(samples):
+            start = self._sequence(sample) * self._length
             batch[row] = torch.from_numpy(self._corpus.tokens(start, start + self._length + 1))
         return batch
+
+    def documents(self, sample: int) -> list[int]:
+        """Lengths of the documents, and pieces of documents, that a sample's `sequence_length` inputs are made of."""
+        start = self._sequence(sample) * self._length
+        return self._corpus.documents(start, start + self._length)
 
     def _sequence(self, sample: int) -> int:
         epoch, position = divmod(sample, self.samples_per_epoch)

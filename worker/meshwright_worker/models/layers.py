@@ -103,7 +103,17 @@ class PositionEmbedding(nn.Embedding):
 
 
 class AttentionCore(nn.Module):
-    """Causal attention, each document of a row on its own. A module, so that context parallelism can replace it."""
+    """Attention, each document of a row on its own. A module, so that context parallelism can replace it.
+
+    Args:
+        causal: whether a token sees only those up to itself.
+        scale: factor of the scores; None for one over the root of the head size.
+    """
+
+    def __init__(self, *, causal: bool = True, scale: float | None = None) -> None:
+        super().__init__()
+        self.causal = causal
+        self.scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
         """Mix values.
@@ -119,13 +129,15 @@ class AttentionCore(nn.Module):
         """
         mask = None
         if places.documents is not None:
-            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).tril().unsqueeze(1)
+            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
+            mask = mask.tril() if self.causal else mask
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=self.causal and mask is None,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return mixed.transpose(1, 2)

@@ -1,13 +1,14 @@
 """The model in the layout of its mesh. The order of the steps stands here and nowhere else.
 
 1. build on the meta device, with adapters if any: no memory yet;
-2. spread experts over the expert group and split over the tensor group: matrices become DTensors;
-3. shard over replicas (ZeRO 2 and 3), experts over their own: shards of those shards;
-4. take memory for what is left and fill it with initial weights;
-5. without FSDP, let modules compute on the local parts themselves.
+2. let attention go over the context group: it has no parameters;
+3. spread experts over the expert group and split over the tensor group: matrices become DTensors;
+4. shard over replicas (ZeRO 2 and 3), experts over their own: shards of those shards;
+5. take memory for what is left and fill it with initial weights;
+6. without FSDP, let modules compute on the local parts themselves.
 
 The other way round FSDP would gather what tensor parallelism is about to split; and a model that had its weights before
-step 3 would have to fit into one rank.
+step 4 would have to fit into one rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import adapt
+from meshwright_worker.parallel.context import share_rows
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group
 from meshwright_worker.parallel.zero import settle, shard_over_replicas
@@ -74,6 +77,7 @@ def _build(run: RunConfig, model: Architecture, mesh: Mesh, index: int, stages: 
         stage = DecoderStage(model, compute_dtype(precision), index, stages, own).to(parameter_dtype(precision))
     if run.training.lora is not None:
         adapt(stage, run.training.lora)
+    share_rows(stage, Deal.of(run), mesh)
     spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)

@@ -1,0 +1,181 @@
+"""Attention over ranks by itself: full attention, values of another width, and what each method sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.api.data import Packing
+from meshwright.api.spec import ContextMethod
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.manifest import read_manifest
+from meshwright_worker.data.batch import Places
+from meshwright_worker.mesh import joined
+from meshwright_worker.models.layers import AttentionCore
+from meshwright_worker.parallel.context import share_rows
+from meshwright_worker.parallel.context_slices import Deal
+from meshwright_worker.task import Outcome, RankTask
+from tests.distributed.cases import train_fully
+from tests.distributed.configs import small_run
+from tests.distributed.counting import Counting, Traffic
+from tests.distributed.pool import RankPool
+
+BATCH, HEADS, KV_HEADS, SIZE, VALUE_SIZE = 2, 4, 2, 8, 4
+METHODS = [
+    (ContextMethod.RING, 2, None),
+    (ContextMethod.RING_ZIG_ZAG, 4, None),
+    (ContextMethod.ULYSSES, 4, None),
+    (ContextMethod.ALL_GATHER, 2, None),
+    (ContextMethod.RING_ULYSSES, 4, 2),
+]
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, core: AttentionCore) -> None:
+        super().__init__()
+        self.core = core
+
+
+def _numbers(length: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    sizes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, VALUE_SIZE), (HEADS, VALUE_SIZE))
+    drawn = [torch.randn(BATCH, length, *size, generator=generator, dtype=torch.float64) for size in sizes]
+    documents = (torch.rand(BATCH, length, generator=generator) < 0.15).cumsum(1)
+    return drawn[:3], drawn[3], documents
+
+
+def attention_errors(task: RankTask, length: int) -> list[float]:
+    """Errors of output and gradients against one rank, for causal and full attention, with and without documents."""
+    errors = []
+    with joined(task) as mesh:
+        deal, rank = Deal.of(task.run), mesh.coordinates.context
+        held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[rank]])
+        inputs, weights, documents = _numbers(length)
+        for causal in (True, False):
+            plain = AttentionCore(causal=causal, scale=0.4)
+            shared = _Model(AttentionCore(causal=causal, scale=0.4))
+            share_rows(shared, deal, mesh)
+            for packed in (None, documents):
+                own_documents = None if packed is None else packed[:, held]
+                places = Places(None, own_documents, length, packed)
+                want = _outputs(plain, inputs, weights, Places(documents=packed))
+                own = [x[:, held] for x in (*inputs, weights)]
+                got = _outputs(shared.core, own[:3], own[3], places)
+                errors += [float((a - b[:, held]).abs().max()) for a, b in zip(got, want, strict=True)]
+    return errors
+
+
+def _outputs(
+    core: AttentionCore, inputs: list[torch.Tensor], weights: torch.Tensor, places: Places
+) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    mixed = core(*leaves, places)
+    return [mixed.detach(), *torch.autograd.grad((mixed * weights).sum(), leaves)]
+
+
+def sent(task: RankTask, length: int) -> tuple[Traffic, Traffic]:
+    """What this rank communicates in one layer's forward and backward pass."""
+    with joined(task) as mesh:
+        deal = Deal.of(task.run)
+        model = _Model(AttentionCore())
+        share_rows(model, deal, mesh)
+        held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[mesh.rank]])
+        inputs, weights, _ = _numbers(length)
+        own = [x[:, held].float() for x in (*inputs, weights)]
+        with Counting() as forward:
+            leaves = [x.clone().requires_grad_() for x in own[:3]]
+            mixed = model.core(*leaves, Places(row_length=length))
+        with Counting() as backward:
+            (mixed * own[3]).sum().backward()
+    return forward.traffic, backward.traffic
+
+
+def measured(pool: RankPool, length: int, **layout: Any) -> tuple[Counter[str], Counter[str], tuple[float, float]]:
+    """Calls forward and backward, and the numbers that a rank sends in each, the same on every rank."""
+    ranks = pool.run(sent, small_run(**layout), length, timeout=240)
+    both = [
+        (
+            *(Counter({kind: n for (kind, _), n in one.calls.items()}) for one in two),
+            tuple(one.sent() / 4 for one in two),
+        )
+        for two in ranks
+    ]
+    assert all(one == both[0] for one in both)
+    forward, backward, numbers = both[0]
+    return forward, backward, numbers
+
+
+@pytest.mark.parametrize(("method", "ranks", "inner"), METHODS, ids=[str(method) for method, _, _ in METHODS])
+def test_attention_over_ranks_equals_one_rank(
+    pool: RankPool, method: ContextMethod, ranks: int, inner: int | None
+) -> None:
+    run = small_run(context=ranks, method=method, ulysses=inner)
+    for errors in pool.run(attention_errors, run, 27, timeout=240):
+        assert max(errors) < 1e-13
+
+
+def test_what_each_method_sends(pool: RankPool) -> None:
+    """The papers' volumes, in numbers of one layer that one of n ranks sends."""
+    n, length = 4, 32
+    tokens = BATCH * length // n
+    pair = tokens * KV_HEADS * (SIZE + VALUE_SIZE)
+    forward, backward, numbers = measured(pool, length, context=n)
+    # A turn hands over two tensors; keys and values, then those again and, home again, their gradients (2310.01889).
+    assert forward == {"send": 2 * (n - 1), "recv": 2 * (n - 1)}
+    assert backward == {"send": 2 * (2 * n - 1), "recv": 2 * (2 * n - 1)}
+    assert numbers == ((n - 1) * pair, (n - 1) * pair + n * pair)
+
+    forward, backward, numbers = measured(pool, length, context=n, method=ContextMethod.ALL_GATHER)
+    assert (forward, backward) == ({"all-gather": 1}, {"all-gather": 1, "reduce-scatter": 1})
+    assert numbers == ((n - 1) * pair, 2 * (n - 1) * pair)
+
+    # Four tensors of heads, each (n - 1) / n of its own (arXiv 2309.14509); 2 key and value heads are held twice.
+    forward, backward, numbers = measured(pool, length, context=n, method=ContextMethod.ULYSSES)
+    assert forward == backward == {"all-to-all": 2}
+    four = tokens * (HEADS + n) * (SIZE + VALUE_SIZE)
+    assert numbers == (four * (n - 1) / n, four * (n - 1) / n)
+
+
+def test_the_mix_has_shorter_rings_than_a_ring_and_smaller_exchanges_than_ulysses(pool: RankPool) -> None:
+    layout = {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 2}
+    forward, backward, numbers = measured(pool, 32, **layout)
+    assert forward == {"all-to-all": 2, "send": 2, "recv": 2}
+    assert backward == {"all-to-all": 2, "send": 6, "recv": 6}
+    pair = BATCH * 8 * KV_HEADS * (SIZE + VALUE_SIZE)
+    four = BATCH * 8 * (HEADS + KV_HEADS) * (SIZE + VALUE_SIZE)
+    assert numbers == (four / 2 + pair, four / 2 + pair + 2 * pair)
+
+
+def test_a_run_goes_on_when_its_ranks_share_sequences(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    """Samples and digest are those of any other layout, and so, but for rounding, is the loss."""
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    ((_, recorder), *_) = pool.run(train_fully, small_run(data=2), checkpoint_dir=straight, data_dir=text)
+    pool.run(train_fully, small_run(data=2), -1, None, 5, checkpoint_dir=moved, data_dir=text)
+    run = small_run(context=2, packing=Packing.TEXT)
+    ((outcome, resumed), *_) = pool.run(train_fully, run, checkpoint_dir=moved, data_dir=text)
+    assert outcome is Outcome.COMPLETE
+    assert resumed.began_at == 3
+    want, got = (read_manifest(CheckpointDirectory(root).path(8)) for root in (straight, moved))
+    assert want is not None
+    assert got is not None
+    assert (got.state.samples, got.state.digest) == (want.state.samples, want.state.digest)
+    assert resumed.reports[-1].loss == pytest.approx(recorder.reports[-1].loss, rel=1e-5)
+
+
+def test_balanced_rows_are_the_same_samples_and_the_same_loss(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    records, manifests = [], []
+    for balance in (False, True):
+        run = small_run(data=2, steps=3, packing=Packing.DOCUMENTS, balance=balance, length=96)
+        root = tmp_path / str(balance)
+        ((_, recorder), *_) = pool.run(train_fully, run, checkpoint_dir=root, data_dir=text)
+        records.append([report.loss for report in recorder.reports])
+        manifests.append(read_manifest(CheckpointDirectory(root).path(3)))
+    assert records[0] == pytest.approx(records[1], rel=1e-6)
+    (plain, balanced) = manifests
+    assert plain is not None
+    assert balanced is not None
+    assert (plain.state.samples, plain.state.digest) == (balanced.state.samples, balanced.state.digest)

@@ -1,0 +1,83 @@
+"""Sequences shared by the ranks of a context group, and rows packed with documents, with all else beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api.data import Packing
+from meshwright.api.spec import ContextMethod
+from tests.parity.case import Case
+
+_NAMES = {
+    ContextMethod.RING: "ring attention (contiguous)",
+    ContextMethod.RING_ZIG_ZAG: "ring attention (zig-zag)",
+    ContextMethod.ULYSSES: "Ulysses",
+    ContextMethod.ALL_GATHER: "all-gather context parallelism",
+}
+_PACKED: dict[str, Any] = {"packing": Packing.DOCUMENTS}
+_UNEVEN: dict[str, Any] = {"length": 22}
+_MIXED: dict[str, Any] = {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 2}
+
+_BESIDE: list[dict[str, Any]] = [
+    {"tensor": 2, "sequence": False},
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"data": 2},
+    {"data": 2, "zero": 2},
+    {"data": 2, "zero": 3},
+    {"zero": 3},
+]
+_EVERY_DIMENSION: list[dict[str, Any]] = [
+    {"tensor": 2, "data": 2},
+    {"tensor": 2, "data": 2, "zero": 2},
+    {"tensor": 2, "data": 2, "zero": 3},
+    {"tensor": 2, "pipeline": 2},
+    {"pipeline": 2, "data": 2},
+    {"pipeline": 2, "data": 2, "zero": 3},
+]
+
+
+def _with(method: ContextMethod, beside: dict[str, Any], common: dict[str, Any], smoke: bool = False) -> Case:
+    return Case(_NAMES[method], {"context": 2, "method": method, **beside}, common, smoke=smoke)
+
+
+CASES = [_with(method, {}, common, smoke=True) for method in _NAMES for common in ({}, _PACKED)]
+CASES += [_with(method, {}, _UNEVEN, smoke=method is not ContextMethod.ALL_GATHER) for method in _NAMES]
+CASES += [_with(method, {}, _PACKED | _UNEVEN, smoke=method is ContextMethod.ALL_GATHER) for method in _NAMES]
+# Of 4 ranks with 2 key and value heads, two share each.
+CASES += [_with(method, {"context": 4}, common) for method in _NAMES for common in ({}, _PACKED, _UNEVEN)]
+CASES += [_with(method, beside, {}) for method in _NAMES for beside in _BESIDE]
+CASES += [_with(method, beside, _PACKED) for method in _NAMES for beside in _BESIDE]
+CASES += [_with(method, beside, {}) for method in _NAMES for beside in _EVERY_DIMENSION]
+CASES += [_with(ContextMethod.RING_ZIG_ZAG, beside, _PACKED | _UNEVEN) for beside in _EVERY_DIMENSION]
+CASES += [
+    Case("ring x Ulysses", _MIXED | beside, common, smoke=not beside)
+    for beside in ({}, {"data": 2}, {"data": 2, "zero": 3}, {"pipeline": 2})
+    for common in ({}, _PACKED, _UNEVEN)
+]
+CASES += [
+    Case("ring x Ulysses", _MIXED | {"context": 6, "ulysses": 3}, {"kv_heads": 6, "heads": 6, "hidden_size": 48}),
+    Case("ring x Ulysses", _MIXED | {"tensor": 2}, {"kv_heads": 4, "heads": 4}),
+    Case("packed documents", {"data": 2}, _PACKED, smoke=True),
+    Case("packed documents", {"pipeline": 2}, _PACKED, smoke=True),
+    Case("packed documents", {"tensor": 2}, _PACKED),
+    Case("packed documents", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}, _PACKED),
+]
+CASES += [
+    Case("row too short", {"context": 16}, refused="`parallelism.context: 16` needs `training.sequenceLength: 16`"),
+    Case("row too short", {"context": 6, "tensor": 2}, refused="nearest that fit: 4"),
+    Case(
+        "heads that do not exchange", {"context": 3, "method": ContextMethod.ULYSSES}, refused="nearest that fit: 2, 4"
+    ),
+    Case(
+        "heads that do not exchange",
+        {"context": 4, "tensor": 2, "method": ContextMethod.ULYSSES},
+        refused="`parallelism.context: 4` times `parallelism.tensor: 2`",
+    ),
+    Case(
+        "uneven inner degree",
+        {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 3},
+        refused="`parallelism.ulysses: 3` must divide `parallelism.context: 4`",
+    ),
+    Case("balance without documents", {"data": 2, "balance": True}, refused="`data.packing: Documents`"),
+]

@@ -1,0 +1,36 @@
+"""Rows of several documents, each of which is trained on as if it were alone in its row.
+
+Positions begin again with each document, attention stays inside it (`Places`), and what follows it is not predicted
+from it. So packing changes neither loss nor gradient; it only leaves out the padding (arXiv 2107.02027).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from meshwright.api.data import DataSpec, Packing
+from meshwright_worker.data.batch import IGNORED, Batch
+
+
+def batch_of(samples: torch.Tensor, data: DataSpec, separator: int) -> Batch:
+    """The batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` asks."""
+    batch = Batch.of(samples)
+    return documents_apart(batch, separator) if data.packing is Packing.DOCUMENTS else batch
+
+
+def documents_apart(batch: Batch, separator: int) -> Batch:
+    """A batch of rows in which each document ends with a `separator`, with the documents told apart.
+
+    A row may begin and end inside a document: the piece is a document of its own.
+    """
+    tokens = batch.tokens
+    ends = tokens == separator
+    documents = ends.cumsum(dim=1) - ends.long()
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    begins = torch.ones_like(ends)
+    begins[:, 1:] = ends[:, :-1]
+    starts = torch.where(begins, index, 0).cummax(dim=1).values
+    targets = batch.targets.masked_fill(ends, IGNORED)
+    return replace(batch, targets=targets, positions=index - starts, documents=documents)
