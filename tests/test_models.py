@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.flops import flops_per_token
+from meshwright.models.mixture import capacity, contradictions, feed_forward_parameters, mixture_layers
 from meshwright.models.presets import PRESETS, UnknownModelError, resolve
 
 # Sums of the published checkpoints' tensors.
@@ -22,6 +24,8 @@ PUBLISHED = {
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -35,8 +39,6 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
 }
 # Billions, as table 2.1 of GPT-3's paper rounds them; the table of positions and tokens weighs most in the small ones.
 ROUNDED = {
@@ -101,6 +103,45 @@ def test_tied_embeddings_are_counted_once() -> None:
     tied = PRESETS["llama-3.2-1b"]
     untied = tied.model_copy(update={"tie_embeddings": False})
     assert untied.parameters - tied.parameters == tied.vocab_size * tied.hidden_size
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.1)])
+def test_a_mixture_uses_the_published_part_of_its_parameters(name: str, billions: float) -> None:
+    """arXiv 2401.04088, section 2; Mistral's announcement of 8x22B."""
+    assert PRESETS[name].active_parameters / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_deepseek_v3_mixtures_can_be_described() -> None:
+    """arXiv 2412.19437, section 4.2: the routed experts of 58 layers, of which a token uses 8 and a shared one."""
+    mixture = MixtureSpec(
+        experts=256,
+        per_token=8,
+        intermediate_size=2048,
+        shared_intermediate_size=2048,
+        dense_layers=3,
+        router=Router.SIGMOID,
+        groups=8,
+        groups_per_token=4,
+        scaling=2.5,
+        balancing=Balancing.BIAS,
+        auxiliary_weight=0.0001,
+    )
+    assert list(contradictions(mixture, 61)) == []
+    assert len(mixture_layers(mixture, 61)) == 58
+    assert feed_forward_parameters(mixture, 7168) == 257 * 3 * 2048 * 7168 + 256 * 7169
+    assert feed_forward_parameters(mixture, 7168, active=True) == 9 * 3 * 2048 * 7168 + 256 * 7169
+
+
+def test_every_so_many_layers_are_mixtures_after_the_dense_ones() -> None:
+    spec = MixtureSpec(experts=4, per_token=1, renormalize=False, intermediate_size=8, dense_layers=1, every=2)
+    assert mixture_layers(spec, 8) == [2, 4, 6]
+    assert mixture_layers(None, 8) == []
+
+
+@pytest.mark.parametrize(("factor", "tokens"), [(None, None), (1.0, 4), (1.25, 5), (0.1, 1)], ids=str)
+def test_capacity_is_a_share_of_a_sequence(factor: float | None, tokens: int | None) -> None:
+    spec = MixtureSpec(experts=8, per_token=2, intermediate_size=8, capacity_factor=factor)
+    assert capacity(spec, 16) == tokens
 
 
 def test_flops_are_six_per_parameter_and_the_attention_term() -> None:

@@ -25,12 +25,79 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
     FP64 = "fp64"
 
 
-class OptimizerSpec(ApiModel):
-    """AdamW (arXiv 1711.05101) with linear warm-up and cosine decay."""
+class LossScaleSpec(ApiModel):
+    """Dynamic loss scaling of `precision: fp16` (arXiv 1710.03740)."""
 
+    initial: Annotated[int, Field(ge=1, le=4294967296)] = 65536
+    """What gradients are multiplied by at first. A step whose gradients overflow is skipped and halves it."""
+    growth_interval: Annotated[int, Field(ge=1, le=1000000000)] = 2000
+    """Steps without an overflow after which the scale doubles."""
+
+
+class Fp8Scaling(StrEnum):
+    """What shares a scale in fp8."""
+
+    TENSORWISE = "Tensorwise"
+    ROWWISE = "Rowwise"
+
+
+class Fp8Update(StrEnum):
+    """What a scale in fp8 is taken from."""
+
+    DYNAMIC = "Dynamic"
+    DELAYED = "Delayed"
+    STATIC = "Static"
+
+
+class Fp8Spec(ApiModel):
+    """Matrix products of the layers in fp8 (arXiv 2209.05433): e4m3 for inputs and weights, e5m2 for gradients."""
+
+    scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
+    """`Tensorwise`: one scale a tensor. `Rowwise`: one for each row of either factor; needs `update: Dynamic`."""
+    update: Fp8Update = Fp8Update.DYNAMIC
+    """`Dynamic`: scales of the micro-batch at hand. `Delayed`: of the largest values of the last `history` steps.
+    `Static`: of `inputAmax`, `weightAmax` and `gradientAmax`; what is larger is clamped."""
+    history: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Steps that `update: Delayed` looks back."""
+    input_amax: Annotated[float, Field(gt=0, le=1e30)] = 16.0
+    """Largest input that `update: Static` represents."""
+    weight_amax: Annotated[float, Field(gt=0, le=1e30)] = 4.0
+    """Largest weight that `update: Static` represents."""
+    gradient_amax: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    """Largest gradient of an output that `update: Static` represents."""
+
+
+class OptimizerName(StrEnum):
+    """The rule of the update."""
+
+    ADAMW = "AdamW"
+    MUON = "Muon"
+
+
+class OptimizerOffload(StrEnum):
+    """Where optimizer state is kept instead of on the GPU."""
+
+    NONE = "None"
+    CPU = "CPU"
+    FILE = "File"
+
+
+class OptimizerSpec(ApiModel):
+    """The optimizer, with linear warm-up and cosine decay."""
+
+    name: OptimizerName = OptimizerName.ADAMW
+    """`AdamW` (arXiv 1711.05101), or `Muon` (arXiv 2502.16982) for the matrices of layers and AdamW for the rest."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the momentum of `name: Muon`."""
+    offload: OptimizerOffload = OptimizerOffload.NONE
+    """Where AdamW's moments are kept: `None`: on the GPU. `CPU`: in main memory, where the update then runs too (arXiv
+    2101.06840). `File`: in files of `offloadPath`, a few buckets of them in main memory (arXiv 2104.07857)."""
+    offload_path: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
+    """Directory in the worker container for `offload: File`, best on a volume of `workers.volumes` on a local disk."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 3e-4
     """Peak learning rate."""
     min_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -45,6 +112,16 @@ class OptimizerSpec(ApiModel):
     """Decay of the second moment."""
     gradient_clip: Annotated[float, Field(ge=0, le=1000000)] = 1.0
     """Largest global gradient norm, over all dimensions of the mesh; 0 clips nothing."""
+
+
+class ActivationCheckpointing(StrEnum):
+    """What the backward pass computes again instead of keeping it from the forward pass."""
+
+    NONE = "None"
+    FULL = "Full"
+    SELECTIVE = "Selective"
+    EVERY_K = "EveryK"
+    SQRT = "Sqrt"
 
 
 class EvaluationSpec(ApiModel):
@@ -68,9 +145,40 @@ class TrainingSpec(ApiModel):
     seed: Annotated[int, Field(ge=0, le=2147483647)] = 0
     """Seed of initial weights and of the data order: the same seed gives the same run in every layout."""
     precision: Precision = Precision.FP32
-    """Number format of compute. `fp64` computes and keeps everything in it: slow, for comparing layouts."""
+    """Number format of compute. `fp16` scales the loss. `fp64` computes and keeps everything in it: slow, for comparing
+    layouts."""
+    master_weights: bool = True
+    """Whether parameters are fp32 where compute is not. False, with `precision: bf16`: parameters, gradients and
+    AdamW's moments are bf16, and updates are rounded stochastically (arXiv 2010.06192)."""
+    fp8: Fp8Spec | None = None
+    """Matrix products of the layers in fp8, between activations in `precision` (bf16 or fp32); off when left out. Where
+    the GPU has no such products they are emulated with the same numbers."""
+    loss_scale: LossScaleSpec = LossScaleSpec()
+    """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rate of dropout behind the embedding and behind each attention and feed-forward layer. A token's mask follows
+    from `seed`, the token's place in the run and the layer: it is the same in every layout."""
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rate of dropout of attention's probabilities, which are then kept in memory; needs whole sequences on a rank."""
+    loss_chunk_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
+    """Tokens whose logits exist at a time: output projection and loss are then computed in chunks, and gradients of the
+    loss with them (arXiv 2410.10989). Whole logits of a micro-batch when left out."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    """What the backward pass computes again, layer by layer, to save memory; gradients are the same. `Full`: each
+    layer from its input. `Selective`: all but matrix products and attention. `EveryK`: groups of `checkpointEvery`
+    layers from their input. `Sqrt`: groups of the square root of a stage's layers (arXiv 1604.06174)."""
+    checkpoint_every: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Layers of a group with `activationCheckpointing: EveryK`."""
+    activation_offload: bool = False
+    """Whether what layers keep for the backward pass waits in main memory, copied beside the computation."""
+    parameter_offload: bool = False
+    """Whether each rank's shards of parameters, gradients and optimizer state are in main memory, and the update runs
+    there; the GPU gathers a layer at a time. Needs `parallelism.zeroStage` 2 or 3."""
+    compile: bool = False
+    """Whether layers are compiled by torch.compile: faster steps after a first step of minutes. Needs a C++ compiler in
+    the image."""
     initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
     """Directory to begin from, as worker containers see it (a volume of `workers.volumes`): a Hugging Face
     `config.json` of the same shape as `model`, and safetensors files. Random weights by `seed` when left out."""

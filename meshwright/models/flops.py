@@ -1,6 +1,7 @@
 """Floating-point operations of training.
 
-A multiply-add counts as two. Recomputation is not counted: these are model FLOPs, what MFU is measured against.
+A multiply-add counts as two. Model FLOPs are what MFU is measured against; recomputation, which counts in hardware
+FLOPs and HFU alone, stands for itself.
 """
 
 from __future__ import annotations
@@ -20,3 +21,9 @@ def flops_per_token(architecture: Architecture, sequence_length: int) -> int:
     matrices = architecture.active_parameters - lookup - architecture.positions * architecture.hidden_size
     widths = architecture.heads * (architecture.key_size + architecture.value_size)
     return 6 * matrices + 6 * architecture.layers * widths * sequence_length
+
+
+def recomputed_flops_per_token(architecture: Architecture, sequence_length: int) -> int:
+    """FLOPs of one token's second forward pass through every layer: what full activation checkpointing adds."""
+    output = 6 * architecture.vocab_size * architecture.hidden_size
+    return (flops_per_token(architecture, sequence_length) - output) // 3

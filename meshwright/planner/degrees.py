@@ -132,7 +132,7 @@ class Search:
         if self.parallelism.expert is not None:
             return [self.parallelism.expert]
         mixture = self.architecture.mixture
-        return divisors(gcd(mixture.experts, self.replicas)) if mixture is not None else [1]
+        return divisors(gcd(mixture.experts, self.replicas * self.parallelism.context)) if mixture is not None else [1]
 
     def pipelines(self) -> list[int]:
         """Pipeline degrees that leave each stage a layer."""

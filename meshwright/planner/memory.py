@@ -17,6 +17,8 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import is_mixture, router_parameters
 
 FP32 = 4
+HALF = (Precision.BF16, Precision.FP16)
+"""Formats of two bytes."""
 ADAM = 8
 """Bytes per parameter of AdamW's two moments in fp32."""
 INDEX = 8
@@ -50,7 +52,7 @@ class Workload:
     @property
     def element(self) -> int:
         """Bytes of one number of compute."""
-        return 2 if self.precision is Precision.BF16 else FP32
+        return 2 if self.precision in HALF else FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> StageMemory:
     """
     layers = len(split_layers(workload.architecture.layers, layout.pipeline)[stage])
     own = rank_parameters(workload.architecture, layout, stage, layers)
-    sharded = workload.zero_stage > 0 and layout.replicas > 1
+    replicas = layout.replicas
+    sharded = workload.zero_stage > 0 and replicas > 1
     experts = expert_parameters(workload.architecture, layout, stage)
-    holders = layout.replicas
-    shard = -(-(own - experts) // holders) - (-experts * layout.expert // holders) if sharded else own
+    shard = -(-(own - experts) // replicas) - (-experts * layout.expert // replicas) if sharded else own
     accumulates = not sharded or workload.micro_batches > 1
     return StageMemory(
         stage=stage,
@@ -169,7 +171,7 @@ def _activations(workload: Workload, layout: Layout, stage: int, layers: int, ca
     neighbours send exist for every micro-batch of a step.
     """
     in_flight = min(workload.micro_batches, layout.pipeline - stage)
-    copies = workload.element * cast if workload.precision is Precision.BF16 else 0
+    copies = workload.element * cast if workload.precision in HALF else 0
     slices = layout.tensor if workload.sequence_parallel else 1
     boundary = -(-workload.tokens * workload.architecture.hidden_size * workload.element // slices)
     neighbours = int(stage > 0) + int(stage < layout.pipeline - 1)

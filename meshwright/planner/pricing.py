@@ -25,7 +25,13 @@ from meshwright.planner.inventory import Inventory
 from meshwright.planner.topology.levels import RACK
 from meshwright.planner.topology.links import SHARE_OF_NIC
 
-_NUMBERS = {Precision.FP32: Numbers.FP32, Precision.BF16: Numbers.BF16}
+_NUMBERS = {
+    Precision.FP32: Numbers.FP32,
+    Precision.BF16: Numbers.BF16,
+    Precision.FP16: Numbers.FP16,
+    Precision.FP64: Numbers.FP32,
+}
+"""By number format; fp64, for comparisons of layouts alone, counts as the widest that the model knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ def pricer_for(
         machine=(calibration or Calibration()).on(machine),
         zero_stage=spec.parallelism.zero_stage,
         sequence_parallel=spec.parallelism.sequence,
-        numbers=_NUMBERS[training.precision],
+        numbers=_NUMBERS[training.precision] if training.fp8 is None else Numbers.FP8,
         context_method=spec.parallelism.context_method,
         ulysses=spec.parallelism.ulysses or 1,
     )

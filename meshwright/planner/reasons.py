@@ -73,6 +73,11 @@ def _pipeline_reason(search: Search, chosen: Candidate) -> str:
     return f"PP {pipeline}: the fewest stages that fit; an NVLink domain of {widest} GPUs alone does not hold a replica"
 
 
+def _context_reason(search: Search, chosen: Candidate) -> str:
+    context, method = chosen.layout.context, search.parallelism.context_method
+    return f"CP {context} ({method}): set by `parallelism.context`" if context > 1 else ""
+
+
 def _expert_reason(search: Search, chosen: Candidate) -> str:
     mixture, expert = search.architecture.mixture, chosen.layout.expert
     if mixture is None:
@@ -83,11 +88,6 @@ def _expert_reason(search: Search, chosen: Candidate) -> str:
     if expert == 1:
         return f"EP 1: every replica has all experts, and no token travels ({held})"
     return f"EP {expert}: {held}; fewer parts need more memory or take longer"
-
-
-def _context_reason(search: Search, chosen: Candidate) -> str:
-    context, method = chosen.layout.context, search.parallelism.context_method
-    return f"CP {context} ({method}): set by `parallelism.context`" if context > 1 else ""
 
 
 def _micro_batches_reason(search: Search, chosen: Candidate) -> str:

@@ -7,7 +7,7 @@ bidirectional pipeline a stage lies on two ranks, each of which runs it for half
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -57,6 +57,10 @@ class Schedule:
     def actions(self, rank: int) -> list[Action]:
         """A rank's actions in order, overlapped ones one after the other."""
         return [action for slot in self.ranks[rank] for action in slot]
+
+    def apart(self) -> Schedule:
+        """The schedule with overlapped actions one after the other: what a rank does that computes one at a time."""
+        return replace(self, ranks=tuple(tuple((a,) for slot in slots for a in slot) for slots in self.ranks))
 
     def render(self, rank: int) -> str:
         """A rank's slots as text, overlapped actions joined by `+`."""

@@ -84,7 +84,7 @@ class Cluster:
         metrics: OperatorMetrics,
         fence: Fence | None = None,
         *,
-        parallel: int = 16,
+        parallel: int = 32,
         timeout: float = 30.0,
     ) -> None:
         self._configuration = configuration

@@ -28,6 +28,8 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
         ConnectionFailedError: it cannot be read.
     """
     configuration = Configuration()
+    # Else every request would ask two threads for the environment's proxies and passwords; the watches never do.
+    configuration.client_session_kwargs = {"trust_env": False}
     try:
         if kubeconfig is None and SERVICE_HOST in os.environ:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]

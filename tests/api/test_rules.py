@@ -59,6 +59,9 @@ def volumes(*changes: dict[str, Any]) -> dict[str, Any]:
     return {"workers.volumes": [{k: v for k, v in {**claim, **c}.items() if v is not None} for c in changes]}
 
 
+MIXED = {"parallelism.context": 4, "parallelism.contextMethod": "RingUlysses", "parallelism.ulysses": 2}
+
+
 def mixture(**fields: Any) -> dict[str, Any]:
     """A mixture of 8 experts with these changes."""
     return {"model.mixture": {"experts": 8, "perToken": 2, "intermediateSize": 64, **fields}}
@@ -67,7 +70,6 @@ def mixture(**fields: Any) -> dict[str, Any]:
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
-MIXED = {"parallelism.context": 4, "parallelism.contextMethod": "RingUlysses", "parallelism.ulysses": 2}
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -131,6 +133,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.microBatches", {**STALE, "parallelism.schedule": "PipeDream"}),
     ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
     ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
+    ("model.mixture", {**STALE, **mixture()}),
+    ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
     ("parallelism.microBatches", {"parallelism.microBatches": 3}),
@@ -149,6 +153,17 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.optimizer.warmupSteps", {"training.optimizer.warmupSteps": 101}),
     ("training.optimizer.minLearningRate", {"training.optimizer.minLearningRate": 0.01}),
     ("training.optimizer.minLearningRate", {"training.optimizer": {"learningRate": 0.5, "minLearningRate": 1}}),
+    ("training.masterWeights", {"training.masterWeights": False}),
+    (
+        "training.masterWeights",
+        {"training.precision": "bf16", "training.masterWeights": False, "training.optimizer.name": "Muon"},
+    ),
+    ("training.fp8", {"training.fp8": {}, "training.precision": "fp16"}),
+    ("training.fp8", {"training.fp8": {}, "training.lora": {}}),
+    ("training.fp8.update", {"training.fp8": {"scaling": "Rowwise", "update": "Delayed"}}),
+    ("training.optimizer.offload", {"training.optimizer": {"name": "Muon", "offload": "CPU"}}),
+    ("training.optimizer.offloadPath", {"training.optimizer.offload": "File"}),
+    ("training.optimizer.offloadPath", {"training.optimizer.offloadPath": "/scratch"}),
     ("workers.env", {"workers.env": [{"name": "A"}, {"name": "MESHWRIGHT_TOKEN", "value": "x"}]}),
     ("workers.env", {"workers.env": [{"name": "TORCHELASTIC_RUN_ID", "value": "x"}]}),
     ("workers.env", {"workers.env": [{"name": "WORLD_SIZE", "value": "1"}]}),
@@ -171,6 +186,14 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.volumes", volumes({}, {"name": "other"})),
     ("recovery.maxRestarts", {"recovery": {"maxRestarts": 101, "restartWindowSeconds": 600}}),
     ("successPolicy", {"successPolicy": "FirstWorker"}),
+    ("parallelism.context", {"parallelism.context": 64}),
+    ("workers.gpusPerWorker", {"parallelism.context": 3, "replicas": 1, "workers.gpusPerWorker": 8}),
+    ("parallelism.ulysses", {"parallelism.ulysses": 2}),
+    ("parallelism.ulysses", {"parallelism.context": 2, "parallelism.contextMethod": "RingUlysses"}),
+    ("parallelism.ulysses", {**MIXED, "parallelism.ulysses": 3}),
+    ("parallelism.contextMethod", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
+    ("parallelism.contextMethod", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
+    ("data.balance", {"data.balance": True}),
     ("model.preset", {"model": {"preset": "tiny", "mixture": mixture()["model.mixture"]}}),
     ("model.mixture.perToken", mixture(perToken=9)),
     ("model.mixture.groups", mixture(groups=3)),
@@ -180,19 +203,14 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("model.mixture.auxiliaryWeight", mixture(balancing="None", auxiliaryWeight=0.1)),
     ("model.mixture.denseLayers", mixture(denseLayers=4)),
     ("model.mixture.denseLayers", mixture(denseLayers=2, every=3)),
+    ("model.mixture", {**mixture(), "model.gated": False}),
+    ("model.mixture", {**mixture(), "model.activation": "GELU"}),
+    ("model.mixture", {**mixture(), "model.biases": True, "model.norm": "LayerNorm"}),
     ("parallelism.expert", {"parallelism.expert": 2}),
     ("parallelism.expert", {**mixture(), "parallelism.expert": 4}),
     ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
     ("parallelism.tensor", mixture(intermediateSize=63)),
     ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
-    ("parallelism.context", {"parallelism.context": 64}),
-    ("workers.gpusPerWorker", {"parallelism.context": 3, "replicas": 1, "workers.gpusPerWorker": 8}),
-    ("parallelism.ulysses", {"parallelism.ulysses": 2}),
-    ("parallelism.ulysses", {"parallelism.context": 2, "parallelism.contextMethod": "RingUlysses"}),
-    ("parallelism.ulysses", {**MIXED, "parallelism.ulysses": 3}),
-    ("parallelism.contextMethod", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
-    ("parallelism.contextMethod", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
-    ("data.balance", {"data.balance": True}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -202,9 +220,9 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism", {"parallelism.microBatches": 2}),
     ("parallelism", {"parallelism.zeroStage": 3}),
     ("parallelism", {"parallelism.sequence": False}),
-    ("parallelism.expert", {"parallelism.expert": 2}),
     ("parallelism", {"parallelism.contextMethod": "Ring"}),
     ("parallelism", {"parallelism": {"context": 2, "contextMethod": "RingUlysses", "ulysses": 2}}),
+    ("parallelism.expert", {"parallelism.expert": 2}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
 ]
@@ -231,16 +249,16 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"workers.env": [{"name": "A", "valueFrom": SECRET_KEY}, {"name": "B", "valueFrom": CONFIG_KEY}]}),
     (GOOD, volumes({}, {"name": "more", "mountPath": "/developer"}, {"name": "b", "mountPath": "/extra/..b"})),
     (GOOD, volumes({"claimName": None, "scratch": "10Gi"}, {"claimName": None, "secretName": "s", "mountPath": "/s"})),
-    (GOOD, {**mixture(), "parallelism.expert": 2}),
-    (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
-    (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
-    (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
     (GOOD, {"parallelism.context": 4}),
     (GOOD, MIXED),
     (GOOD, {"parallelism.context": 2, "parallelism.contextMethod": "Ulysses"}),
     (GOOD, {"parallelism.context": 32, "parallelism.contextMethod": "AllGather", "parallelism.sequence": False}),
     (GOOD, {"data.packing": "Documents", "data.balance": True}),
     (COMMAND, {"parallelism": {"context": 2}}),
+    (GOOD, {**mixture(), "parallelism.expert": 2}),
+    (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
+    (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
+    (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

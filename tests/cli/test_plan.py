@@ -98,6 +98,26 @@ def test_no_room_now_says_what_is_short_and_exits_with_3(manifest: Path, tmp_pat
     result = run("-f", manifest, "--inventory", nodes)
     assert result.exit_code == 3
     assert "Placement: none now" in result.output
+    assert "freeing node-0 (8 GPUs in use) would make room" in result.output
+
+
+def test_what_others_hold_is_priced(manifest: Path, tmp_path: Path) -> None:
+    """A rack of its own would hold the job, and others hold half of each."""
+    wanted = yaml.safe_load(manifest.read_text())
+    wanted["spec"].update(replicas=4, parallelism={"tensor": 2, "pipeline": 2, "zeroStage": 2})
+    manifest.write_text(yaml.safe_dump(wanted))
+    leaf = "network.topology.nvidia.com/leaf"
+    racks = [
+        {"name": f"{rack}{free}", "gpus": 8, "free": free, "product": H100, "count": 1, "labels": {leaf: rack}}
+        for rack in ("a", "b")
+        for free in (8, 0)
+    ]
+    nodes = inventory(tmp_path, racks)
+    result = run("-f", manifest, "--inventory", nodes)
+    assert result.exit_code == 0, result.output
+    assert "what others hold on these nodes makes " in result.output
+    printed = json.loads(run("-f", manifest, "--inventory", nodes, "-o", "json").stdout)
+    assert 0 < printed["placementQuality"]["costOfFragmentation"] <= printed["placementQuality"]["cost"]
 
 
 def test_gpus_without_a_price_are_planned_by_memory(manifest: Path, tmp_path: Path) -> None:

@@ -107,7 +107,9 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
         results = []
         for number in range(1, steps + 1):
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-            results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR)))
+            mine = (number - 1) * training.global_batch_size + first
+            numbers = range(mine, mine + share)
+            results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR, numbers)))
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
         parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
         return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))

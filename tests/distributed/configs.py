@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.api.data import DataSource, DataSpec, Packing
@@ -34,7 +35,8 @@ def small_run(
     precision: Precision = Precision.FP32,
     clip: float = 1.0,
     seed: int = 0,
-    training: dict[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
     mixture: str | None = None,
     parallelism: dict[str, Any] | None = None,
     method: ContextMethod = ContextMethod.RING_ZIG_ZAG,
@@ -76,7 +78,9 @@ def small_run(
                 "sequence_length": length,
                 "seed": seed,
                 "precision": precision,
-                "optimizer": OptimizerSpec(learning_rate=1e-3, warmup_steps=2, gradient_clip=clip),
+                "optimizer": OptimizerSpec(
+                    **{"learning_rate": 1e-3, "warmup_steps": 2, "gradient_clip": clip, **(optimizer or {})}
+                ),
                 **(training or {}),
             }
         ),

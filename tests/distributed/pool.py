@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import RankTask
 
@@ -81,6 +83,8 @@ def _serve(connection: Connection) -> None:
         # Modules and their hooks are cycles that keep process groups alive, whose threads spin once a peer is gone.
         del answer
         gc.collect()
+        # DTensor takes two meshes of the same ranks for one, and would use the groups of the one that is gone.
+        _clear_sharding_prop_cache()
 
 
 def _answer(connection: Connection, timeout: float) -> tuple[bool, Any]:

@@ -16,7 +16,7 @@ from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import Places
 from meshwright_worker.mesh import joined
 from meshwright_worker.models.layers import AttentionCore
-from meshwright_worker.parallel.context import share_rows
+from meshwright_worker.parallel.context import groups_of, share_rows
 from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.task import Outcome, RankTask
 from tests.distributed.cases import train_fully
@@ -55,10 +55,11 @@ def attention_errors(task: RankTask, length: int) -> list[float]:
         deal, rank = Deal.of(task.run), mesh.coordinates.context
         held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[rank]])
         inputs, weights, documents = _numbers(length)
+        groups = groups_of(deal, mesh)
         for causal in (True, False):
             plain = AttentionCore(causal=causal, scale=0.4)
             shared = _Model(AttentionCore(causal=causal, scale=0.4))
-            share_rows(shared, deal, mesh)
+            share_rows(shared, deal, groups)
             for packed in (None, documents):
                 own_documents = None if packed is None else packed[:, held]
                 places = Places(None, own_documents, length, packed)
@@ -82,7 +83,7 @@ def sent(task: RankTask, length: int) -> tuple[Traffic, Traffic]:
     with joined(task) as mesh:
         deal = Deal.of(task.run)
         model = _Model(AttentionCore())
-        share_rows(model, deal, mesh)
+        share_rows(model, deal, groups_of(deal, mesh))
         held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[mesh.rank]])
         inputs, weights, _ = _numbers(length)
         own = [x[:, held].float() for x in (*inputs, weights)]

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from meshwright.api import conditions, names
 from meshwright.api.conditions import find, is_true
 from meshwright.local.resources import JOBS, SECRETS, SERVICES
@@ -32,6 +34,19 @@ async def test_status_says_what_happened(stage):
     directories = sorted(p.name for p in (await stage.checkpoint("story")).parent.glob("step-*"))
     assert directories == ["step-00000020", "step-00000030"]  # the newest two, as `keep` says
     await stage.delete("story")
+
+
+async def test_ranks_that_share_sequences_train_on_the_same_samples(stage, reference):
+    await stage.apply(tiny("shared", parallelism={"tensor": 1, "context": 2, "contextMethod": "RingZigZag"}))
+    status = await stage.complete("shared")
+    assert status.plan is not None
+    assert (status.plan.summary, status.plan.context) == ("TP 1 x CP 2 x PP 1 x DP 2", 2)
+    saved = await stage.saved("shared")
+    assert {k: saved[k] for k in ("step", "samples", "digest")} == {
+        k: reference[k] for k in ("step", "samples", "digest")
+    }
+    assert float.fromhex(saved["loss"]) == pytest.approx(float.fromhex(reference["loss"]), rel=1e-3)
+    await stage.delete("shared")
 
 
 async def test_suspend_gives_the_pods_back_and_resume_goes_on(stage, reference):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from meshwright.api.labels import LABEL_JOB
 from meshwright.protocol import FailureKind
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
@@ -248,3 +249,21 @@ async def test_a_leader_that_loses_the_lease_ends(api: Api, start_operator: Star
 
     await until(ended, "the operator ends")
     assert "thief" in repr(operator.failure)
+
+
+async def test_a_pod_that_loses_its_label_gets_it_back_and_is_not_replaced(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+) -> None:
+    await start_operator()
+    await api.create(JOBS, job("train"))
+    await settled("train")
+    before = {pod["metadata"]["uid"] for pod in await api.pods("train")}
+    await api.patch(f"{PODS}/train-w1-0", {"metadata": {"labels": {LABEL_JOB: None}}})
+
+    async def labelled() -> bool:
+        return {pod["metadata"]["uid"] for pod in await api.pods("train")} == before
+
+    await until(labelled, "the pod carries its label again", 60)
+    status = await settled("train")
+    assert status["mesh"]["generation"] == 1
+    assert {pod["metadata"]["uid"] for pod in await api.items(PODS)} == before

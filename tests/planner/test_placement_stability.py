@@ -143,6 +143,17 @@ def test_replicas_split_sixteen_and_sixteen_over_racks_that_allow_eighteen() -> 
     assert sorted(Counter(p.rack for p in placement.places.values()).values()) == [16, 16]
 
 
+@given(st.integers(3, 18), st.integers(1, 18), st.sampled_from([1, 2]))
+@settings(max_examples=40, deadline=None)
+def test_racks_that_both_must_help_help_alike(free: int, half: int, stages: int) -> None:
+    """Of two racks with as many free nodes each, a job too large for one takes as many replicas in both."""
+    replicas = 2 * (half % (free // stages) + 1)
+    assume(replicas * stages > free)
+    placement = place(plan_of(8, stages, replicas, 8), inventory(*racks(2, free, 8)), options=QUICK)
+    assert len(set(Counter(p.rack for p in placement.places.values()).values())) == 1
+    assert placement.crossings.straddling_replicas == 0
+
+
 def test_pipelines_are_balanced_too_where_that_costs_nothing() -> None:
     placement = place(plan_of(8, 2, 16, 8), inventory(*racks(2, 18, 8)))
     assert sorted(Counter(p.rack for p in placement.places.values()).values()) == [16, 16]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
+from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import contradictions
+from meshwright_worker.metrics import TrainerMetrics
 from meshwright_worker.models.balance import Balance, Sequences
 from meshwright_worker.models.experts import Experts, MixtureOfExperts
 from meshwright_worker.models.grouped import by_kernel, one_by_one
@@ -223,3 +229,17 @@ def test_a_model_has_the_parameters_that_are_counted(fields: dict[str, Any]) -> 
         stage = DecoderStage(model, torch.float32)
     held = [*stage.parameters(), *stage.buffers()]
     assert sum(tensor.numel() for tensor in held) == model.parameters
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    model = ModelSpec.model_validate(yaml.safe_load(example)["model"])
+    assert model.mixture is not None
+    assert model.layers is not None
+    assert list(contradictions(model.mixture, model.layers)) == []
+    exported = {family.name for family in TrainerMetrics("namespace", "job").registry.collect()}
+    assert set(re.findall(r"`(ptj_\w+)`", page)) <= exported
+    fields = {info.alias for info in MixtureSpec.model_fields.values()}
+    table = page.split("## Routing")[0].split("| as in")[1]
+    assert set(re.findall(r"`([a-z]\w+)[:`]", table)) <= fields

@@ -74,7 +74,6 @@ def test_what_fits(changes: dict[str, Any]) -> None:
         ({"intermediate_size": 191}, r"must divide `model.intermediateSize: 191`"),
         ({"length": 33}, r"must divide `training.sequenceLength: 33`"),
         ({"degrees": (1, 5, 1), "micro_batches": 8}, r"`parallelism.pipeline: 5` needs a layer a stage; .*layers: 4"),
-        ({"tie_embeddings": True}, r"`model.tieEmbeddings: true` needs `parallelism.pipeline: 1`"),
         ({"micro_batches": 1}, r"`parallelism.microBatches: 1` must be at least `parallelism.pipeline: 2`"),
         ({"batch": 20}, r"`training.globalBatchSize: 20` must be divisible by .*; nearest: 16, 24"),
         ({"batch": 4}, r"`training.globalBatchSize: 4` .*; nearest: 8"),

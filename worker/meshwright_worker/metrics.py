@@ -60,6 +60,16 @@ class TrainerMetrics:
         )
         self._data_wait = counter("ptj_data_wait_seconds_total", "Time steps waited for data.", per_rank)
         self._tokens = counter("ptj_tokens_total", "Tokens trained on by the job while this pod held rank 0.", base)
+        self._model_flops = counter(
+            "ptj_model_flops_total", "Floating-point operations of the job's steps, 6N + 12Lds a token.", base
+        )
+        self._hardware_flops = counter(
+            "ptj_hardware_flops_total", "The same with what activation checkpointing computed again.", base
+        )
+        self._mfu = gauge(
+            "ptj_mfu", "Model FLOPs of the last step over the GPUs' dense bf16 peak; on known GPUs.", base
+        )
+        self._hfu = gauge("ptj_hfu", "The same with what was computed again.", base)
         self._loss = gauge("ptj_loss", "Mean loss per token of the last step.", base)
         self._gradient_norm = gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.", base)
         self._learning_rate = gauge("ptj_learning_rate", "Learning rate of the last step.", base)
@@ -118,11 +128,20 @@ class TrainerMetrics:
             self._loss.labels(*self._names).set(report.loss)
             self._gradient_norm.labels(*self._names).set(report.gradient_norm)
             self._learning_rate.labels(*self._names).set(report.learning_rate)
+            self._count_flops(report)
             if report.evaluation_loss is not None:
                 self._evaluation_loss.labels(*self._names).set(report.evaluation_loss)
                 self._perplexity.labels(*self._names).set(perplexity(report.evaluation_loss))
             for load in report.experts:
                 self._mixture(load)
+
+    def _count_flops(self, report: StepReport) -> None:
+        self._model_flops.labels(*self._names).inc(report.model_flops)
+        self._hardware_flops.labels(*self._names).inc(report.hardware_flops)
+        if report.peak_flops is not None and report.seconds > 0:
+            possible = report.peak_flops * report.seconds
+            self._mfu.labels(*self._names).set(report.model_flops / possible)
+            self._hfu.labels(*self._names).set(report.hardware_flops / possible)
 
     def _mixture(self, load: ExpertLoad) -> None:
         names = (*self._names, str(load.layer))

@@ -1,16 +1,46 @@
-"""AdamW (arXiv 1711.05101) on the local shards, and the learning rate of each step."""
+"""What an optimizer is here, AdamW (arXiv 1711.05101) on the local shards, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from meshwright.api.spec import OptimizerSpec
 from meshwright_worker.parallel.shards import Shard
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EPSILON = 1e-8
+
+
+class Optimizer(Protocol):
+    """Updates the shards of one rank. What it remembers is shaped like them, and so saved and resharded like them."""
+
+    def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
+        """Update every shard with its gradient, and forget the gradients."""
+
+    def forget(self) -> None:
+        """Drop the gradients of a step."""
+
+    def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
+        """What is remembered of a shard, by name, shaped like its local part."""
+
+    def set_steps(self, steps: int) -> None:
+        """Say how many updates were made before the moments were loaded: what the bias correction counts from."""
+
+
+def decays(shard: Shard) -> bool:
+    """Whether weight decay applies: to matrices alone."""
+    return shard.parameter.ndim > 1
+
+
+def forget(shards: Sequence[Shard]) -> None:
+    """Drop the shards' gradients."""
+    for shard in shards:
+        shard.local.grad = None
+        shard.parameter.grad = None
 
 
 def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
@@ -27,37 +57,41 @@ class AdamW:
 
     def __init__(self, shards: Sequence[Shard], spec: OptimizerSpec) -> None:
         self._shards = shards
-        matrices = [shard.local for shard in shards if shard.parameter.ndim > 1]
-        others = [shard.local for shard in shards if shard.parameter.ndim <= 1]
+        matrices = [shard.local for shard in shards if decays(shard)]
+        others = [shard.local for shard in shards if not decays(shard)]
         groups = [
             {"params": tensors, "weight_decay": decay}
             for tensors, decay in ((matrices, spec.weight_decay), (others, 0.0))
             if tensors
         ]
-        self._optimizer = torch.optim.AdamW(groups, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=EPSILON, fused=True
+        )
         for shard in shards:
             self._optimizer.state[shard.local] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.local.device),
-                **{moment: torch.zeros_like(shard.local) for moment in _MOMENTS},
+                **{moment: torch.zeros_like(shard.local) for moment in MOMENTS},
             }
 
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """Update every shard with its gradient."""
+        """See `Optimizer.step`."""
         for shard, gradient in zip(self._shards, gradients, strict=True):
             shard.local.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        for shard in self._shards:
-            shard.local.grad = None
-            shard.parameter.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """See `Optimizer.forget`."""
+        forget(self._shards)
 
     def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
-        """The shard's moments by name, shaped like its local part."""
+        """See `Optimizer.moments`."""
         state = self._optimizer.state[shard.local]
-        return {moment: state[moment] for moment in _MOMENTS}
+        return {moment: state[moment] for moment in MOMENTS}
 
     def set_steps(self, steps: int) -> None:
-        """Say how many steps were taken before the moments were loaded: what the bias correction counts from."""
+        """See `Optimizer.set_steps`."""
         for shard in self._shards:
             self._optimizer.state[shard.local]["step"].fill_(steps)

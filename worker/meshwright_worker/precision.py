@@ -11,12 +11,17 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.api.spec import Precision
+from meshwright.api.spec import Precision, TrainingSpec
 
 PARAMETER_DTYPE = torch.float32
 """The format of parameters, but for `fp64`."""
 
-_COMPUTE = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP64: torch.float64}
+_COMPUTE = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.FP64: torch.float64,
+}
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -25,8 +30,13 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """The format of parameters, of the reduction of gradients and of optimizer state."""
+    """The format of parameters that have master weights, and of the reduction of gradients."""
     return torch.float64 if precision is Precision.FP64 else PARAMETER_DTYPE
+
+
+def stored_dtype(training: TrainingSpec) -> torch.dtype:
+    """The format of parameters and of optimizer state."""
+    return parameter_dtype(training.precision) if training.master_weights else torch.bfloat16
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

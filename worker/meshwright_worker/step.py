@@ -12,9 +12,13 @@ import torch.distributed as dist
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.fp8.history import Fp8History
+from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import Mesh
-from meshwright_worker.optimizer import AdamW, learning_rate
+from meshwright_worker.optimizer import learning_rate
+from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.parallel.apply import build_stages
 from meshwright_worker.parallel.context import own_slice
 from meshwright_worker.parallel.context_slices import Deal
@@ -43,6 +47,8 @@ class StepResult:
     """Whether any rank was asked to stop."""
     experts: tuple[ExpertLoad, ...] = ()
     """Mixture by mixture."""
+    skipped: bool = False
+    """Whether gradients overflowed fp16, and nothing was updated."""
 
 
 class Trainer:
@@ -60,7 +66,10 @@ class Trainer:
         self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
         self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
-        self.optimizer = AdamW(self.shards, training.optimizer)
+        self.optimizer = build_optimizer(self.shards, training, mesh)
+        self._fp8 = Fp8History((stage.module for stage in self.stages), mesh)
+        self.loss_scale = LossScale.of(training)
+        scale_gradients_of((stage.module for stage in self.stages), self.loss_scale)
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
@@ -69,25 +78,34 @@ class Trainer:
         alike.
 
         Raises:
-            DivergedError: loss or gradients are not finite; no parameter was changed.
+            DivergedError: loss or gradients are not finite, in fp16 at any scale; no parameter was changed.
         """
-        batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+        batch = self._own(batch)
+        self._loads.scale_losses(self.loss_scale.value)
         replica_loss = self._executor.run(batch)
         self._copies.add_up()
+        self._fp8.advance()
         gradients = reduce_gradients(self.shards, self._mesh)
         # Losses were divided by the tokens that a step may have; this many of them had a target.
-        loss, norm, tokens, stopping = self._agree(replica_loss, square_sum(self.shards, gradients), batch, stop)
+        loss, norm, tokens, stopping = self._agree(
+            replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), batch, stop
+        )
         share = tokens_of_step(self._training) / max(1.0, tokens)
-        loss, norm = loss * share, norm * share
+        loss, share = loss * share, share / self.loss_scale.value
+        norm *= share
+        rate = learning_rate(number, self._training.steps, self._training.optimizer)
         if not math.isfinite(loss + norm):
+            if self.loss_scale.skip():
+                self.optimizer.forget()
+                return StepResult(loss, norm, rate, stopping, self._loads.finish(), skipped=True)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
             )
         optimizer = self._training.optimizer
         rescale(gradients, share, norm, optimizer.gradient_clip)
-        rate = learning_rate(number, self._training.steps, optimizer)
         self.optimizer.step(gradients, rate)
+        self.loss_scale.passed()
         return StepResult(loss, norm, rate, stopping, self._loads.finish())
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -95,7 +113,7 @@ class Trainer:
         _, pipeline, _, tensor = self._mesh.coordinates
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
-            batch = own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+            batch = self._own(batch)
             loss = self._executor.evaluate(batch)
             if tensor == 0:
                 sums[0] += loss.double()
@@ -103,6 +121,28 @@ class Trainer:
         dist.all_reduce(sums)
         total, targets = sums.tolist()
         return float(total / max(1.0, targets))
+
+    def _own(self, batch: Batch) -> Batch:
+        """This rank's part of a replica's batch, on its device."""
+        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+
+    def settle(self) -> list[StepResult]:
+        """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
+        return []
+
+    def record(self, state: TrainingState) -> TrainingState:
+        """`state` with what this trainer has to remember beside its tensors."""
+        scale = self.loss_scale
+        if not scale.dynamic:
+            return state
+        more = {"skipped": scale.skipped, "loss_scale": scale.value, "steady": scale.steady}
+        return state.model_copy(update=more)
+
+    def resume(self, state: TrainingState) -> None:
+        """Go on from a state that `record` has seen. The optimizer's state is loaded by the checkpoint's session."""
+        if self.loss_scale.dynamic:
+            self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
+            self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool

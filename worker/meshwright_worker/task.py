@@ -59,6 +59,12 @@ class StepReport:
     """Sequences consumed since the beginning of the run."""
     seconds: float
     data_seconds: float
+    model_flops: float = 0.0
+    """Floating-point operations of the whole job's step: 6·N + 12·L·d·s a token."""
+    hardware_flops: float = 0.0
+    """The same with what was recomputed."""
+    peak_flops: float | None = None
+    """What the job's GPUs could do in a second, in bf16; None where they are not known."""
     evaluation_loss: float | None = None
     """Mean loss per token on documents that are never trained on, after this step; None when it was not evaluated."""
     experts: tuple[ExpertLoad, ...] = ()

@@ -22,6 +22,7 @@ from pathlib import Path
 from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.balance import Cost, deal
@@ -36,8 +37,10 @@ from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.pretrained.files import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.utilisation import Work, work_of
 from meshwright_worker.validate import validate
 
 log = logging.getLogger(__name__)
@@ -67,7 +70,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            trainer = Trainer(task.run, architecture, training, mesh)
+            stale = task.run.parallelism.schedule in ASYNCHRONOUS and task.run.pipeline > 1
+            trainer = (StaleTrainer if stale else Trainer)(task.run, architecture, training, mesh)
             stream = open_stream(data, task.data_dir, training.sequence_length, training.seed)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if not same_everywhere(stream.identity, mesh):
@@ -81,11 +85,15 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         with _phase(events, "load"):
             begin_from_weights(trainer, architecture, training, mesh)
             state = session.load(trainer.shards, trainer.optimizer, trainer.buffers) if session else TrainingState()
+        trainer.resume(state)
         events.running(state.step)
-        return _Loop(task.run, trainer, stream, session, evaluation, mesh, events).run(state)
+        work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
+        return _Loop(task.run, trainer, stream, session, evaluation, mesh, work, events).run(state)
 
 
-def begin_from_weights(trainer: Trainer, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+def begin_from_weights(
+    trainer: Trainer | StaleTrainer, model: Architecture, training: TrainingSpec, mesh: Mesh
+) -> None:
     """Fill the model from `training.initialWeights`, if there is any. A checkpoint of adapters holds nothing else.
 
     Raises:
@@ -105,11 +113,12 @@ class _Loop:
     def __init__(
         self,
         run: RunConfig,
-        trainer: Trainer,
+        trainer: Trainer | StaleTrainer,
         stream: SampleStream | InstructionStream | MixedStream,
         session: CheckpointSession | None,
         evaluation: Evaluation | None,
         mesh: Mesh,
+        work: Work,
         events: RankEvents,
     ) -> None:
         architecture, self._data, self._training = validate(run)
@@ -120,6 +129,7 @@ class _Loop:
         self._session = session
         self._evaluation = evaluation
         self._mesh = mesh
+        self._work = work
         self._events = events
         self._digest = SampleDigest()
 
@@ -139,7 +149,9 @@ class _Loop:
             if self._session is not None:
                 self._session.report()
                 if self._session.due(number):
+                    state = self._settle(state)
                     self._save(state, wait=False)
+        state = self._settle(state)
         self._save(state, wait=True)
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
 
@@ -155,17 +167,28 @@ class _Loop:
         mine = self._share(range(state.samples, state.samples + batch))
         samples = self._stream.rows(mine)
         read = time.monotonic()
-        packed = batch_of(samples, self._data, self._stream.separator)
+        packed = batch_of(samples, self._data, self._stream.separator, mine)
         result = self._trainer.step(number, packed, stop=self._events.stop_requested())
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine, samples)
         consumed = state.samples + batch
+        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
+        if result is None:
+            return after, False
         report = self._report(number, result, consumed, time.monotonic() - began, read - began)
-        if self._evaluation is not None and self._evaluation.due(number):
+        if self._evaluation is not None and self._evaluation.due(number) and isinstance(self._trainer, Trainer):
             report = replace(report, evaluation_loss=self._evaluation.loss(self._trainer, self._mesh))
         self._events.step(report)
-        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=result.loss.hex())
-        return after, result.stop
+        return self._trainer.record(after.model_copy(update={"loss": result.loss.hex()})), result.stop
+
+    def _settle(self, state: TrainingState) -> TrainingState:
+        """The state when every update of its steps is made: a pipeline without a flush is some steps behind."""
+        began = time.monotonic()
+        results = self._trainer.settle()
+        if not results:
+            return state
+        self._events.step(self._report(state.step, results[-1], state.samples, time.monotonic() - began, 0.0))
+        return state.model_copy(update={"loss": results[-1].loss.hex()})
 
     def _share(self, step: range) -> Sequence[int]:
         """The numbers of the samples that this replica takes of a step's."""
@@ -186,6 +209,9 @@ class _Loop:
             samples=samples,
             seconds=seconds,
             data_seconds=data_seconds,
+            model_flops=self._work.model,
+            hardware_flops=self._work.hardware,
+            peak_flops=self._work.peak,
             experts=result.experts,
         )
 

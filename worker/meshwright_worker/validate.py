@@ -7,18 +7,17 @@ a mismatch found inside a collective would show as a hang of all ranks. Knows no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from meshwright.api.data import DataSpec, Packing, Tokenizer
-from meshwright.api.rules.context import exchanging, heads_are_shared
 from meshwright.api.shape import Activation, Norm
-from meshwright.api.spec import ContextMethod, TrainingSpec
+from meshwright.api.spec import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.memory.validate import memory_problems
 from meshwright_worker.nearest import nearest
-from meshwright_worker.parallel.context_slices import Deal
+from meshwright_worker.parallel.context_validate import context_problems
 from meshwright_worker.pipeline.validate import pipeline_problems
 
 
@@ -39,10 +38,11 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *_length_problems(run.architecture, run.training),
         *_evaluation_problems(run.training, run.data),
         *_tensor_problems(run, run.architecture, run.training),
-        *_context_problems(run, run.architecture, run.training),
+        *context_problems(run, run.architecture, run.training),
         *_expert_problems(run, run.architecture),
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
+        *memory_problems(run, run.training),
         *_data_problems(run.architecture, run.data),
     ]
     if problems:
@@ -89,32 +89,6 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
 
 
-def _context_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
-    asked, context, length = run.parallelism, run.context, training.sequence_length
-    if asked.context_method is ContextMethod.RING_ULYSSES:
-        inner = asked.ulysses or 1
-        if context % inner:
-            fits = nearest(inner, lambda n: context % n == 0, context)
-            yield f"`parallelism.ulysses: {inner}` must divide `parallelism.context: {context}`; nearest: {fits}"
-            return
-    deal = Deal.of(run)
-    if context > 1 and length < deal.least:
-        fits = nearest(context, lambda n: n % deal.inner == 0 and replace(deal, ranks=n).least <= length, length)
-        yield (
-            f"`parallelism.context: {context}` needs `training.sequenceLength: {length}` to be at least {deal.least}; "
-            f"nearest that fit: {fits}"
-        )
-    ranks = exchanging(asked.context_method, context, asked.ulysses)
-    if ranks > 1 and not heads_are_shared(model.heads, model.kv_heads, run.tensor, ranks):
-        field = "context" if asked.context_method is ContextMethod.ULYSSES else "ulysses"
-        fits = nearest(ranks, lambda n: heads_are_shared(model.heads, model.kv_heads, run.tensor, n), model.heads)
-        yield (
-            f"`parallelism.{field}: {ranks}` times `parallelism.tensor: {run.tensor}` must divide `model.heads: "
-            f"{model.heads}`, and divide `model.kvHeads: {model.kv_heads}` or be a multiple of it, for "
-            f"`parallelism.contextMethod: {asked.context_method}`; nearest that fit: {fits}, or use `RingZigZag`"
-        )
-
-
 def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     mixture, replicas, spread = model.mixture, run.data_parallel * run.context, run.expert
     experts = mixture.experts if mixture else 1
@@ -127,6 +101,8 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
             yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
     if mixture is None:
         return
+    if not model.gated or model.biases or model.activation is not Activation.SILU:
+        yield "`model.mixture` needs `gated: true`, `biases: false` and `activation: SiLU`: experts are SwiGLU"
     yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
     widths = {
         "model.mixture.intermediateSize": mixture.intermediate_size,

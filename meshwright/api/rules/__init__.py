@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.api.rules.context import CONTEXT_RULES
 from meshwright.api.rules.data import DATA_RULES
+from meshwright.api.rules.memory import MEMORY_RULES
 from meshwright.api.rules.mixture import MIXTURE_RULES
 from meshwright.api.rules.model import MODEL_RULES
 from meshwright.api.rules.parallelism import PARALLELISM_RULES
@@ -27,10 +28,11 @@ SPEC_RULES: tuple[Rule, ...] = (
     *RUNTIME_RULES,
     *MODEL_RULES,
     *PARALLELISM_RULES,
+    *CONTEXT_RULES,
     *MIXTURE_RULES,
     *PIPELINE_RULES,
-    *CONTEXT_RULES,
     *TRAINING_RULES,
+    *MEMORY_RULES,
     *DATA_RULES,
     *WORKERS_RULES,
     *VOLUMES_RULES,

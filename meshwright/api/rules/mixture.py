@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.rules.rule import Rule, divides
+from meshwright.api.shape import Activation
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 _NONE = "!has(self.model) || !has(self.model.mixture) || "
@@ -48,6 +49,13 @@ def _shared_width_splits(spec: Spec) -> bool:
 def _some_layer(spec: Spec) -> bool:
     mixture, layers = _mixture(spec), spec.model.layers if spec.model is not None else None
     return mixture is None or layers is None or mixture.dense_layers + mixture.every <= layers
+
+
+def _swiglu(spec: Spec) -> bool:
+    model = spec.model
+    if model is None or model.mixture is None:
+        return True
+    return model.gated is not False and not model.biases and model.activation in (None, Activation.SILU)
 
 
 def _learns(mixture: MixtureSpec) -> bool:
@@ -99,6 +107,13 @@ MIXTURE_RULES = (
         _NONE + "!has(self.model.layers)"
         " || self.model.mixture.denseLayers + self.model.mixture.every <= self.model.layers",
         _some_layer,
+    ),
+    Rule(
+        "model.mixture",
+        "excludes `model.gated: false`, `model.biases` and every `model.activation` but `SiLU`: experts are SwiGLU",
+        _NONE + "((!has(self.model.gated) || self.model.gated) && (!has(self.model.biases) || !self.model.biases)"
+        " && (!has(self.model.activation) || self.model.activation == 'SiLU'))",
+        _swiglu,
     ),
     Rule(
         "parallelism.expert",

@@ -76,6 +76,15 @@ def _stale_is_not_clipped(spec: Spec) -> bool:
     return spec.training.optimizer.gradient_clip == 0
 
 
+def _stale_is_not_computed_again(spec: Spec) -> bool:
+    return spec.parallelism.schedule not in _STALE or not spec.parallelism.rematerialize
+
+
+def _stale_is_not_mixed(spec: Spec) -> bool:
+    mixed = spec.model is not None and spec.model.mixture is not None
+    return not mixed or spec.parallelism.schedule not in _STALE
+
+
 def _stale_is_not_sharded(spec: Spec) -> bool:
     return spec.parallelism.schedule not in _STALE or spec.parallelism.zero_stage == 0
 
@@ -153,5 +162,17 @@ PIPELINE_RULES = (
         "must be 0 with `PipeDream` and `PipeDream2BW`: they keep several versions of a stage's weights",
         "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || self.parallelism.zeroStage == 0",
         _stale_is_not_sharded,
+    ),
+    Rule(
+        "model.mixture",
+        "needs another `parallelism.schedule` than `PipeDream` and `PipeDream2BW`: which have no common step",
+        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !has(self.model) || !has(self.model.mixture)",
+        _stale_is_not_mixed,
+    ),
+    Rule(
+        "parallelism.rematerialize",
+        "must be false with `PipeDream` and `PipeDream2BW`",
+        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !self.parallelism.rematerialize",
+        _stale_is_not_computed_again,
     ),
 )

@@ -9,10 +9,11 @@ from typing import Any
 from meshwright.api.job import parse_spec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.choose import place_best
+from meshwright.planner.communication import weights_for
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement
+from meshwright.planner.placement import Placement, PlacingOptions, cost_of_fragmentation, nodes_to_free
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.pricing import Pricer, pricer_for
 from meshwright.planner.search.errors import NothingFitsError
@@ -21,6 +22,11 @@ from meshwright.planner.search.found import Found
 from meshwright.planner.search.request import EVERY_TECHNIQUE, MESHWRIGHT_RUNTIME, Objective, Pins, Request, Techniques
 from meshwright.planner.search.search import Result, search
 from meshwright.planner.search.whatif import WhatIf, what_ifs
+
+MAX_NAMED = 8
+"""Nodes to free that are named."""
+QUICK_EFFORT = 50_000
+"""Search for a placement that only serves to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,9 @@ class Answer:
     plan: Plan
     placement: Placement | None
     pending: str
-    """Why it would wait, and what fits now; empty when it is placed."""
+    """Why it would wait, what fits now, and which nodes to free; empty when it is placed."""
+    leftovers: float = 0.0
+    """What the placement costs more than on the same nodes with nothing else on them."""
     drawn: Estimate | None = None
     """The plan's estimate with each group as close as domains allow; `plan.estimate` is on the nodes it got."""
     lost: tuple[Lost, ...] = ()
@@ -85,9 +93,10 @@ def answer(
         placement = place_best(plans, inventory, pricer)
         plan = placement.plan
     except DoesNotFitError as error:
-        pending = str(error)
+        pending = "; ".join(filter(None, (str(error), _to_free(plan, inventory))))
+    leftovers = _leftovers(placement, inventory, pricer) if placement else 0.0
     if pricer is None:
-        return Answer(spec, inventory, plan, placement, pending)
+        return Answer(spec, inventory, plan, placement, pending, leftovers)
     techniques = EVERY_TECHNIQUE if every_technique else MESHWRIGHT_RUNTIME
     drawn = pricer.price(plan.layout, plan.micro_batches)
     wider = _wider(spec, inventory, pricer, objective, techniques)
@@ -97,11 +106,28 @@ def answer(
         plan,
         placement,
         pending,
+        leftovers,
         drawn=drawn,
         lost=_lost(spec, plan, drawn, pricer, techniques),
         wider=wider,
         what_if=what_ifs(wider) if with_what_if and wider else (),
     )
+
+
+def _to_free(plan: Plan, inventory: Inventory) -> str:
+    found = nodes_to_free(plan, inventory)
+    if found is None:
+        return ""
+    more = f" and {len(found.nodes) - MAX_NAMED} more" if len(found.nodes) > MAX_NAMED else ""
+    return f"freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would make room"
+
+
+def _leftovers(placement: Placement, inventory: Inventory, pricer: Pricer | None) -> float:
+    plan = placement.plan
+    if pricer is None:
+        return cost_of_fragmentation(placement, inventory)
+    weights = weights_for(pricer, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    return cost_of_fragmentation(placement, inventory, PlacingOptions(weights, effort=QUICK_EFFORT))
 
 
 def _lost(

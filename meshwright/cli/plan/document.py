@@ -20,7 +20,13 @@ def document(answer: Answer) -> dict[str, Any]:
         "estimate": _estimate(plan.estimate) if plan.estimate else None,
         "placement": placement.to_status("job", {}).model_dump(by_alias=True) if placement else None,
         "placementQuality": (
-            {"cost": placement.cost, "lowerBound": placement.bound, "gap": placement.gap, "notes": [*placement.notes]}
+            {
+                "cost": placement.cost,
+                "lowerBound": placement.bound,
+                "gap": placement.gap,
+                "costOfFragmentation": answer.leftovers,
+                "notes": [*placement.notes],
+            }
             if placement
             else None
         ),

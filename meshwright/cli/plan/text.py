@@ -11,6 +11,8 @@ from meshwright.planner.show import placement_lines, summary_line
 
 MAX_DRAWN = 64
 """Nodes of a placement that is drawn node by node."""
+SLIGHT = 0.01
+"""Part of a placement's cost that is not worth a line."""
 
 
 def lines(answer: Answer) -> Iterator[str]:
@@ -63,6 +65,8 @@ def _placement(answer: Answer) -> Iterator[str]:
     status = placement.to_status("job", {})
     yield f"Placement: cost {placement.cost:g}, {quality}"
     yield f"  {summary_line(plan, status)}"
+    if answer.leftovers > SLIGHT * placement.cost:
+        yield f"  what others hold on these nodes makes {answer.leftovers / placement.cost:.0%} of the cost"
     if len(set(placement.nodes.values())) <= MAX_DRAWN:
         gpus = {node.name: node.capacity.gpus for node in answer.inventory.nodes.values()}
         yield from (f"  {line}" for line in placement_lines(plan, status, gpus))

@@ -15,7 +15,9 @@ _NAMES = {
     ContextMethod.ALL_GATHER: "all-gather context parallelism",
 }
 _PACKED: dict[str, Any] = {"packing": Packing.DOCUMENTS}
-_UNEVEN: dict[str, Any] = {"length": 22}
+_UNEVEN: dict[str, Any] = {"length": 21}
+_UNEVEN_PAIRS: dict[str, Any] = {"length": 22}
+"""Of 11 pairs of tokens: sequence parallelism over 2 ranks splits what a rank holds."""
 _MIXED: dict[str, Any] = {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 2}
 
 _BESIDE: list[dict[str, Any]] = [
@@ -36,6 +38,13 @@ _EVERY_DIMENSION: list[dict[str, Any]] = [
     {"pipeline": 2, "data": 2, "zero": 3},
 ]
 
+_EXPERTS: list[dict[str, Any]] = [
+    {"expert": 2},
+    {"expert": 2, "tensor": 2},
+    {"expert": 2, "data": 2},
+    {"expert": 4, "data": 2, "zero": 3},
+]
+
 
 def _with(method: ContextMethod, beside: dict[str, Any], common: dict[str, Any], smoke: bool = False) -> Case:
     return Case(_NAMES[method], {"context": 2, "method": method, **beside}, common, smoke=smoke)
@@ -49,7 +58,7 @@ CASES += [_with(method, {"context": 4}, common) for method in _NAMES for common 
 CASES += [_with(method, beside, {}) for method in _NAMES for beside in _BESIDE]
 CASES += [_with(method, beside, _PACKED) for method in _NAMES for beside in _BESIDE]
 CASES += [_with(method, beside, {}) for method in _NAMES for beside in _EVERY_DIMENSION]
-CASES += [_with(ContextMethod.RING_ZIG_ZAG, beside, _PACKED | _UNEVEN) for beside in _EVERY_DIMENSION]
+CASES += [_with(ContextMethod.RING_ZIG_ZAG, beside, _PACKED | _UNEVEN_PAIRS) for beside in _EVERY_DIMENSION]
 CASES += [
     Case("ring x Ulysses", _MIXED | beside, common, smoke=not beside)
     for beside in ({}, {"data": 2}, {"data": 2, "zero": 3}, {"pipeline": 2})
@@ -64,6 +73,26 @@ CASES += [
     Case("packed documents", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}, _PACKED),
 ]
 CASES += [
+    Case(
+        f"{_NAMES[method]} x experts",
+        {"context": 2, "method": method, **beside},
+        {"mixture": mixture},
+        smoke=smoke and len(beside) == 1,
+    )
+    for method, mixture, smoke in [
+        (ContextMethod.RING_ZIG_ZAG, "DeepSeek-V3", True),
+        (ContextMethod.ULYSSES, "Mixtral", False),
+        (ContextMethod.ALL_GATHER, "DeepSeek-V2", False),
+    ]
+    for beside in (
+        {"expert": 2},
+        {"expert": 2, "tensor": 2},
+        {"expert": 2, "data": 2},
+        {"expert": 4, "data": 2, "zero": 3},
+    )
+]
+CASES += [
+    Case("uneven row x experts", {"context": 2}, {"mixture": "Mixtral", **_UNEVEN}, refused="do: 20, 24"),
     Case("row too short", {"context": 16}, refused="`parallelism.context: 16` needs `training.sequenceLength: 16`"),
     Case("row too short", {"context": 6, "tensor": 2}, refused="nearest that fit: 4"),
     Case(

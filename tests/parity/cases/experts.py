@@ -34,6 +34,7 @@ _EIGHT: dict[str, dict[str, Any]] = {
     "experts x tensor x pipeline": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
     "experts x tensor x pipeline x ZeRO-2": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2, "zero": 2},
     "experts x tensor x pipeline x data": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2, "sequence": False},
+    "experts of one a rank x ZeRO-3": {"data": 8, "expert": 4, "zero": 3, "micro_batches": 1},
     "experts x replicas x pipeline": {"data": 4, "expert": 2, "pipeline": 2},
 }
 _SOME = (
@@ -83,8 +84,35 @@ def _cases() -> list[Case]:
     return cases
 
 
+_SCHEDULES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("experts x ZB-H1", {"schedule": "ZBH1"}, {}),
+    ("experts x ZB-V", {"schedule": "ZBV"}, {"layers": 4}),
+    ("experts x interleaved 1F1B", {"schedule": "Interleaved1F1B"}, {"layers": 4}),
+    ("experts x DualPipe", {"schedule": "DualPipe"}, {}),
+    ("experts x DualPipeV", {"schedule": "DualPipeV"}, {"layers": 4}),
+    ("experts x re-materialization", {"schedule": "GPipe", "rematerialize": True}, {}),
+]
+_LATENT = {"kv_heads": 4, "latent": {"kv_rank": 12, "rope_size": 4, "query_rank": 20}}
+
+
+def _in_schedules() -> list[Case]:
+    """DeepSeek-V3's mixture, which has state beside parameters, in schedules that split or repeat passes."""
+    cases = []
+    for technique, parallelism, model in _SCHEDULES:
+        layout = {"pipeline": 2, "data": 2, "expert": 2, "micro_batches": 4, "parallelism": parallelism}
+        common = {"mixture": "DeepSeek-V3", **model}
+        smoke = technique in ("experts x ZB-V", "experts x DualPipe", "experts x re-materialization")
+        cases.append(Case(technique, layout, common, smoke=smoke))
+        cases.append(Case(f"{technique} x ZeRO-2", {**layout, "zero": 2}, common))
+    return cases
+
+
 CASES = [
     *_cases(),
+    *_in_schedules(),
+    Case("DeepSeek-V3", {"data": 2, "expert": 2, "tensor": 2}, {"mixture": "DeepSeek-V3", **_LATENT}, smoke=True),
+    Case("DeepSeek-V3", {"data": 2, "expert": 2, "pipeline": 2, "zero": 3}, {"mixture": "DeepSeek-V3", **_LATENT}),
+    Case("experts that are not SwiGLU", {}, {"mixture": "Mixtral", "gated": False}, "`model.mixture` needs"),
     Case("indivisible experts", {"data": 3, "expert": 3}, {"mixture": "Mixtral"}, "`model.mixture.experts: 4`"),
     Case("more spread than replicas", {"data": 2, "expert": 4}, {"mixture": "Mixtral"}, "`parallelism.expert: 4`"),
     Case("experts without a mixture", {"data": 2, "expert": 2}, refused="`parallelism.expert: 2` needs"),

@@ -53,6 +53,19 @@ CASES += [
     _case("DualPipe", "with tied embeddings and ZeRO-2", {"data": 2, "zero": 2}, {"tie_embeddings": True}, smoke=True),
     _case("ZB-V", "with tied embeddings and uneven stages", {}, {"tie_embeddings": True, "layers": 7}, smoke=True),
 ]
+CASES += [
+    _case(name, "with spread experts", {"data": 2, "expert": 2, **layout}, {"mixture": mixture, **more}, smoke=smoke)
+    for name, mixture, layout, more, smoke in (
+        ("DualPipe", "Mixtral", {}, {}, True),
+        ("DualPipe", "DeepSeek-V3", {"zero": 2}, {"layers": 4}, False),
+        ("DualPipeV", "DeepSeek-V3", {}, {"layers": 4}, True),
+        ("DualPipeV", "Mixtral", {"zero": 3}, {"layers": 4}, False),
+        ("DualPipeV", "Mixtral", {"tensor": 2}, {"layers": 4}, False),
+        ("ZB-V", "DeepSeek-V3", {}, {"layers": 4}, False),
+        ("ZB-H1", "Mixtral", {"zero": 2}, {}, False),
+        ("interleaved 1F1B", "DeepSeek-V3", {"zero": 3}, {"layers": 4}, False),
+    )
+]
 FOUR: Options = {"pipeline": 4, "micro_batches": 8}
 CASES += [
     _case(name, "on four ranks", FOUR, {"layers": 8}, smoke=name in ("ZB-H2", "DualPipe", "DualPipeV"))

@@ -51,6 +51,12 @@ class TrainingState(ApiModel):
     """Multiset hash of those samples; equal for two runs exactly when they consumed the same ones."""
     loss: str = ""
     """Loss of the last step as a hexadecimal float, so that it is exact."""
+    skipped: int = 0
+    """Steps that changed nothing because gradients overflowed fp16."""
+    loss_scale: float | None = None
+    """Scale of the next step; None where nothing was scaled."""
+    steady: int = 0
+    """Steps without an overflow since the scale last changed."""
 
 
 class Manifest(ApiModel):

@@ -14,10 +14,10 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, newest_intact
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.saver import Checkpointer
-from meshwright_worker.checkpoint.tensors import checkpoint_tensors
+from meshwright_worker.checkpoint.tensors import checkpoint_tensors, spread_copies
 from meshwright_worker.data.digest import MODULUS
 from meshwright_worker.mesh import Mesh
-from meshwright_worker.optimizer import AdamW
+from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.task import RankEvents, RankTask
 
@@ -43,7 +43,7 @@ class CheckpointSession:
         self._newest = -1
 
     def load(
-        self, shards: Sequence[Shard], optimizer: AdamW, buffers: Mapping[str, torch.Tensor] | None = None
+        self, shards: Sequence[Shard], optimizer: Optimizer, buffers: Mapping[str, torch.Tensor] | None = None
     ) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
 
@@ -56,7 +56,8 @@ class CheckpointSession:
         check_same_run(found, self._blank)
         path = self._directory.path(found.state.step)
         load_tensors(checkpoint_tensors(shards, optimizer, buffers), path, self._mesh.checkpoint_group)
-        optimizer.set_steps(found.state.step)
+        spread_copies(shards, optimizer)
+        optimizer.set_steps(found.state.step - found.state.skipped)
         self._newest = found.state.step
         return found.state
 
@@ -67,7 +68,7 @@ class CheckpointSession:
     def save(
         self,
         shards: Sequence[Shard],
-        optimizer: AdamW,
+        optimizer: Optimizer,
         state: TrainingState,
         buffers: Mapping[str, torch.Tensor] | None = None,
         *,

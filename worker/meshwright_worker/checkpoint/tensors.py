@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_worker.optimizer import AdamW
+from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.parallel.shards import Shard
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def checkpoint_tensors(
-    shards: Sequence[Shard], optimizer: AdamW, buffers: Mapping[str, torch.Tensor] | None = None
+    shards: Sequence[Shard], optimizer: Optimizer, buffers: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
     tensors = {**model_tensors(shards), **{f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}}
@@ -30,6 +30,20 @@ def checkpoint_tensors(
 def model_tensors(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
     """The parameters alone, by name, sharing memory with the model."""
     return {f"{MODEL}.{shard.name}": _distributed(shard, shard.local) for shard in shards}
+
+
+def spread_copies(shards: Sequence[Shard], optimizer: Optimizer) -> None:
+    """Fill every copy that a rank holds of one parameter from the one that was loaded, the last.
+
+    A rank with both ends of a model has tied embeddings twice.
+    """
+    loaded = {shard.name: shard for shard in shards}
+    for shard in shards:
+        source = loaded[shard.name]
+        if source is not shard:
+            shard.local.copy_(source.local)
+            for moment, local in optimizer.moments(shard).items():
+                local.copy_(optimizer.moments(source)[moment])
 
 
 def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -27,6 +27,8 @@ class Places:
     row_documents: torch.Tensor | None = None
     """int64 [batch, tokens of a whole row], `documents` of all of it, always on the CPU: what attention leaves out is
     decided there."""
+    serials: torch.Tensor | None = None
+    """int64 [batch, length], the number of each token among all that the run trains on: what dropout draws by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +47,29 @@ class Batch:
     """See `Places`."""
     row_documents: torch.Tensor | None = None
     """See `Places`."""
+    serials: torch.Tensor | None = None
+    """See `Places`."""
 
     @classmethod
-    def of(cls, samples: torch.Tensor) -> Self:
+    def of(cls, samples: torch.Tensor, numbers: Sequence[int] | None = None) -> Self:
         """The batch that predicts each next token of samples, int64 [batch, length + 1].
 
-        A token that is not to be predicted stands in a sample as its complement, -1 - token.
+        A token that is not to be predicted stands in a sample as its complement, -1 - token. `numbers` are those of the
+        samples in the run; 0, 1, ... when left out.
         """
+        rows, length = len(samples), samples.shape[1] - 1
+        each = torch.tensor(range(rows) if numbers is None else numbers, device=samples.device)
+        serials = each.unsqueeze(1) * length + torch.arange(length, device=samples.device)
         given = samples < 0
         if not given.any():
-            return cls(samples[:, :-1], samples[:, 1:])
+            return cls(samples[:, :-1], samples[:, 1:], serials=serials)
         tokens = torch.where(given, ~samples, samples)
-        return cls(tokens[:, :-1], tokens[:, 1:].masked_fill(given[:, 1:], IGNORED))
+        return cls(tokens[:, :-1], tokens[:, 1:].masked_fill(given[:, 1:], IGNORED), serials=serials)
 
     @property
     def places(self) -> Places:
         """What the layers are told of the tokens."""
-        return Places(self.positions, self.documents, self.row_length, self.row_documents)
+        return Places(self.positions, self.documents, self.row_length, self.row_documents, self.serials)
 
     def chunk(self, count: int) -> list[Self]:
         """`count` micro-batches of the same number of rows.
@@ -88,6 +96,7 @@ class Batch:
             None if self.documents is None else change(self.documents),
             self.row_length,
             None if self.row_documents is None else change(self.row_documents),
+            None if self.serials is None else change(self.serials),
         )
 
 

@@ -6,6 +6,7 @@ from it. So packing changes neither loss nor gradient; it only leaves out the pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,9 +15,12 @@ from meshwright.api.data import DataSpec, Packing
 from meshwright_worker.data.batch import IGNORED, Batch
 
 
-def batch_of(samples: torch.Tensor, data: DataSpec, separator: int) -> Batch:
-    """The batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` asks."""
-    batch = Batch.of(samples)
+def batch_of(samples: torch.Tensor, data: DataSpec, separator: int, numbers: Sequence[int] | None = None) -> Batch:
+    """The batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` asks.
+
+    `numbers` are those of the samples in the run, see `Batch.of`.
+    """
+    batch = Batch.of(samples, numbers)
     return documents_apart(batch, separator) if data.packing is Packing.DOCUMENTS else batch
 
 

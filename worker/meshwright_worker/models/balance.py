@@ -17,7 +17,7 @@ class Sequences:
     """How a rank's rows belong to sequences. This one: each row is a whole one."""
 
     parts = 1
-    """Ranks that share each sequence, with equally many positions."""
+    """Ranks that share each sequence."""
 
     def total(self, counts: torch.Tensor) -> torch.Tensor:
         """Counts of this rank's positions, int64 [batch, experts] -> those of the whole sequences."""
@@ -58,10 +58,9 @@ class Balance:
         one expert a token Switch's, 2101.03961, equation 4). Counts have no gradient, so summing them over ranks is
         enough. z: the square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906, equation 5).
         """
-        count, per_token = self._mixture.experts, self._mixture.per_token
-        chosen = self.sequences.total(_one_hot(routing.experts, count).sum(1))
-        length = routing.experts.shape[1] * self.sequences.parts
-        auxiliary = (chosen * routing.scores.sum(1)).sum() * (count / (per_token * length))
+        chosen = self.sequences.total(_one_hot(routing.experts, self._mixture.experts).sum(1))
+        loads = self._mixture.experts * chosen.to(routing.scores.dtype) / chosen.sum(1, keepdim=True)
+        auxiliary = (loads * routing.scores.sum(1)).sum()
         return auxiliary, routing.logits.logsumexp(dim=-1).square().sum()
 
 

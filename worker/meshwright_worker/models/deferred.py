@@ -49,6 +49,17 @@ def deferring(store: WeightStore | None) -> Iterator[None]:
         _store = before
 
 
+def current() -> WeightStore | None:
+    """The store of the block that runs."""
+    return _store
+
+
+def go_on_with(store: WeightStore | None) -> None:
+    """Go on in a block that was interrupted: passes that take turns each have their own store."""
+    global _store
+    _store = store
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """X [..., inputs] times the rows of weight [outputs, inputs], in the format of x -> [..., outputs]."""
     if _store is None or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)):

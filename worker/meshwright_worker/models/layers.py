@@ -238,6 +238,14 @@ class FeedForward(nn.Module):
         return projected
 
 
+class NoDropout(nn.Module):
+    """The place of dropout in a run without; see `models/dropout.py`."""
+
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The non-linearity of a feed-forward layer."""
     match activation:
@@ -260,11 +268,13 @@ class Block(nn.Module):
         self.attention = Attention(model, rotary) if model.latent is None else LatentAttention(model, rotary)
         self.feed_forward_norm = norm_of(model)
         self.feed_forward = feed_forward
+        self.attention_dropout: nn.Module = NoDropout()
+        self.feed_forward_dropout: nn.Module = NoDropout()
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        x = x + self.attention(self.attention_norm(x), places)
-        mixed: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), places), places)
+        mixed: torch.Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)), places)
         return mixed
 
 

@@ -6,6 +6,8 @@ layout, which is what initial weights and checkpoints go by.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -13,8 +15,26 @@ from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Places
 from meshwright_worker.models.experts import feed_forward_of
-from meshwright_worker.models.layers import Block, Linear, PositionEmbedding, TokenEmbedding, TokenLoss, norm_of
+from meshwright_worker.models.layers import (
+    Block,
+    Linear,
+    NoDropout,
+    PositionEmbedding,
+    TokenEmbedding,
+    TokenLoss,
+    norm_of,
+)
 from meshwright_worker.models.rotary import RotaryEmbedding
+
+Through = Callable[[Sequence[Block], torch.Tensor, Places], torch.Tensor]
+"""A way to run layers on hidden states: `in_turn`, or one that gives the same and keeps less for the backward pass."""
+
+
+def in_turn(layers: Sequence[Block], x: torch.Tensor, places: Places) -> torch.Tensor:
+    """Hidden states [batch, positions, hidden] through one layer after the other."""
+    for layer in layers:
+        x = layer(x, places)
+    return x
 
 
 class DecoderStage(nn.Module):
@@ -39,11 +59,14 @@ class DecoderStage(nn.Module):
         self.is_last = stage == stages - 1
         self.compute = compute
         self.tied = model.tie_embeddings
+        self.through: Through = in_turn
+        self.chunked_loss: nn.Module | None = None
         rotates = model.rope_size > 0
         rotary = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling) if rotates else None
         if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
         if self.is_first:
+            self.embedding_dropout: nn.Module = NoDropout()
             self.positions = PositionEmbedding(model.positions, model.hidden_size) if model.positions else None
         own = split_layers(model.layers, stages)[stage] if own is None else own
         self.layers = nn.ModuleDict({str(index): Block(model, rotary, feed_forward_of(model, index)) for index in own})
@@ -76,19 +99,23 @@ class DecoderStage(nn.Module):
         places = places or Places()
         if self.is_first:
             x = self._embedded(x, places)
-        for layer in self.layers.values():
-            x = layer(x, places)
+        x = self.through([*self.layers.values()], x, places)  # type: ignore[list-item]
         if not self.is_last:
             return x
-        logits: torch.Tensor = self.output(self.norm(x))
+        x = self.norm(x)
+        loss: torch.Tensor
+        if targets is not None and self.chunked_loss is not None:
+            loss = self.chunked_loss(x, self.output, targets)
+            return loss
+        logits: torch.Tensor = self.output(x)
         if targets is None:
             return logits
-        loss: torch.Tensor = self.loss(logits, targets)
+        loss = self.loss(logits, targets)
         return loss
 
     def _embedded(self, tokens: torch.Tensor, places: Places) -> torch.Tensor:
         x: torch.Tensor = self.embedding(tokens).to(self.compute)
-        if self.positions is None:
-            return x
-        placed: torch.Tensor = self.positions(tokens, places.positions).to(self.compute)
-        return x + placed
+        if self.positions is not None:
+            x = x + self.positions(tokens, places.positions).to(self.compute)
+        dropped: torch.Tensor = self.embedding_dropout(x, places)
+        return dropped

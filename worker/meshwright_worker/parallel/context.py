@@ -43,13 +43,12 @@ def own_length(length: int, deal: Deal, rank: int) -> int:
     return size(deal.slices(length)[rank])
 
 
-def share_rows(model: nn.Module, deal: Deal, mesh: Mesh) -> None:
-    """Let every attention of a model go over the ranks of the context group. Collective: groups may form.
+def share_rows(model: nn.Module, deal: Deal, groups: Groups) -> None:
+    """Let every attention of a model go over the ranks of the context group.
 
     One rank alone gets attention that leaves out what documents of a row do not share.
     """
     cores = {name: module for name, module in model.named_modules() if isinstance(module, AttentionCore)}
-    groups = _groups(deal, mesh)
     # Layers that attend alike share a core, which finds a micro-batch's blocks once for all of them.
     shared: dict[tuple[bool, float | None], AttentionCore] = {}
     for name, core in cores.items():
@@ -61,30 +60,33 @@ def share_rows(model: nn.Module, deal: Deal, mesh: Mesh) -> None:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class Groups:
+    """The groups of ranks that attention goes over; None where there is none."""
+
     heads: dist.ProcessGroup | None
     """Ranks that exchange heads for tokens."""
     tokens: dist.ProcessGroup | None
     """Ranks that keys and values go round or are gathered over."""
 
 
-def _groups(deal: Deal, mesh: Mesh) -> _Groups:
+def groups_of(deal: Deal, mesh: Mesh) -> Groups:
+    """The groups that a method needs. Collective over all ranks."""
     if deal.ranks == 1:
-        return _Groups(None, None)
+        return Groups(None, None)
     if deal.method is ContextMethod.ULYSSES:
-        return _Groups(mesh.group(CONTEXT), None)
+        return Groups(mesh.group(CONTEXT), None)
     if deal.method is not ContextMethod.RING_ULYSSES:
-        return _Groups(None, mesh.group(CONTEXT))
+        return Groups(None, mesh.group(CONTEXT))
     # Heads are exchanged between consecutive ranks: that is the traffic for the fastest links (arXiv 2405.07719).
     layout = mesh.layout
     ranks = torch.arange(layout.world_size)
     shape = (layout.data, layout.pipeline, deal.ranks // deal.inner, deal.inner, layout.tensor)
     names = ("data", "pipeline", "ring", "heads", "tensor")
     both = DeviceMesh(mesh.device.type, ranks.view(shape), mesh_dim_names=names)
-    return _Groups(both.get_group("heads"), both.get_group("ring"))
+    return Groups(both.get_group("heads"), both.get_group("ring"))
 
 
-def _core(deal: Deal, groups: _Groups, like: AttentionCore) -> AttentionCore:
+def _core(deal: Deal, groups: Groups, like: AttentionCore) -> AttentionCore:
     if deal.ranks == 1 or deal.method is ContextMethod.ALL_GATHER:
         return GatheredCore(deal, groups.tokens, like)
     if deal.method is ContextMethod.ULYSSES:

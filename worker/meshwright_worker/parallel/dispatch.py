@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_worker.parallel.collectives import all_gather, reduce_scatter
+from meshwright_worker.pipeline.overlap import finish
 
 
 @dataclass(slots=True)
@@ -29,9 +30,9 @@ class Pending:
     """Kept until the exchange is over."""
 
     def wait(self) -> torch.Tensor:
-        """What the others sent, in the order of ranks."""
+        """What the others sent, in the order of ranks. Meanwhile the other pass of an overlapped pair computes."""
         if self.work is not None:
-            self.work.wait()
+            finish(self.work)
             self.work = None
         return self.received
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.api.spec import Precision
@@ -84,7 +84,9 @@ def routes_slices(mixture: MixtureOfExperts) -> bool:
     return isinstance(mixture.dispatcher, AllToAllDispatcher) and mixture.dispatcher.gathers
 
 
-def shard_experts_over_replicas(stage: DecoderStage, mesh: Mesh, *, zero_stage: int, precision: Precision) -> None:
+def shard_experts_over_replicas(
+    stage: DecoderStage, mesh: Mesh, *, zero_stage: int, precision: Precision, offload: OffloadPolicy
+) -> None:
     """Shard spread experts over their own replicas (ZeRO 2 and 3), before the layers that hold them are sharded.
 
     Experts that are not spread have the same replicas as all parameters and are sharded with their layer.
@@ -99,6 +101,7 @@ def shard_experts_over_replicas(stage: DecoderStage, mesh: Mesh, *, zero_stage: 
             reshard_after_forward=zero_stage == 3,
             shard_placement_fn=_placement(mixture.experts, replicas.size()),
             mp_policy=sharding_policy(precision),
+            offload_policy=offload,
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

@@ -41,7 +41,8 @@ def square_sum(shards: Sequence[Shard], gradients: Sequence[torch.Tensor]) -> to
     counted = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.counted]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    norms = torch._foreach_norm(counted, 2)
+    wide = torch.promote_types(counted[0].dtype, torch.float32)
+    norms = torch._foreach_norm(counted, 2, dtype=wide)
     return torch.stack(list(norms)).double().square().sum()
 
 

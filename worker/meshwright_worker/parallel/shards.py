@@ -8,6 +8,7 @@ stands here: which rank counts a shard that several hold, and whose gradients ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -40,6 +41,16 @@ class Shard:
     """Whether gradients are still to be summed over replicas."""
     expert: bool = False
     """Whether it is of experts that are spread over ranks, whose replicas are others than those of all else."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.local.shape if self.whole is None else self.whole.shape
+
+    @cached_property
+    def box(self) -> tuple[slice, ...]:
+        """Where in the whole parameter the local part lies."""
+        return local_shard(self.local if self.whole is None else self.whole)[1]
 
     def gradient(self) -> torch.Tensor:
         """This rank's part of the gradient, in the gradient's memory.

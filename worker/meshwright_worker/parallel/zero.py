@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
 from meshwright.api.spec import Precision
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.precision import sharding_policy
 
 
-def shard_over_replicas(stage: DecoderStage, replicas: DeviceMesh, *, zero_stage: int, precision: Precision) -> None:
+def shard_over_replicas(
+    stage: DecoderStage, replicas: DeviceMesh, *, zero_stage: int, precision: Precision, offload: OffloadPolicy
+) -> None:
     """Shard every parameter of a stage, layer by layer, in place.
 
     Stage 2 keeps a layer's gathered parameters from its forward to its backward pass; stage 3 frees them in between and
@@ -19,7 +21,7 @@ def shard_over_replicas(stage: DecoderStage, replicas: DeviceMesh, *, zero_stage
     policy = sharding_policy(precision)
     free = zero_stage == 3
     for module in [*stage.layers.values(), stage]:
-        unit = fully_shard(module, mesh=replicas, reshard_after_forward=free, mp_policy=policy)
+        unit = fully_shard(module, mesh=replicas, reshard_after_forward=free, mp_policy=policy, offload_policy=offload)
         # Losses are divided by the tokens of all replicas already; and gloo has no other reduction than a plain sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

@@ -52,9 +52,9 @@ class Channels:
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
 
-    def flush(self) -> None:
-        """Wait until everything has been sent."""
-        while self._under_way:
+    def flush(self, keep: int = 0) -> None:
+        """Wait until everything has been sent, but for the newest `keep` tensors."""
+        while len(self._under_way) > keep:
             self._under_way.popleft()[0].wait()
 
     def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:

@@ -7,7 +7,8 @@ the micro-batch's own tokens, which every stage has, so micro-batches may differ
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from meshwright.schedules.actions import Action, Kind, Schedule
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.pipeline.channels import Channels, Pending
 from meshwright_worker.pipeline.chunk import Chunk
+from meshwright_worker.pipeline.overlap import both
 from meshwright_worker.pipeline.program import Message, Turn, forward_only, program
 from meshwright_worker.pipeline.sharded import (
     hold_gradients,
@@ -113,10 +115,30 @@ class _Step:
         """Run one slot."""
         for coming in turn.receive:
             self._post(coming)
-        for action, message in zip(turn.slot, turn.hand_over, strict=True):
-            made = self._train(action) if training else self._evaluate(action)
-            if message is not None and made is not None:
-                self._give(message, made)
+        run = self._train if training else self._evaluate
+        made: dict[Action, torch.Tensor | None] = {}
+        passes = [partial(self._act, run, turn, made, action) for action in turn.slot]
+        if len(passes) == 2:
+            both(*passes)
+        else:
+            passes[0]()
+
+    def _act(
+        self,
+        run: Callable[[Action], torch.Tensor | None],
+        turn: Turn,
+        made: dict[Action, torch.Tensor | None],
+        action: Action,
+    ) -> None:
+        made[action] = run(action)
+        # Of two passes that take turns either may end first; receivers count on the order of the slot.
+        for done, message in zip(turn.slot, turn.hand_over, strict=True):
+            if done not in made:
+                return
+            tensor = made[done]
+            if message is not None and tensor is not None:
+                self._give(message, tensor)
+                made[done] = None
 
     def _train(self, action: Action) -> torch.Tensor | None:
         executor = self._executor

@@ -66,7 +66,7 @@ def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
             f"`parallelism.microBatches: {count}` must be at least {2 * ranks} for {schedule.value}: two for each of "
             f"`parallelism.pipeline: {ranks}`"
         )
-    if schedule is not PipelineSchedule.NAIVE and schedule not in ASYNCHRONOUS and count < ranks:
+    if schedule is not PipelineSchedule.NAIVE and schedule is not PipelineSchedule.PIPEDREAM and count < ranks:
         yield (
             f"`parallelism.microBatches: {count}` must be at least `parallelism.pipeline: {ranks}`: with fewer some "
             f"stage always waits; only `schedule: {PipelineSchedule.NAIVE.value}` may"
@@ -77,4 +77,31 @@ def _asynchronous_problems(run: RunConfig, model: Architecture, training: Traini
     schedule = run.parallelism.schedule
     if schedule not in ASYNCHRONOUS:
         return
-    yield f"`parallelism.schedule: {schedule.value}` is not built yet"
+    if schedule is PipelineSchedule.PIPEDREAM and run.micro_batches != 1:
+        yield (
+            f"`parallelism.microBatches: {run.micro_batches}` must be 1 with PipeDream, which updates weights after "
+            f"each; use `schedule: {PipelineSchedule.PIPEDREAM_2BW.value}` for several"
+        )
+    if run.parallelism.zero_stage:
+        yield (
+            f"`parallelism.zeroStage: {run.parallelism.zero_stage}` must be 0 with {schedule.value}, which keeps "
+            "several versions of a stage's weights"
+        )
+    if run.parallelism.rematerialize:
+        yield f"`parallelism.rematerialize: true` must be false with {schedule.value}: weights change before its use"
+    if training.optimizer.gradient_clip:
+        yield (
+            f"`training.optimizer.gradientClip: {training.optimizer.gradient_clip}` must be 0 with {schedule.value}: "
+            "no moment exists when a step's gradients are known everywhere"
+        )
+    if model.mixture is not None:
+        yield f"`model.mixture` needs another `parallelism.schedule` than {schedule.value}, which has no common step"
+    if model.tie_embeddings:
+        yield f"`model.tieEmbeddings: true` needs `parallelism.pipeline: 1` with {schedule.value}"
+    if run.context > 1:
+        yield f"`parallelism.context: {run.context}` must be 1 with {schedule.value}: stages would wait for each other"
+    if training.evaluation is not None or training.lora is not None:
+        yield (
+            f"`training.evaluation` and `training.lora` need another `parallelism.schedule` than {schedule.value}, "
+            "whose stages have no common step"
+        )

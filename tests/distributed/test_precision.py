@@ -1,0 +1,70 @@
+"""Number formats that round, in several layouts: what all ranks decide alike, how close they stay to one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.api.spec import Precision
+from tests.distributed.cases import Trained, train_fully, train_on_random_tokens
+from tests.distributed.configs import small_run
+from tests.distributed.pool import RankPool
+from tests.distributed.test_parity import largest_error
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp-sp": {"tensor": 2},
+    "pp-dp": {"pipeline": 2, "data": 2},
+    "zero3": {"data": 2, "zero": 3},
+    "tp-pp-zero2": {"tensor": 2, "pipeline": 2, "data": 2, "zero": 2},
+}
+# Gradients of the first losses overflow at this scale, and no longer after it was halved a few times.
+OVERFLOWS = {"precision": Precision.FP16, "training": {"loss_scale": {"initial": 2**24, "growth_interval": 3}}}
+
+
+def one_process(pool: RankPool, steps: int, **options: Any) -> Trained:
+    (trained,) = pool.run(train_on_random_tokens, small_run(**options), steps)
+    return trained
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp16_skips_the_same_steps_in_every_layout(pool: RankPool, name: str) -> None:
+    want = one_process(pool, 6, **OVERFLOWS)
+    skipped = [result.skipped for result in want.results]
+    assert skipped[0]
+    assert not all(skipped)
+    for rank in pool.run(train_on_random_tokens, small_run(**LAYOUTS[name], **OVERFLOWS), 6):
+        assert [result.skipped for result in rank.results] == skipped
+        assert largest_error(rank.gradients, want.gradients) <= 2e-2
+        for got, expected in zip(rank.results, want.results, strict=True):
+            assert got.loss == pytest.approx(expected.loss, rel=2e-3)
+
+
+def test_a_skipped_step_changes_nothing(pool: RankPool) -> None:
+    before = one_process(pool, 0, **OVERFLOWS)
+    after = one_process(pool, 1, **OVERFLOWS)
+    assert after.results[0].skipped
+    assert all(torch.equal(before.parameters[name], after.parameters[name]) for name in before.parameters)
+
+
+def test_fp16_resumes_with_its_scale(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    run = small_run(tensor=2, steps=8, every=3, **OVERFLOWS)
+    losses = []
+    for folder, deaths in (("straight", [None]), ("broken", [7, None])):
+        for die_after in deaths:
+            answers = pool.run(train_fully, run, -1, None, die_after, checkpoint_dir=tmp_path / folder, data_dir=text)
+        losses.append({report.step: report.loss for report in answers[0][1].reports})
+    assert {step: losses[0][step] for step in losses[1]} == losses[1]
+
+
+@pytest.mark.parametrize("name", ["tp-sp", "zero3", "tp-pp-zero2"])
+def test_bf16_without_masters_follows_one_process(pool: RankPool, name: str) -> None:
+    options: dict[str, Any] = {"precision": Precision.BF16, "training": {"master_weights": False}}
+    want = one_process(pool, 5, **options)
+    assert {tensor.dtype for tensor in want.parameters.values()} == {torch.bfloat16}
+    for rank in pool.run(train_on_random_tokens, small_run(**LAYOUTS[name], **options), 5):
+        assert largest_error(rank.gradients, want.gradients) <= 5e-2
+        for got, expected in zip(rank.results, want.results, strict=True):
+            assert got.loss == pytest.approx(expected.loss, rel=3e-3)

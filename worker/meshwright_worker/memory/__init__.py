@@ -1,0 +1,1 @@
+"""What a rank does to need less of its accelerator's memory."""

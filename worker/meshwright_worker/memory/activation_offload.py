@@ -1,0 +1,165 @@
+"""Activation offload: what a layer keeps for its backward pass waits in main memory.
+
+A layer's kept tensors form a page. Its copies go out on a stream of their own while the next layer computes; when the
+backward pass needs the first of them, the whole page and the one before it come back. With activation checkpointing
+what is kept, and so offloaded, is the input of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_worker.data.batch import Places
+from meshwright_worker.models.layers import Block
+from meshwright_worker.models.llama import DecoderStage, Through
+
+_LEAST_BYTES = 1024
+"""Smaller tensors stay: a copy would cost more than it frees."""
+
+
+@dataclass(eq=False)
+class _Kept:
+    """One tensor of a page."""
+
+    host: torch.Tensor
+    device: torch.device
+    back: torch.Tensor | None = None
+    arrived: Any = None
+
+
+@dataclass(eq=False)
+class _Page:
+    """What one layer, or group of layers, keeps of one micro-batch."""
+
+    before: _Page | None
+    copies: Copies
+    kept: list[_Kept] = field(default_factory=list)
+    sources: dict[tuple[object, ...], tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """By place in memory, what was packed. Holding it keeps the place from being taken by another tensor, so that a
+    tensor that several operators keep is copied once."""
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """The number under which `unpack` gives the tensor back."""
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        known = self.sources.get(place)
+        if known is None:
+            self.kept.append(_Kept(self.copies.out(tensor), tensor.device))
+            known = self.sources[place] = (tensor, len(self.kept) - 1)
+        return known[1]
+
+    def close(self) -> None:
+        """The layer is over: its tensors' memory may be taken again."""
+        self.sources.clear()
+
+    def fetch(self) -> None:
+        """Begin to bring back everything."""
+        for kept in self.kept:
+            if kept.back is None:
+                kept.back, kept.arrived = self.copies.back(kept.host, kept.device)
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """The tensor, on its device."""
+        self.fetch()
+        if self.before is not None:
+            self.before.fetch()
+        kept = self.kept[number]
+        assert kept.back is not None
+        self.copies.wait(kept.arrived, kept.back)
+        return kept.back
+
+
+class Copies:
+    """Copies between a device and main memory: pinned and on streams of their own on CUDA, plain ones elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._outward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._inward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+
+    def out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` in main memory, maybe still under way."""
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self._cuda)
+        if self._outward is None:
+            return host.copy_(tensor)
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._outward)
+        return host
+
+    def back(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
+        """`host` on `device`, and the event after which it is there."""
+        if self._inward is None or self._outward is None:
+            return host, None
+        self._inward.wait_stream(self._outward)
+        with torch.cuda.stream(self._inward):
+            back = host.to(device, non_blocking=True)
+            return back, self._inward.record_event()
+
+    def wait(self, event: Any, tensor: torch.Tensor) -> None:
+        """Let the current stream use what `back` gave."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+            tensor.record_stream(torch.cuda.current_stream())
+
+
+class Offloaded:
+    """Runs a stage's layers one by one as `inner` does, each with a page of its own."""
+
+    def __init__(self, inner: Through, group: int, copies: Copies) -> None:
+        self._inner = inner
+        self._group = group
+        self._copies = copies
+
+    def __call__(self, layers: Sequence[Block], x: torch.Tensor, places: Places) -> torch.Tensor:
+        """See `in_turn`."""
+        if not torch.is_grad_enabled():
+            return self._inner(layers, x, places)
+        page: _Page | None = None
+        for first in range(0, len(layers), self._group):
+            group = layers[first : first + self._group]
+            page = _Page(page, self._copies)
+            with torch.autograd.graph.saved_tensors_hooks(_packing(page, group), _unpack):
+                x = self._inner(group, x, places)
+            page.close()
+        return x
+
+
+def offload_activations(stage: DecoderStage, group: int, device: torch.device) -> None:
+    """Let a stage keep its layers' activations in main memory. Call it after `checkpoint_activations`.
+
+    Args:
+        stage: the stage.
+        group: layers of a page, as many as are recomputed together.
+        device: where the stage computes.
+    """
+    stage.through = Offloaded(stage.through, group, Copies(device))
+
+
+def _packing(page: _Page, layers: Sequence[Block]) -> Callable[[torch.Tensor], Any]:
+    own: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        # Parameters stay where they are; FSDP even frees and refills the memory of gathered ones meanwhile. They are
+        # asked for here, since a layer's hooks gather them first: before, they are DTensors.
+        if not own:
+            parameters = [p for layer in layers for p in layer.parameters() if not isinstance(p, DTensor)]
+            own.update(p.untyped_storage().data_ptr() for p in parameters)
+        if tensor.nbytes < _LEAST_BYTES or tensor.untyped_storage().data_ptr() in own:
+            return tensor
+        return page, page.pack(tensor)
+
+    return pack
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    page, number = packed
+    tensor: torch.Tensor = page.unpack(number)
+    return tensor

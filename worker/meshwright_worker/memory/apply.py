@@ -1,0 +1,29 @@
+"""What a run asks for to save memory, put on a stage. The order stands here."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from meshwright.api.spec import TrainingSpec
+from meshwright_worker.memory.activation_offload import offload_activations
+from meshwright_worker.memory.checkpointing import checkpoint_activations, group_size
+from meshwright_worker.models.llama import DecoderStage
+
+
+def save_memory(stage: DecoderStage, training: TrainingSpec, device: torch.device) -> None:
+    """Checkpoint, then offload: what is recomputed is not kept, so it is not offloaded either."""
+    how, every = training.activation_checkpointing, training.checkpoint_every
+    checkpoint_activations(stage, how, every)
+    if training.activation_offload:
+        offload_activations(stage, group_size(how, every, len(stage.layers)), device)
+
+
+def parameter_offload(training: TrainingSpec, device: torch.device) -> OffloadPolicy:
+    """Where FSDP keeps shards: page-locked in main memory if the run offloads parameters from a GPU."""
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if training.parameter_offload else OffloadPolicy()
+
+
+def home_of_parameters(training: TrainingSpec, device: torch.device) -> torch.device:
+    """Where this rank's shards of parameters are between uses."""
+    return torch.device("cpu") if training.parameter_offload else device

@@ -1,0 +1,84 @@
+"""Activation checkpointing: layers are computed again in the backward pass instead of being kept (arXiv 1604.06174).
+
+Gradients are the same numbers, since the same operators run on the same inputs: dropout draws by token, not by order,
+so there is no random state to bring back. Collectives inside a layer are issued again too, up to the last operator
+whose output the backward pass needs: with tensor parallelism (arXiv 1909.08053) all but the block's last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.api.spec import ActivationCheckpointing
+from meshwright_worker.data.batch import Places
+from meshwright_worker.models.layers import Block
+from meshwright_worker.models.llama import DecoderStage, in_turn
+
+_KEPT = (
+    "mm",
+    "addmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""What `Selective` keeps: matrix products and attention, which cost the most operations for their bytes. Not `bmm`:
+attention without a fused kernel would keep its scores."""
+
+
+class Recomputed:
+    """Runs a stage's layers in groups and keeps no more of a group than its input, and what the policy keeps.
+
+    Args:
+        group: layers that are recomputed together.
+        selective: whether the outputs of `_KEPT` are kept.
+    """
+
+    def __init__(self, group: int, *, selective: bool) -> None:
+        self._group = group
+        self._contexts: dict[str, Any] = {}
+        if selective:
+            self._contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+
+    def __call__(self, layers: Sequence[Block], x: torch.Tensor, places: Places) -> torch.Tensor:
+        """See `in_turn`."""
+        if not torch.is_grad_enabled():
+            return in_turn(layers, x, places)
+        for first in range(0, len(layers), self._group):
+            group = layers[first : first + self._group]
+            x = checkpoint(in_turn, group, x, places, use_reentrant=False, preserve_rng_state=False, **self._contexts)
+        return x
+
+
+def group_size(how: ActivationCheckpointing, every: int, layers: int) -> int:
+    """Layers of a group on a stage that has so many: `Sqrt` takes the root of them, as the planner does."""
+    if how is ActivationCheckpointing.EVERY_K:
+        return every
+    return max(1, isqrt(layers)) if how is ActivationCheckpointing.SQRT else 1
+
+
+def checkpoint_activations(stage: DecoderStage, how: ActivationCheckpointing, every: int) -> None:
+    """Let a stage recompute its layers as `training.activationCheckpointing` says."""
+    if how is not ActivationCheckpointing.NONE:
+        selective = how is ActivationCheckpointing.SELECTIVE
+        stage.through = Recomputed(group_size(how, every, len(stage.layers)), selective=selective)
+
+
+def _operators() -> frozenset[Callable[..., Any]]:
+    packets = (getattr(torch.ops.aten, name, None) for name in _KEPT)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+_KEPT_OPERATORS = _operators()
+
+
+def _keep(_: object, operator: Callable[..., Any], *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,139 @@
+"""Dropout (Srivastava et al., 2014) whose mask is a function of the token, not of who computes it when.
+
+A mask's bits are hashed from the run's seed, the place in the model, the token's serial number and the feature. The
+same token meets the same mask however its batch is split over replicas, micro-batches, stages or positions, and when a
+layer is recomputed; no mask is kept for the backward pass. What computes no gradients, an evaluation, drops nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.api.spec import TrainingSpec
+from meshwright_worker.counters import key, mixed, uniform
+from meshwright_worker.data.batch import Places
+from meshwright_worker.models.layers import AttentionCore
+from meshwright_worker.models.llama import DecoderStage
+
+
+class TokenDropout(nn.Module):
+    """Dropout of the residual stream.
+
+    Args:
+        rate: probability that a number is 0; the others grow by 1 / (1 - rate).
+        salt: a key of the run and of the place in the model.
+        slices: ranks that split the positions of the stream (sequence parallelism); 1 where each has all.
+        index: which slice this rank has.
+    """
+
+    def __init__(self, rate: float, salt: int, slices: int = 1, index: int = 0) -> None:
+        super().__init__()
+        self._rate = rate
+        self._salt = salt
+        self._slices = slices
+        self._index = index
+
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """[batch, positions, width] -> the same shape."""
+        if not (self.training and torch.is_grad_enabled()):
+            return x
+        tokens = _serials(places).chunk(self._slices, dim=1)[self._index]
+        dropped: torch.Tensor = _Drop.apply(x, tokens, self._salt, self._rate)  # type: ignore[no-untyped-call]
+        return dropped
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, salt: int, rate: float) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.salt, ctx.rate = salt, rate
+        return x * _mask(x, tokens, salt, rate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return gradients[0] * _mask(gradients[0], tokens, ctx.salt, ctx.rate), None, None, None
+
+
+def _mask(x: torch.Tensor, tokens: torch.Tensor, salt: int, rate: float) -> torch.Tensor:
+    features = torch.arange(x.shape[-1], device=x.device)
+    bits = mixed(features, mixed(tokens, salt).unsqueeze(-1))
+    return (uniform(bits) >= rate).to(x.dtype) / (1 - rate)
+
+
+class DroppingAttention(AttentionCore):
+    """Attention with dropout of its probabilities, which have to exist for that: [batch, heads, length, length].
+
+    Args:
+        rate: probability that a query does not see a key.
+        salt: a key of the run and of the layer.
+        first_head: number of this rank's first head in the layer.
+    """
+
+    def __init__(self, rate: float, salt: int, first_head: int) -> None:
+        super().__init__()
+        self._rate = rate
+        self._salt = salt
+        self._first_head = first_head
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
+        """See `AttentionCore.forward`."""
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(query, key, value, places)
+        groups = query.shape[2] // key.shape[2]
+        queries, keys, values = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        seen = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
+        if places.documents is not None:
+            seen = seen & (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
+        scores = queries @ keys.mT * query.shape[-1] ** -0.5
+        probabilities = F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+        attended: torch.Tensor = (probabilities * self._kept(scores, places)) @ values
+        return attended.transpose(1, 2)
+
+    def _kept(self, scores: torch.Tensor, places: Places) -> torch.Tensor:
+        heads = torch.arange(self._first_head, self._first_head + scores.shape[1], device=scores.device)
+        tokens = _serials(places).unsqueeze(1)
+        rows = mixed(tokens, mixed(heads, self._salt).view(1, -1, 1))
+        bits = mixed(tokens.unsqueeze(2), rows.unsqueeze(-1))
+        return (uniform(bits) >= self._rate).to(scores.dtype) / (1 - self._rate)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part of what its tensor group splits."""
+
+    rank: int = 0
+    ranks: int = 1
+    sequence: bool = False
+    """Whether the positions of the residual stream are split."""
+
+
+def drop_out(stage: DecoderStage, heads: int, training: TrainingSpec, part: Slice) -> None:
+    """Put a run's dropout into a stage in place; `heads` are those of one of its layers, whole."""
+    seed, rate = training.seed, training.dropout
+    slices = (part.ranks, part.rank) if part.sequence else (1, 0)
+
+    def residual(*place: str) -> TokenDropout:
+        return TokenDropout(rate, key(seed, "dropout", *place), *slices)
+
+    if rate and stage.is_first:
+        stage.embedding_dropout = residual("embedding")
+    for number, block in stage.layers.items():
+        if rate:
+            block.attention_dropout = residual(number, "attention")
+            block.feed_forward_dropout = residual(number, "feed-forward")
+        if training.attention_dropout:
+            salt, first = key(seed, "dropout", number, "scores"), heads // part.ranks * part.rank
+            block.get_submodule("attention").core = DroppingAttention(training.attention_dropout, salt, first)
+
+
+def _serials(places: Places) -> torch.Tensor:
+    if places.serials is None:
+        raise ValueError("dropout draws by the tokens' serial numbers: `Batch.serials` is required")
+    return places.serials

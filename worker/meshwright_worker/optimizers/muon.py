@@ -1,0 +1,116 @@
+"""Muon (Keller Jordan et al., 2024; "Muon is scalable", arXiv 2502.16982): the momentum of a matrix, orthogonalised.
+
+Orthogonalising is no element-wise operation: it needs the whole matrix. A rank that holds a part gathers the momentum
+of one matrix at a time, orthogonalises it as every rank of its group does, and keeps its own part: the numbers are
+those of one process. A stack of matrices (experts) that is split between them needs no gathering. Updates are scaled
+to the root mean square that AdamW's have (0.2), so both share one learning rate. Embedding, output projection and
+whatever is no matrix are AdamW's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardedAlong
+
+from meshwright.api.spec import OptimizerSpec
+from meshwright_worker.optimizer import AdamW, forget
+from meshwright_worker.parallel.shards import Shard
+
+MOMENTUM = "momentum"
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_RMS_OF_ADAMW = 0.2
+_TABLES = ("embedding.weight", "output.weight")
+
+
+class Muon:
+    """The optimizer of one rank: Muon for its layers' matrices, AdamW for the rest.
+
+    Args:
+        shards: what the rank holds.
+        spec: rates, decay and momentum.
+        working: the format to orthogonalise in; bf16 is enough.
+    """
+
+    def __init__(self, shards: Sequence[Shard], spec: OptimizerSpec, working: torch.dtype) -> None:
+        self._spec = spec
+        self._working = working
+        self._shards = shards
+        self._momenta = {id(shard): torch.zeros_like(shard.local) for shard in shards if is_muons(shard)}
+        rest = [shard for shard in shards if not is_muons(shard)]
+        self._adamw = AdamW(rest, spec) if rest else None
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
+        """See `Optimizer.step`. Collective where matrices are split."""
+        rest = []
+        for shard, gradient in zip(self._shards, gradients, strict=True):
+            if id(shard) in self._momenta:
+                self._update(shard, gradient, rate)
+            else:
+                rest.append(gradient)
+        if self._adamw is not None:
+            self._adamw.step(rest, rate)
+        self.forget()
+
+    def forget(self) -> None:
+        """See `Optimizer.forget`."""
+        forget(self._shards)
+
+    def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
+        """See `Optimizer.moments`."""
+        if id(shard) in self._momenta:
+            return {MOMENTUM: self._momenta[id(shard)]}
+        assert self._adamw is not None
+        return self._adamw.moments(shard)
+
+    def set_steps(self, steps: int) -> None:
+        """See `Optimizer.set_steps`."""
+        if self._adamw is not None:
+            self._adamw.set_steps(steps)
+
+    def _update(self, shard: Shard, gradient: torch.Tensor, rate: float) -> None:
+        momentum, beta = self._momenta[id(shard)], self._spec.momentum
+        momentum.lerp_(gradient, 1 - beta)
+        nesterov = gradient.lerp(momentum, beta)
+        whole, box = _matrices(shard, nesterov)
+        update = orthogonal(whole.to(self._working))[box].to(shard.local.dtype)
+        scale = _RMS_OF_ADAMW * math.sqrt(max(whole.shape[-2:]))
+        shard.local.mul_(1 - rate * self._spec.weight_decay).add_(update, alpha=-rate * scale)
+
+
+def is_muons(shard: Shard) -> bool:
+    """Whether a parameter is a matrix, or a stack of them, of a layer."""
+    return shard.local.ndim > 1 and not shard.name.endswith(_TABLES)
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Five steps of the Newton-Schulz iteration of degree five: singular values of [..., m, n] brought near 1."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    result: torch.Tensor = x.mT if tall else x
+    return result
+
+
+def _matrices(shard: Shard, local: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """Whole matrices that hold the part `local`, and where in them it lies. Collective where they are split."""
+    everything = tuple(slice(None) for _ in local.shape)
+    if shard.whole is None:
+        return local, everything
+    placements = shard.whole.placements
+    stack = local.ndim > 2 and all(p.dim == 0 for p in placements if isinstance(p, ShardedAlong))
+    if stack:
+        return local, everything
+    mesh, shape, stride = shard.whole.device_mesh, shard.whole.shape, shard.whole.stride()
+    gathered = DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole: torch.Tensor = gathered.full_tensor()
+    return whole, shard.box

@@ -1,0 +1,155 @@
+"""Where an offloaded optimizer's moments are: in main memory, or in a file that only passes through it.
+
+Both deal them out in buckets. The file (ZeRO-Infinity, arXiv 2104.07857) is mapped into memory; a thread copies the
+next bucket out of it and the last one back into it while the one between is updated, so the main thread waits for no
+disk that keeps up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from meshwright_worker.optimizer import MOMENTS
+
+Bucket = list[int]
+"""Numbers of tensors."""
+State = list[list[torch.Tensor]]
+"""By moment, one tensor for each of a bucket."""
+
+_BUCKET_ELEMENTS = 16 * 1024 * 1024
+
+
+class MomentState(Protocol):
+    """Moments, and the way to get at those of a bucket."""
+
+    buckets: list[Bucket]
+
+    def begin(self, number: int) -> None:
+        """Begin to bring a bucket's moments into main memory."""
+
+    def get(self, number: int) -> State:
+        """A bucket's moments in main memory, to be changed in place."""
+
+    def put(self, number: int) -> None:
+        """The bucket is updated."""
+
+    def moments(self, tensor: int) -> dict[str, torch.Tensor]:
+        """The moments of one tensor by name, to be read or filled between steps."""
+
+
+def buckets_of(tensors: Sequence[torch.Tensor]) -> list[Bucket]:
+    """Tensors in order, in buckets of at most 16 Mi elements or one tensor."""
+    buckets: list[Bucket] = []
+    elements = 0
+    for number, tensor in enumerate(tensors):
+        if not buckets or elements + tensor.numel() > _BUCKET_ELEMENTS:
+            buckets.append([])
+            elements = 0
+        buckets[-1].append(number)
+        elements += tensor.numel()
+    return buckets
+
+
+class HostState:
+    """Moments in main memory (ZeRO-Offload, arXiv 2101.06840), page-locked where a GPU copies next to them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> None:
+        self.buckets = buckets_of(tensors)
+        self._moments = [
+            [torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors] for _ in MOMENTS
+        ]
+
+    def begin(self, number: int) -> None:
+        """See `MomentState.begin`: they are there."""
+
+    def get(self, number: int) -> State:
+        """See `MomentState.get`."""
+        return [[tensors[index] for index in self.buckets[number]] for tensors in self._moments]
+
+    def put(self, number: int) -> None:
+        """See `MomentState.put`: they were changed in place."""
+
+    def moments(self, tensor: int) -> dict[str, torch.Tensor]:
+        """See `MomentState.moments`."""
+        return {name: tensors[tensor] for name, tensors in zip(MOMENTS, self._moments, strict=True)}
+
+
+class FileState:
+    """Moments in a file of this rank's own under a directory, such as a local NVMe volume.
+
+    Files live as long as the process: a restarted run loads its checkpoint.
+
+    Raises:
+        OSError: the directory cannot be made.
+        RuntimeError: a file cannot.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], directory: str, rank: int) -> None:
+        self.buckets = buckets_of(tensors)
+        path = Path(directory) / f"optimizer-{rank}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        total = sum(tensor.numel() for tensor in tensors)
+        dtype = tensors[0].dtype
+        self._mapped = [self._map(path, number, total, dtype, tensors) for number in range(len(MOMENTS))]
+        largest = max(sum(tensors[index].numel() for index in bucket) for bucket in self.buckets)
+        # Two buckets are in main memory at a time: the one that is updated and the one that comes or goes.
+        self._staged = [[torch.empty(largest, dtype=dtype) for _ in MOMENTS] for _ in range(2)]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._coming: dict[int, Future[None]] = {}
+        self._going: Future[None] | None = None
+        # One thread, so that a bucket is written back before the next one takes its place.
+        self._thread = ThreadPoolExecutor(1, "optimizer-state")
+
+    @staticmethod
+    def _map(
+        path: Path, number: int, total: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        name = path.with_suffix(f".{MOMENTS[number]}")
+        name.unlink(missing_ok=True)
+        mapped = torch.from_file(str(name), shared=True, size=max(1, total), dtype=dtype)
+        # The mapping keeps the file alive; without a name it goes with the process, however that ends.
+        name.unlink()
+        parts = torch.split(mapped[:total], [tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def begin(self, number: int) -> None:
+        """See `MomentState.begin`."""
+        if number not in self._coming and number < len(self.buckets):
+            self._coming[number] = self._thread.submit(self._copy, number, inward=True)
+
+    def get(self, number: int) -> State:
+        """See `MomentState.get`."""
+        self.begin(number)
+        self._coming.pop(number).result()
+        return self._views(number)
+
+    def put(self, number: int) -> None:
+        """See `MomentState.put`."""
+        self._going = self._thread.submit(self._copy, number, inward=False)
+
+    def moments(self, tensor: int) -> dict[str, torch.Tensor]:
+        """See `MomentState.moments`."""
+        if self._going is not None:
+            self._going.result()
+        return {name: tensors[tensor] for name, tensors in zip(MOMENTS, self._mapped, strict=True)}
+
+    def _copy(self, number: int, *, inward: bool) -> None:
+        for views, mapped in zip(self._views(number), self._mapped, strict=True):
+            for view, index in zip(views, self.buckets[number], strict=True):
+                if inward:
+                    view.copy_(mapped[index])
+                else:
+                    mapped[index].copy_(view)
+
+    def _views(self, number: int) -> State:
+        sizes = [self._shapes[index].numel() for index in self.buckets[number]]
+        shapes = [self._shapes[index] for index in self.buckets[number]]
+        return [
+            [part.view(shape) for part, shape in zip(torch.split(staged[: sum(sizes)], sizes), shapes, strict=True)]
+            for staged in self._staged[number % 2]
+        ]

@@ -1,0 +1,123 @@
+"""Two passes of one rank that take turns: while one waits for a collective, the other computes.
+
+This is what DualPipe's pairs are for (DeepSeek-V3, arXiv 2412.19437, section 3.2.1): the all-to-all of one
+micro-batch's experts runs during the other micro-batch's matrix products. Each pass has a thread, but only one runs at
+a time; they change places where a pass calls `finish` with a collective that it has started. So what a layer does to
+take part is to start its collective with `async_op=True` and to call `finish` where it would have waited. The order of
+collectives stays the same on all ranks of a group, since it depends on the program alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from meshwright_worker.models import deferred
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+
+class Waitable(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> object:
+        """Wait for it; on a GPU, let the current stream wait for it."""
+
+
+def finish(work: Waitable) -> None:
+    """Wait for a collective; let the other pass of the pair compute in the meantime, if there is one."""
+    if _pair is not None:
+        _pair.change_places()
+    work.wait()
+
+
+def both(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+    """The results of two passes that take turns, `first` first. The second one runs in the calling thread.
+
+    Raises:
+        BaseException: what one of them raised, the first one's if both did; the other is given up.
+    """
+    global _pair
+    if _pair is not None:
+        raise RuntimeError("a pair of passes runs already")
+    _pair = pair = _Pair()
+    given: list[First] = []
+    helper = threading.Thread(target=_first, args=(pair, first, given), name="overlapped pass", daemon=True)
+    try:
+        helper.start()
+        pair.wait_for_turn(1)
+        result = second()
+    except BaseException as error:
+        pair.errors.setdefault(1, error)
+    finally:
+        pair.end(1)
+        helper.join()
+        _pair = None
+    for side in sorted(pair.errors):
+        if not isinstance(pair.errors[side], _GivenUpError):
+            raise pair.errors[side]
+    return given[0], result
+
+
+_pair: _Pair | None = None
+
+
+class _GivenUpError(BaseException):
+    """The other pass failed."""
+
+
+class _Pair:
+    """Whose turn it is."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, BaseException] = {}
+        self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._running = 0
+        self._ended: set[int] = set()
+        self._turn = threading.Condition()
+
+    def wait_for_turn(self, side: int) -> None:
+        """Wait until the other pass calls `finish`, or ends."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._running == side)
+        if 1 - side in self.errors:
+            raise _GivenUpError
+
+    def change_places(self) -> None:
+        """Let the other pass go on until it waits itself. Autograd may call it from a thread of its own."""
+        side = self._running
+        if 1 - side in self._ended:
+            return
+        store = deferred.current()
+        self._give_turn()
+        self.wait_for_turn(side)
+        deferred.go_on_with(store)
+
+    def end(self, side: int) -> None:
+        """This pass is over."""
+        with self._turn:
+            self._ended.add(side)
+        if 1 - side not in self._ended:
+            self._give_turn()
+
+    def _give_turn(self) -> None:
+        with self._turn:
+            self._running = 1 - self._running
+            self._turn.notify_all()
+
+
+def _first(pair: _Pair, run: Callable[[], First], given: list[First]) -> None:
+    try:
+        if pair.stream is not None:
+            torch.cuda.set_device(pair.device)
+            torch.cuda.set_stream(pair.stream)
+        given.append(run())
+    except BaseException as error:
+        pair.errors[0] = error
+    finally:
+        pair.end(0)

@@ -1,0 +1,144 @@
+"""Training without a flush: each stage updates its weights by itself, and what all ranks must know comes steps later.
+
+See `pipeline.stale` for which weights a gradient is taken at. There is no moment at which a step's gradients are known
+everywhere, so their global norm clips nothing, and what a step came to is told when it has reached every rank. Before a
+checkpoint, and at the end, the pipeline drains: after that all stages have made the same number of updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.spec import PipelineSchedule, TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol import RunConfig
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.mesh import REPLICA, Mesh
+from meshwright_worker.optimizer import AdamW, learning_rate
+from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.gradients import reduce_gradients, rescale, square_sum
+from meshwright_worker.parallel.shards import Shard, shards_of
+from meshwright_worker.pipeline.channels import Channels
+from meshwright_worker.pipeline.executor import tokens_of_step
+from meshwright_worker.pipeline.stale import StalePipeline
+from meshwright_worker.step import DivergedError, StepResult
+
+
+class StaleTrainer:
+    """`Trainer` for the schedules `PipeDream` and `PipeDream2BW`."""
+
+    def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+        self._mesh, self._training = mesh, training
+        self.stages = build_stages(run, model, mesh)
+        (stage,) = self.stages
+        self.shards: list[Shard] = shards_of(stage.module, stage.distributed, run, mesh)
+        self.frozen: list[Shard] = []
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.optimizer = AdamW(self.shards, training.optimizer)
+        place, places = mesh.coordinates.pipeline, mesh.layout.pipeline
+        pairs = {(one, one + 1) for one in range(places - 1)} | {(one + 1, one) for one in range(places - 1)}
+        self._pipeline = StalePipeline(
+            stage.module,
+            place,
+            places,
+            micro_batches=run.micro_batches,
+            double_buffered=run.parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW,
+            tokens=tokens_of_step(training),
+            channels=Channels(mesh, pairs),
+            width=model.hidden_size,
+            slices=run.tensor if run.parallelism.sequence else 1,
+            update=self._update,
+        )
+        # Reports travel on the host, so that no rank waits for the device of one that is steps behind.
+        self._reports = dist.new_group(backend="gloo")
+        self._shares: dict[int, float] = {}
+        self._known: dict[int, tuple[float, float]] = {}
+        self._under_way: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
+        self._begun = self._told = 0
+        self._stops = False
+
+    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult | None:
+        """Send the batch of step `number` into the pipeline.
+
+        Returns:
+            What an earlier step came to; None while the pipeline fills.
+
+        Raises:
+            DivergedError: that step's loss or gradients are not finite; weights have been updated with them.
+        """
+        batch = batch.to(self._mesh.device)
+        places = self._mesh.layout.pipeline
+        if self._told == 0:
+            self._told = number
+        self._begun = number
+        self._shares[number] = self._share(batch)
+        self._pipeline.feed(number, batch)
+        self._tell(number - places + 1, stop)
+        if len(self._under_way) <= places:
+            return None
+        return self._hear()
+
+    def record(self, state: TrainingState) -> TrainingState:
+        """See `Trainer.record`: there is nothing more to remember."""
+        return state
+
+    def resume(self, state: TrainingState) -> None:
+        """See `Trainer.resume`."""
+
+    def settle(self) -> list[StepResult]:
+        """Drain the pipeline; what the steps came to that were not told yet. Collective."""
+        if self._told == 0:
+            return []
+        self._pipeline.drain()
+        first = max(self._told, self._begun - self._mesh.layout.pipeline + 2)
+        for number in range(first, self._begun + 1):
+            self._tell(number, stop=False)
+        results = [result for result in (self._hear() for _ in range(len(self._under_way))) if result is not None]
+        self._told = 0
+        return results
+
+    def _update(self, number: int, loss: torch.Tensor) -> None:
+        """The stage's own update, when its part of a step's gradients is there."""
+        gradients = reduce_gradients(self.shards, self._mesh)
+        share = self._shares.pop(number)
+        squares = float(square_sum(self.shards, gradients))
+        counts = self._mesh.coordinates.tensor == 0
+        self._known[number] = (float(loss) * share if counts else 0.0, squares * share * share)
+        rescale(gradients, share, 0.0, 0.0)
+        self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
+
+    def _share(self, batch: Batch) -> float:
+        """What corrects a step's gradient for the tokens that have no target: every stage knows them."""
+        targets = (batch.targets != IGNORED).sum().double()
+        if self._mesh.layout.replicas > 1:
+            dist.all_reduce(targets, group=self._mesh.group(REPLICA))
+        return tokens_of_step(self._training) / max(1.0, float(targets))
+
+    def _tell(self, number: int, stop: bool) -> None:
+        loss, squares = self._known.pop(number, (0.0, 0.0))
+        sums = torch.tensor([loss, squares, float(stop)], dtype=torch.float64)
+        work = dist.all_reduce(sums, group=self._reports, async_op=True)
+        if work is None:
+            raise RuntimeError("this rank is not among those that report")
+        self._under_way.append((number, sums, work))
+
+    def _hear(self) -> StepResult | None:
+        number, sums, work = self._under_way.popleft()
+        work.wait()
+        loss, squares, stops = sums.tolist()
+        if number < self._told:
+            self._stops = self._stops or stops > 0
+            return None
+        norm = math.sqrt(squares) if squares >= 0 else math.nan
+        if not math.isfinite(loss + norm):
+            raise DivergedError(
+                f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate` or "
+                "longer `warmupSteps` may help: stale weights bear less than fresh ones"
+            )
+        rate = learning_rate(number, self._training.steps, self._training.optimizer)
+        return StepResult(loss, norm, rate, stops > 0 or self._stops)

@@ -1,0 +1,41 @@
+"""What a step's floating-point operations are, against what the GPUs could have done meanwhile.
+
+Model FLOPs (for MFU, arXiv 2204.02311) are 6·N + 12·L·d·s a token; hardware FLOPs (for HFU) add what activation
+checkpointing computes again. Both are measured against the dense bf16 peak, whatever the format, so that numbers can be
+compared; without a known GPU there is no peak and no utilisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.api.spec import ActivationCheckpointing, TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.models.flops import flops_per_token, recomputed_flops_per_token
+from meshwright.planner.cost.accelerators import accelerator
+
+_COUNTED_AGAIN = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVERY_K, ActivationCheckpointing.SQRT)
+"""`Selective` keeps every matrix product: what it computes again is not counted in FLOPs at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The operations of one step of the whole job."""
+
+    model: float
+    hardware: float
+    peak: float | None
+    """FLOP/s of all of the job's GPUs; None where they are not known."""
+
+
+def work_of(architecture: Architecture, training: TrainingSpec, ranks: int, device: torch.device) -> Work:
+    """The work of each step of a run on `ranks` devices like this rank's."""
+    tokens = training.global_batch_size * training.sequence_length
+    model = flops_per_token(architecture, training.sequence_length)
+    again = 0
+    if training.activation_checkpointing in _COUNTED_AGAIN:
+        again = recomputed_flops_per_token(architecture, training.sequence_length)
+    known = accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Work(float(tokens * model), float(tokens * (model + again)), known.half * ranks if known else None)
