@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
-from meshwright.api.spec import ModelSpec
+from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.flops import flops_per_token
 from meshwright.models.mixture import capacity, contradictions, feed_forward_parameters, mixture_layers

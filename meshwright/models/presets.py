@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from meshwright.api.mixture import MixtureSpec
+from meshwright.api.model import ModelSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
-from meshwright.api.spec import ModelSpec
 from meshwright.models.architecture import Architecture
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface import ConfigError, Fields
@@ -28,7 +29,8 @@ _NAMES = {
     Activation.GELU_TANH: "gelu_new",
     Activation.RELU: "relu",
 }
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+_OF_TRAINING = {"balancing", "auxiliary_weight", "z_loss_weight", "bias_rate"}
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def read_architecture(path: Path) -> Architecture:
@@ -72,7 +74,7 @@ def config_of(model: Architecture) -> dict[str, Any]:
         ConfigError: no model type there has this shape.
     """
     if model.mixture is not None:
-        raise ConfigError("`model.mixture` has no export yet: dense models alone are written")
+        return _config_of_mixtral(model, model.mixture)
     if model.norm is Norm.LAYER_NORM:
         return _config_of_gpt2(model)
     if model.latent is not None:
@@ -111,7 +113,7 @@ def _gpt2(fields: Fields) -> Architecture:
 
 def _llama(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    slides = kind == "mistral" or fields.flag("use_sliding_window", False)
+    slides = kind in ("mistral", "mixtral") or fields.flag("use_sliding_window", False)
     if slides and fields.number("sliding_window", 0):
         raise ConfigError(
             "`sliding_window` is not built by this runtime: set it to null if no sequence is longer than the window"
@@ -134,6 +136,16 @@ def _llama(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture
         attention_biases=kind == "qwen2",
         query_key_norms=kind == "qwen3",
         rope_scaling=_scaling(config),
+        mixture=_mixtral(fields) if kind == "mixtral" else None,
+    )
+
+
+def _mixtral(fields: Fields) -> MixtureSpec:
+    return MixtureSpec(
+        experts=fields.number("num_local_experts", 8),
+        per_token=fields.number("num_experts_per_tok", 2),
+        intermediate_size=fields.number("intermediate_size"),
+        auxiliary_weight=fields.real("router_aux_loss_coef", 0.001),
     )
 
 
@@ -215,6 +227,24 @@ def _numbers(model: Architecture) -> dict[str, Any]:
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_length,
         },
+    }
+
+
+def _config_of_mixtral(model: Architecture, mixture: MixtureSpec) -> dict[str, Any]:
+    plain = MixtureSpec(**mixture.model_dump(include={"experts", "per_token", "intermediate_size"}))
+    unlike = plain.model_dump(exclude=_OF_TRAINING) != mixture.model_dump(exclude=_OF_TRAINING)
+    other = model.latent or model.attention_biases or model.query_key_norms or model.norm is not Norm.RMS_NORM
+    if unlike or other or mixture.intermediate_size != model.intermediate_size:
+        raise ConfigError("no Hugging Face model type that is written has this mixture; Mixtral is the nearest")
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        **_numbers(model),
+        "head_dim": model.head_size,
+        "num_local_experts": mixture.experts,
+        "num_experts_per_tok": mixture.per_token,
+        "router_aux_loss_coef": mixture.balance_weight,
+        "sliding_window": None,
     }
 
 

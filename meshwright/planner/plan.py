@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.api.spec import ModelSpec, ParallelTrainingJobSpec, TrainingSpec
+from meshwright.api.model import ModelSpec
+from meshwright.api.spec import ParallelTrainingJobSpec, TrainingSpec
 from meshwright.api.status import PlanStatus
 from meshwright.api.validation import check_spec
 from meshwright.layout import Layout

@@ -23,14 +23,14 @@ from meshwright_worker.validate import validate
 from tests.distributed.cases import train_fully, whole_of
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
-from tests.pretrained.published import DEEPSEEK, GPT2, LLAMA, QWEN2, random_weights, write_model
+from tests.pretrained.published import DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN2, random_weights, write_model
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
 
 
 def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any], **training: Any) -> RunConfig:
-    model = architecture_of(config).model_dump(exclude={"name"})
-    return small_run(**layout, training={"initial_weights": str(directory), **training}, **model)
+    run = small_run(**layout, training={"initial_weights": str(directory), **training})
+    return run.model_copy(update={"architecture": architecture_of(config)})
 
 
 def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
@@ -48,8 +48,9 @@ def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
         (QWEN2, {"tensor": 2, "data": 2, "zero": 3}),
         (GPT2, {"tensor": 2, "data": 2, "zero": 3}),
         (DEEPSEEK, {"tensor": 2, "pipeline": 2, "sequence": False}),
+        (MIXTRAL, {"tensor": 2, "data": 2, "expert": 2}),
     ],
-    ids=["llama", "qwen2", "gpt2", "deepseek"],
+    ids=["llama", "qwen2", "gpt2", "deepseek", "mixtral"],
 )
 def test_every_layout_begins_from_the_published_weights(
     pool: RankPool, tmp_path: Path, config: dict[str, Any], layout: dict[str, Any]
@@ -62,7 +63,9 @@ def test_every_layout_begins_from_the_published_weights(
         assert all(torch.equal(tensor, alone[name]) for name, tensor in rank.items())
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, GPT2, DEEPSEEK], ids=["llama", "qwen2", "gpt2", "deepseek"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN2, GPT2, DEEPSEEK, MIXTRAL], ids=["llama", "qwen2", "gpt2", "deepseek", "mixtral"]
+)
 def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Path, config: dict[str, Any]) -> None:
     weights = random_weights(config)
     directory = write_model(tmp_path / "model", config, weights)

@@ -44,6 +44,14 @@ GPT2: dict[str, Any] = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
 }
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "rope_scaling": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+}
 DEEPSEEK: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if key not in ("head_dim", "rope_scaling")},
     "model_type": "deepseek_v2",
@@ -91,13 +99,15 @@ def _llama(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        shapes |= {
-            f"{at}.input_layernorm.weight": (hidden,),
-            f"{at}.post_attention_layernorm.weight": (hidden,),
-            f"{at}.mlp.gate_proj.weight": (width, hidden),
-            f"{at}.mlp.up_proj.weight": (width, hidden),
-            f"{at}.mlp.down_proj.weight": (hidden, width),
-        }
+        shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        matrices = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+        if config["model_type"] == "mixtral":
+            shapes[f"{at}.block_sparse_moe.gate.weight"] = (config["num_local_experts"], hidden)
+            for expert in range(config["num_local_experts"]):
+                own = dict(zip(("w1", "w3", "w2"), matrices.values(), strict=True))
+                shapes |= {f"{at}.block_sparse_moe.experts.{expert}.{n}.weight": s for n, s in own.items()}
+        else:
+            shapes |= {f"{at}.mlp.{name}.weight": shape for name, shape in matrices.items()}
         attention = _latent(config, hidden, heads) if "kv_lora_rank" in config else _plain(config, hidden, heads)
         shapes |= {f"{at}.self_attn.{name}": shape for name, shape in attention.items()}
     shapes["model.norm.weight"] = (hidden,)

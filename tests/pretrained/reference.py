@@ -36,10 +36,25 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
         k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
         x = x + F.linear(_attend(q, k, v), w["self_attn.o_proj.weight"])
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
+        if "num_local_experts" in config:
+            x = x + _mixtral(h, w, config)
+            continue
         gate, up = F.linear(h, w["mlp.gate_proj.weight"]), F.linear(h, w["mlp.up_proj.weight"])
         x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return F.linear(_rms(x, weights["model.norm.weight"], eps), head)
+
+
+def _mixtral(x: torch.Tensor, w: Weights, config: dict[str, Any]) -> torch.Tensor:
+    """Every expert on every token, weighted by 0 where it was not chosen."""
+    scores = F.linear(x, w["block_sparse_moe.gate.weight"]).softmax(-1)
+    best, chosen = scores.topk(config["num_experts_per_tok"], dim=-1)
+    weights = torch.zeros_like(scores).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
+    mixed = torch.zeros_like(x)
+    for expert in range(config["num_local_experts"]):
+        w1, w2, w3 = (w[f"block_sparse_moe.experts.{expert}.w{n}.weight"] for n in (1, 2, 3))
+        mixed += weights[..., expert, None] * F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+    return mixed
 
 
 def gpt2(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,22 @@ from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.pretrained.files import PretrainedError, TensorFiles
 from meshwright_worker.pretrained.load import load_pretrained
 from tests.pretrained import reference
-from tests.pretrained.published import DEEPSEEK, DEEPSEEK_LITE, GPT2, LLAMA, QWEN2, QWEN3, random_weights, write_model
+from tests.pretrained.published import (
+    DEEPSEEK,
+    DEEPSEEK_LITE,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    random_weights,
+    write_model,
+)
 
 Forward = Callable[[dict[str, torch.Tensor], dict[str, Any], torch.Tensor], torch.Tensor]
 MODELS: dict[str, tuple[dict[str, Any], Forward]] = {
     "llama": (LLAMA, reference.llama),
+    "mixtral": (MIXTRAL, reference.llama),
     "qwen2": (QWEN2, reference.llama),
     "qwen3": (QWEN3, reference.llama),
     "gpt2": (GPT2, reference.gpt2),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
-from meshwright.api.spec import ModelSpec
+from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright_worker.metrics import TrainerMetrics

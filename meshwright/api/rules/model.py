@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.api.data import Tokenizer
+from meshwright.api.model import ModelSpec
 from meshwright.api.rules.rule import Rule, divides
 from meshwright.api.shape import Norm
-from meshwright.api.spec import ModelSpec
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 BYTE_VOCABULARY = 257

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshwright.api.base import ApiModel
-from meshwright.api.spec import LoraSpec
+from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
 
 MANIFEST = "meshwright.json"

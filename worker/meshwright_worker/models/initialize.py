@@ -67,6 +67,13 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
     return local, box
 
 
+def drawn(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
+    """The initial value of the whole parameter of that name, of all experts."""
+    if len(shape) < 3:
+        return draw(name, shape, model, seed)
+    return torch.stack([draw(name, shape[1:], model, seed, expert) for expert in range(shape[0])])
+
+
 def draw(name: str, shape: torch.Size, model: Architecture, seed: int, expert: int | None = None) -> torch.Tensor:
     """The initial value of the whole parameter of that name, or of one expert's part, in the format of parameters."""
     if name.endswith((".bias", UP)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.api.spec import LoraSpec
+from meshwright.api.lora import LoraSpec
 from meshwright_worker.models.deferred import linear
 from meshwright_worker.models.layers import Linear
 from meshwright_worker.models.llama import DecoderStage

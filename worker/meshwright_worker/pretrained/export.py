@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,12 +19,15 @@ from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.safetensors import write_tensors
 from meshwright_worker.checkpoint.tensors import MODEL
 from meshwright_worker.checkpoint.whole import CheckpointTensors
-from meshwright_worker.models.initialize import draw
+from meshwright_worker.models.initialize import drawn
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP, merged
 from meshwright_worker.pretrained.files import CONFIG, INDEX, SINGLE, TensorFiles
-from meshwright_worker.pretrained.load import check_architecture
-from meshwright_worker.pretrained.names import Source, sources
+from meshwright_worker.pretrained.load import check_architecture, fill
+from meshwright_worker.pretrained.names import Source, Stack, sources
+
+Piece = tuple[str, Source, int | None]
+"""A parameter, the rows of a published tensor that it is, and which of its experts that is; None for a whole one."""
 
 Reader = Callable[[str], torch.Tensor]
 """The whole parameter of a name, on the CPU."""
@@ -55,7 +59,8 @@ def export(
     shapes = _shapes(model)
     groups = _groups(model)
     plan = list(_files(groups, shapes, dtype, file_bytes))
-    reader = _reader(checkpoint, manifest, base)
+    # The experts of a layer are one parameter and many published tensors, one after the other.
+    reader = lru_cache(maxsize=1)(_reader(checkpoint, manifest, base))
     where: dict[str, str] = {}
     for number, tensors in enumerate(plan, start=1):
         file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
@@ -63,18 +68,30 @@ def export(
         write_tensors(output / file, content, {"format": "pt"})
         where |= dict.fromkeys(content, file)
     if len(plan) > 1:
-        total = sum(shapes[name].numel() for group in groups.values() for name, _ in group) * dtype.itemsize
+        total = sum(_size(group, shapes) for group in groups.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (output / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     (output / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return sorted(set(where.values()))
 
 
-def _groups(model: Architecture) -> dict[str, list[tuple[str, Source]]]:
-    found: dict[str, list[tuple[str, Source]]] = {}
+def _groups(model: Architecture) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
     for name, source in sources(model).items():
-        found.setdefault(source.tensor, []).append((name, source))
+        if isinstance(source, Stack):
+            found |= {part.tensor: [(name, part, expert)] for expert, part in enumerate(source.parts)}
+        else:
+            found.setdefault(source.tensor, []).append((name, source, None))
     return found
+
+
+def _size(group: list[Piece], shapes: dict[str, torch.Size]) -> int:
+    return sum(_shape_of(piece, shapes).numel() for piece in group)
+
+
+def _shape_of(piece: Piece, shapes: dict[str, torch.Size]) -> torch.Size:
+    name, _, expert = piece
+    return shapes[name] if expert is None else shapes[name][1:]
 
 
 def _shapes(model: Architecture) -> dict[str, torch.Size]:
@@ -83,12 +100,12 @@ def _shapes(model: Architecture) -> dict[str, torch.Size]:
 
 
 def _files(
-    groups: dict[str, list[tuple[str, Source]]], shapes: dict[str, torch.Size], dtype: torch.dtype, limit: int
+    groups: dict[str, list[Piece]], shapes: dict[str, torch.Size], dtype: torch.dtype, limit: int
 ) -> Iterator[list[str]]:
     file: list[str] = []
     size = 0
     for tensor, group in groups.items():
-        own = sum(shapes[name].numel() for name, _ in group) * dtype.itemsize
+        own = _size(group, shapes) * dtype.itemsize
         if file and size + own > limit:
             yield file
             file, size = [], 0
@@ -97,15 +114,13 @@ def _files(
     yield file
 
 
-def _published(
-    group: list[tuple[str, Source]], shapes: dict[str, torch.Size], reader: Reader, dtype: torch.dtype
-) -> torch.Tensor:
-    rows = sum(shapes[name][0] for name, _ in group)
-    (name, first), *_ = group
-    shape = (rows, *shapes[name][1:])
-    whole = torch.empty(shape[::-1] if first.transposed else shape, dtype=dtype)
-    for name, source in group:
-        source.put(reader(name).to(dtype), whole)
+def _published(group: list[Piece], shapes: dict[str, torch.Size], reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+    own = [_shape_of(piece, shapes) for piece in group]
+    shape = (sum(part[0] for part in own), *own[0][1:])
+    whole = torch.empty(shape[::-1] if group[0][1].transposed else shape, dtype=dtype)
+    for name, source, expert in group:
+        parameter = reader(name)
+        source.put((parameter if expert is None else parameter[expert]).to(dtype), whole)
     return whole
 
 
@@ -139,7 +154,13 @@ def _base(manifest: Manifest, base: Path | None) -> Reader:
     found = base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
     shapes = _shapes(model)
     if found is None:
-        return lambda name: draw(name, shapes[name], model, manifest.seed)
+        return lambda name: drawn(name, shapes[name], model, manifest.seed)
     check_architecture(model, found)
     files, known = TensorFiles(found), sources(model)
-    return lambda name: known[name].rows(files.find(known[name].tensor).map(), 0, shapes[name][0])
+
+    def read(name: str) -> torch.Tensor:
+        whole = torch.empty(shapes[name])
+        fill(whole, known[name], files, tuple(shapes[name]), tuple(slice(0, size) for size in shapes[name]))
+        return whole
+
+    return read

@@ -13,9 +13,9 @@ from meshwright.models.pretrained import read_architecture
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.pretrained.files import CONFIG, PretrainedError, TensorFiles
-from meshwright_worker.pretrained.names import Source, sources
+from meshwright_worker.pretrained.names import Source, Stack, sources
 
-_IRRELEVANT = {"name"}
+_OF_TRAINING = {"balancing", "auxiliary_weight", "z_loss_weight", "bias_rate"}
 
 
 def load_pretrained(shards: Sequence[Shard], model: Architecture, directory: Path) -> str:
@@ -33,20 +33,36 @@ def load_pretrained(shards: Sequence[Shard], model: Architecture, directory: Pat
     for shard in shards:
         if shard.name not in known:
             raise PretrainedError(f"published weights have nothing for the parameter `{shard.name}`")
-        source = known[shard.name]
         whole = shard.local if shard.whole is None else shard.whole
         _, box = local_shard(whole)
-        published = files.find(source.tensor).map()
-        expected = tuple(whole.shape)
-        if published.ndim != len(expected) or not _holds(source, published, expected):
-            raise PretrainedError(
-                f"{directory}: `{source.tensor}` is {list(published.shape)}, which does not hold `{shard.name}` of "
-                f"{list(expected)}"
-            )
-        with torch.no_grad():
-            part = source.rows(published, box[0].start, box[0].stop)[(slice(None), *box[1:])]
-            shard.local.copy_(part)
+        fill(shard.local, known[shard.name], files, tuple(whole.shape), box)
     return files.fingerprint
+
+
+@torch.no_grad()
+def fill(
+    target: torch.Tensor,
+    source: Source | Stack,
+    files: TensorFiles,
+    shape: tuple[int, ...],
+    box: tuple[slice, ...],
+) -> None:
+    """Fill `target` with the part `box` of a parameter of `shape`.
+
+    Raises:
+        PretrainedError: the published tensor is missing or of another shape.
+    """
+    if isinstance(source, Stack):
+        for row, part in enumerate(source.parts[box[0]]):
+            fill(target[row], part, files, shape[1:], box[1:])
+        return
+    published = files.find(source.tensor).map()
+    if published.ndim != len(shape) or not _holds(source, published, shape):
+        raise PretrainedError(
+            f"`{source.tensor}` is {list(published.shape)}, which does not hold a parameter of {list(shape)}"
+        )
+    first, last, _ = box[0].indices(shape[0])
+    target.copy_(source.rows(published, first, last)[(slice(None), *box[1:])])
 
 
 def check_architecture(model: Architecture, directory: Path) -> None:
@@ -61,12 +77,18 @@ def check_architecture(model: Architecture, directory: Path) -> None:
         raise PretrainedError(f"`training.initialWeights: {directory}` cannot be read: {error}") from error
     except ConfigError as error:
         raise PretrainedError(f"{directory / CONFIG}: {error}") from error
-    there, here = found.model_dump(exclude=_IRRELEVANT), model.model_dump(exclude=_IRRELEVANT)
+    there, here = _shape(found), _shape(model)
     differing = [f"`{n}` {there[n]} there, {here[n]} in `model`" for n in there if _differ(there, here, n)]
     if differing:
         raise PretrainedError(
             f"`training.initialWeights: {directory}` holds another model: {'; '.join(differing)}; say so in `model`"
         )
+
+
+def _shape(model: Architecture) -> dict[str, object]:
+    """What decides a model's output; how a mixture is balanced in training does not."""
+    numbers: dict[str, object] = model.model_dump(exclude={"name", "mixture"})
+    return numbers | {"mixture": None if model.mixture is None else model.mixture.model_dump(exclude=_OF_TRAINING)}
 
 
 def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bool:

@@ -15,6 +15,11 @@ import torch
 from meshwright.api.shape import Norm
 from meshwright.models.architecture import Architecture
 
+_DENSE = {f"feed_forward.{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+_ROUTER = {"feed_forward.router.weight": "block_sparse_moe.gate.weight"}
+_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+"""Mixtral's names."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -45,7 +50,14 @@ class Source:
             view[self.order] = parameter
 
 
-def sources(model: Architecture) -> dict[str, Source]:
+@dataclass(frozen=True)
+class Stack:
+    """A parameter with one row an expert, each a published tensor of its own."""
+
+    parts: tuple[Source, ...]
+
+
+def sources(model: Architecture) -> dict[str, Source | Stack]:
     """The source of every parameter of the model, by the runtime's name.
 
     Raises:
@@ -54,7 +66,7 @@ def sources(model: Architecture) -> dict[str, Source]:
     return dict(_gpt2(model) if model.norm is Norm.LAYER_NORM else _llama(model))
 
 
-def _llama(model: Architecture) -> Iterator[tuple[str, Source]]:
+def _llama(model: Architecture) -> Iterator[tuple[str, Source | Stack]]:
     yield "embedding.weight", Source("embed_tokens.weight")
     yield "norm.weight", Source("norm.weight")
     if not model.tie_embeddings:
@@ -62,20 +74,24 @@ def _llama(model: Architecture) -> Iterator[tuple[str, Source]]:
     names = {
         "attention_norm.weight": "input_layernorm.weight",
         "feed_forward_norm.weight": "post_attention_layernorm.weight",
-        "feed_forward.gate.weight": "mlp.gate_proj.weight",
-        "feed_forward.up.weight": "mlp.up_proj.weight",
-        "feed_forward.down.weight": "mlp.down_proj.weight",
         "attention.output.weight": "self_attn.o_proj.weight",
     }
     for layer in range(model.layers):
         attention = _plain_attention(model) if model.latent is None else _latent_attention(model)
-        for ours, theirs in names.items():
+        feed_forward = _DENSE if model.mixture is None else _ROUTER
+        for ours, theirs in {**names, **feed_forward}.items():
             yield f"layers.{layer}.{ours}", Source(f"layers.{layer}.{theirs}")
         for ours, source in attention:
             yield (
                 f"layers.{layer}.attention.{ours}",
                 Source(f"layers.{layer}.self_attn.{source.tensor}", order=source.order),
             )
+
+        experts = model.mixture.experts if model.mixture else 0
+        for name, theirs in _EXPERT.items() if experts else ():
+            at = f"layers.{layer}.block_sparse_moe.experts"
+            parts = tuple(Source(f"{at}.{expert}.{theirs}.weight") for expert in range(experts))
+            yield f"layers.{layer}.feed_forward.experts.{name}", Stack(parts)
 
 
 def _plain_attention(model: Architecture) -> Iterator[tuple[str, Source]]:

@@ -1,0 +1,35 @@
+"""`spec.training.lora`: low-rank adapters."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+
+
+class LoraTarget(StrEnum):
+    """A matrix of a layer that gets an adapter."""
+
+    QUERY = "Query"
+    KEY = "Key"
+    VALUE = "Value"
+    OUTPUT = "Output"
+    GATE = "Gate"
+    UP = "Up"
+    DOWN = "Down"
+
+
+class LoraSpec(ApiModel):
+    """Low-rank adaptation (LoRA, arXiv 2106.09685): the model's own weights stay, two narrow matrices beside some of
+    them are trained.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Width of the adapters."""
+    alpha: Annotated[float, Field(gt=0, le=1000000)] = 16.0
+    """An adapter's output is scaled by `alpha / rank`."""
+    targets: Annotated[list[LoraTarget], Field(min_length=1, max_length=7)] = [LoraTarget.QUERY, LoraTarget.VALUE]
+    """The matrices that get an adapter, in every layer."""
