@@ -110,6 +110,12 @@ def _in_schedules() -> list[Case]:
 CASES = [
     *_cases(),
     *_in_schedules(),
+    Case(
+        "experts x activation checkpointing",
+        {"data": 2, "expert": 2, "training": {"activation_checkpointing": "Full"}},
+        {"mixture": "DeepSeek-V3"},
+        smoke=True,
+    ),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "tensor": 2}, {"mixture": "DeepSeek-V3", **_LATENT}, smoke=True),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "pipeline": 2, "zero": 3}, {"mixture": "DeepSeek-V3", **_LATENT}),
     Case("experts that are not SwiGLU", {}, {"mixture": "Mixtral", "gated": False}, "`model.mixture` needs"),
