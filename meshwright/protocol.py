@@ -24,7 +24,9 @@ from pydantic import Field, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec
-from meshwright.api.spec import CheckpointSpec, ParallelismSpec, TrainingSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.spec import CheckpointSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 

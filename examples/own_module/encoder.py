@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.api.spec import OptimizerSpec, ParallelismSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import joined
 from meshwright_worker.own.plan import ParallelPlan

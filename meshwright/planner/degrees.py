@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from math import gcd
 
+from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.rules.context import exchanging, heads_are_shared
 from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
-from meshwright.api.spec import ParallelismSpec, TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.hardware import Hardware

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
-from meshwright.api.spec import Toleration
+from meshwright.api.workers import Toleration
 from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.pods import HOSTNAME_LABEL, Amount, amount_of, is_terminal, node_of, request_of
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, Place, as_tree, locate

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.api.spec import ContextMethod, Precision
+from meshwright.api.parallelism import ContextMethod
+from meshwright.api.precision import Precision
 from meshwright.layout import Layout, split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import is_mixture, router_parameters

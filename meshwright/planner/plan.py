@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.api.model import ModelSpec
-from meshwright.api.spec import ParallelTrainingJobSpec, TrainingSpec
+from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
+from meshwright.api.training import TrainingSpec
 from meshwright.api.validation import check_spec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture

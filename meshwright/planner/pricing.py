@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.api.spec import ContextMethod, ParallelTrainingJobSpec, Precision
+from meshwright.api.parallelism import ContextMethod
+from meshwright.api.precision import Precision
+from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.transformer import Transformer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.api.spec import ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.flops import flops_per_token

@@ -19,7 +19,9 @@ from aiohttp import web
 from meshwright import signing
 from meshwright.api import labels
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.api.spec import CheckpointSpec, OptimizerSpec, ParallelismSpec, TrainingSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.spec import CheckpointSpec
+from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import (
     VERSION_HEADER,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.api.spec import DataParallelSpec
+from meshwright.api.replicas import DataParallelSpec
 from meshwright_worker.mesh import REPLICA, joined
 from meshwright_worker.parallel.compression.choose import compressor_of
 from meshwright_worker.task import RankTask

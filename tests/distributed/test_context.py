@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.api.data import Packing
-from meshwright.api.spec import ContextMethod
+from meshwright.api.parallelism import ContextMethod
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import Places

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright_worker.generate import load_model, sample
 from meshwright_worker.task import Outcome
 from tests.distributed.cases import count_a_step, load_only, train_fully, train_on_random_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.whole import find_checkpoint
 from meshwright_worker.generation.model import load_split, load_whole, run_of

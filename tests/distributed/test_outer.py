@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright_worker.task import Outcome
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run

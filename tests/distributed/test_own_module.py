@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.mesh import joined
 from meshwright_worker.own.plan import ParallelPlan
 from meshwright_worker.own.trainer import OwnTrainer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from tests.distributed.cases import Trained, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import schedule_of
 from meshwright.schedules.simulate import simulate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import Outcome
 from tests.distributed.cases import count_a_step, load_only, train_fully

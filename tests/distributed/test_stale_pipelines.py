@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.layout import split_layers
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.batch import Batch

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from tests.distributed.pool import RankFailedError, RankPool
 from tests.parity.case import Case
 from tests.parity.matrix import all_cases

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import RunConfig
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run

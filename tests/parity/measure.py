@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright_worker.validate import InvalidRunError, validate
 from tests.distributed.cases import Trained, train_on_random_tokens
 from tests.distributed.pool import RankPool

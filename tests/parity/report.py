@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from tests.parity.case import Case
 from tests.parity.measure import LIMITS, STEPS, Errors
 

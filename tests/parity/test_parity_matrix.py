@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from tests.distributed.pool import RankPool
 from tests.parity.case import Case
 from tests.parity.matrix import all_cases

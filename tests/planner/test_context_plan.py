@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.spec import ContextMethod
+from meshwright.api.parallelism import ContextMethod
 from meshwright.layout import Layout
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.accelerators import ACCELERATORS

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.labels import LABEL_JOB_UID
-from meshwright.api.spec import Toleration
+from meshwright.api.workers import Toleration
 from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory

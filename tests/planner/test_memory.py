@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.layout import Layout, split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.api.mixture import MixtureSpec
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS

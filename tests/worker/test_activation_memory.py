@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.api.spec import ActivationCheckpointing, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.choices import Choices, Recompute
 from meshwright.planner.memory import Workload, layer_activations

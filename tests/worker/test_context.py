@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.api.spec import ContextMethod
+from meshwright.api.parallelism import ContextMethod
 from meshwright_worker.data.batch import Batch, Places
 from meshwright_worker.models.layers import AttentionCore
 from meshwright_worker.parallel.context import GatheredCore, own_slice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.api.spec import Fp8Scaling, Fp8Spec, Fp8Update
+from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
 from meshwright_worker.fp8.formats import BACKWARD, FORWARD, largest, product, quantised, scaled
 from meshwright_worker.fp8.linear import Fp8Product
 from meshwright_worker.models.layers import Linear

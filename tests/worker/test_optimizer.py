@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.optimizer import learning_rate
 
 SPEC = OptimizerSpec(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=10)

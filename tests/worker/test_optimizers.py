@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.counters import key, mixed, uniform
 from meshwright_worker.optimizer import AdamW, Optimizer
 from meshwright_worker.optimizers.muon import Muon, orthogonal

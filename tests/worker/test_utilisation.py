@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.api.spec import ActivationCheckpointing, LossScaleSpec, Precision, TrainingSpec
+from meshwright.api.precision import LossScaleSpec, Precision
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.presets import PRESETS
 from meshwright_worker.loss_scale import LossScale
 from meshwright_worker.metrics import TrainerMetrics

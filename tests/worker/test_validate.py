@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.api.spec import OptimizerSpec, ParallelismSpec, TrainingSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.validate import InvalidRunError, nearest, validate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import OptimizerName, OptimizerOffload, Precision, TrainingSpec
+from meshwright.api.precision import Precision
+from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.parallel.engine import Engine, engine_of

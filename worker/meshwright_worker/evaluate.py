@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.api.data import DataSpec
-from meshwright.api.spec import EvaluationSpec, TrainingSpec
+from meshwright.api.training import EvaluationSpec, TrainingSpec
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.data.mixed import open_stream
 from meshwright_worker.data.packing import batch_of

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.layout import Layout
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.whole import find_checkpoint

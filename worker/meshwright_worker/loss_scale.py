@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from meshwright.api.spec import LossScaleSpec, Precision, TrainingSpec
+from meshwright.api.precision import LossScaleSpec, Precision
+from meshwright.api.training import TrainingSpec
 from meshwright_worker.models.llama import DecoderStage
 
 _LEAST = 2.0**-14

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.parallel.shards import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

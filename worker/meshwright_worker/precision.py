@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.api.spec import Precision, TrainingSpec
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
 
 PARAMETER_DTYPE = torch.float32
 """The format of parameters, but for `fp64`."""

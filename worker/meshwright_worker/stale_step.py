@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import PipelineSchedule, TrainingSpec
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState

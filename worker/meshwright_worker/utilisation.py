@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.api.spec import ActivationCheckpointing, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.flops import flops_per_token, recomputed_flops_per_token
 from meshwright.planner.cost.accelerators import accelerator

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from meshwright.api.data import DataSpec, Packing, Tokenizer
 from meshwright.api.shape import Activation, Norm
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig

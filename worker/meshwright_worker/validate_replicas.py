@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import DataParallelStrategy, GradientCompression, OuterMethod, PipelineSchedule
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.replicas import DataParallelStrategy, GradientCompression
+from meshwright.api.training import OuterMethod
 from meshwright.protocol import RunConfig
 from meshwright_worker.nearest import nearest
 from meshwright_worker.parallel.engine import Engine, engine_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import ContextMethod
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 _TENSOR = "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"

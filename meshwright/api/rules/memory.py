@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import Fp8Scaling, Fp8Update, OptimizerName, OptimizerOffload, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.training import OptimizerName, OptimizerOffload
 
 
 def _masters_for_all_but_bf16(spec: Spec) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.rules.rule import Rule, divides
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
-from meshwright.api.spec import PipelineSchedule
 
 MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.rules.rule import Rule
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
-from meshwright.api.spec import PipelineSchedule
 
 _CHUNKED = (PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS)
 _FOLDED = (PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.api.replicas import DataParallelStrategy, GradientCompression
 from meshwright.api.rules.rule import Rule, divides
-from meshwright.api.spec import DataParallelStrategy, GradientCompression
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
 _DATA = "self.parallelism.dataParallel"

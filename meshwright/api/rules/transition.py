@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.training import TrainingSpec
 
 _STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
 

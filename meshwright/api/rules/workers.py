@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.rules.rule import Rule
-from meshwright.api.spec import EnvVar, Toleration
+from meshwright.api.workers import EnvVar, Toleration
 
 RESERVED_PREFIXES = ("MESHWRIGHT_", "TORCHELASTIC_")
 RESERVED_NAMES = (

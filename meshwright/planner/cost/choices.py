@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import isqrt
 from typing import NamedTuple
 
-from meshwright.api.spec import ContextMethod as ContextMethod
+from meshwright.api.parallelism import ContextMethod as ContextMethod
 from meshwright.models.transformer import Transformer
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.api import labels, names
-from meshwright.api.spec import EnvVar, ParallelTrainingJobSpec
+from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.volumes import VolumeSpec
+from meshwright.api.workers import EnvVar
 from meshwright_operator.manifests.children import TOKEN_KEY, job_labels, owner_reference
 
 Object = dict[str, Any]

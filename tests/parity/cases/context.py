@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.api.data import Packing
-from meshwright.api.spec import ContextMethod
+from meshwright.api.parallelism import ContextMethod
 from tests.parity.case import Case
 
 _NAMES = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright.layout import Layout
 from meshwright.models.counts import layer_counts, parameters
 from meshwright.models.families import family

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import CheckpointSpec, TrainingSpec
+from meshwright.api.spec import CheckpointSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, names_in, newest_intact

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import Fp8Update
+from meshwright.api.precision import Fp8Update
 from meshwright_worker.fp8.linear import products_of
 from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
 from meshwright_worker.models.llama import DecoderStage

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedAlong
 
-from meshwright.api.spec import Fp8Scaling, Fp8Spec, Fp8Update
+from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
 from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, product, quantised
 from meshwright_worker.models.layers import Linear, local
 from meshwright_worker.models.llama import DecoderStage

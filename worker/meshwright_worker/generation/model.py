@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import ParallelismSpec, Precision, TrainingSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright_worker.memory.activation_offload import offload_activations
 from meshwright_worker.memory.checkpointing import checkpoint_activations, group_size
 from meshwright_worker.models.llama import DecoderStage

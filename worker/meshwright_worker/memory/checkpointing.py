@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.api.spec import ActivationCheckpointing
+from meshwright.api.training import ActivationCheckpointing
 from meshwright_worker.data.batch import Places
 from meshwright_worker.models.layers import Block
 from meshwright_worker.models.llama import DecoderStage, in_turn

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import (
-    Fp8Scaling,
-    Fp8Update,
-    OptimizerName,
-    OptimizerOffload,
-    OptimizerSpec,
-    Precision,
-    TrainingSpec,
-)
+from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
+from meshwright.api.training import OptimizerName, OptimizerOffload, OptimizerSpec, TrainingSpec
 from meshwright.protocol import RunConfig
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright_worker.counters import key, mixed, uniform
 from meshwright_worker.data.batch import Places
 from meshwright_worker.models.layers import AttentionCore

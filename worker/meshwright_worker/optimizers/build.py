@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api.spec import OptimizerName, OptimizerOffload, Precision, TrainingSpec
+from meshwright.api.precision import Precision
+from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import AdamW, Optimizer
 from meshwright_worker.optimizers.muon import Muon

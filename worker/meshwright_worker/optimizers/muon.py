@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedAlong
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.optimizer import AdamW, forget
 from meshwright_worker.parallel.shards import Shard
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim.adamw import adamw
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.optimizer import EPSILON, decays, forget
 from meshwright_worker.optimizers.state import MomentState
 from meshwright_worker.parallel.shards import Shard

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.counters import key
 from meshwright_worker.optimizer import EPSILON, MOMENTS, decays, forget
 from meshwright_worker.optimizers.rounding import places, round_to_bf16

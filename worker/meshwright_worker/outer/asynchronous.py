@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.mesh import ISLAND, Mesh
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.flat import joined_up, spread_out

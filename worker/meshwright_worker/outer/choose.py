@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.api.spec import OuterMethod, OuterSpec, TrainingSpec
+from meshwright.api.training import OuterMethod, OuterSpec, TrainingSpec
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.asynchronous import AsynchronousSGD

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import OuterSpec
+from meshwright.api.training import OuterSpec
 from meshwright_worker.mesh import ISLAND, Mesh
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.averaging import any_island

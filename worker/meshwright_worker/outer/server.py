@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshwright.api.spec import OptimizerSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.optimizer import AdamW
 from meshwright_worker.outer.flat import joined_up, spread_out
 from meshwright_worker.outer.staleness import Event, Script, StalenessGate

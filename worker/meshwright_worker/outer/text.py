@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import OuterMethod, TrainingSpec
+from meshwright.api.training import OuterMethod, TrainingSpec
 from meshwright_worker.mesh import Mesh, same_everywhere
 
 

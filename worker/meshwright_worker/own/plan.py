@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright_worker.models.layers import local
 from meshwright_worker.parallel.collectives import enter, leave
 from meshwright_worker.precision import sharding_policy

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.api.spec import DataParallelSpec, OptimizerSpec
+from meshwright.api.replicas import DataParallelSpec
+from meshwright.api.training import OptimizerSpec
 from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.optimizer import AdamW, learning_rate

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.api.data import Packing
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import Division, divide

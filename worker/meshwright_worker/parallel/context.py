@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.api.spec import ContextMethod
+from meshwright.api.parallelism import ContextMethod
 from meshwright_worker.data.batch import Batch, Places
 from meshwright_worker.mesh import CONTEXT, Mesh
 from meshwright_worker.models.layers import AttentionCore

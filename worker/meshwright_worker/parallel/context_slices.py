@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from meshwright.api.spec import ContextMethod
+from meshwright.api.parallelism import ContextMethod
 from meshwright.protocol import RunConfig
 
 Slice = tuple[range, ...]

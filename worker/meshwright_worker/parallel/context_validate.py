@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.rules.context import exchanging, heads_are_shared
-from meshwright.api.spec import ContextMethod, TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.nearest import nearest

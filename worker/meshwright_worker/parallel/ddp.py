@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import DataParallelSpec
+from meshwright.api.replicas import DataParallelSpec
 from meshwright_worker.mesh import EXPERT_REPLICA, REPLICA, Mesh
 from meshwright_worker.parallel.buckets import BackwardOrder, buckets_of
 from meshwright_worker.parallel.compression.choose import compressor_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from meshwright.api.spec import DataParallelStrategy, ParallelismSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.replicas import DataParallelStrategy
 
 
 class Engine(Enum):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.api.spec import Precision
+from meshwright.api.precision import Precision
 from meshwright_worker.mesh import CONTEXT, EXPERT, EXPERT_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.balance import Sequences
 from meshwright_worker.models.experts import Experts, MixtureOfExperts, mixtures_of

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as Rows
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
-from meshwright.api.spec import ParallelismSpec
+from meshwright.api.parallelism import ParallelismSpec
 from meshwright_worker.mesh import SHARD, SHARD_REPLICA, Mesh
 from meshwright_worker.parallel.buckets import BackwardOrder, buckets_of
 from meshwright_worker.parallel.collectives import all_gather_into, reduce_scatter_into

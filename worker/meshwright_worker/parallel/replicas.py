@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.api.spec import PipelineSchedule
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.parallel.ddp import BucketedAllReduce

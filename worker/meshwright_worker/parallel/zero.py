@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
-from meshwright.api.spec import ParallelismSpec, Precision
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.precision import Precision
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.precision import sharding_policy
 

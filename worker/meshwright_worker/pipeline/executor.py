@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.api.spec import TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright_worker.data.batch import Batch
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.spec import PipelineSchedule, Precision, TrainingSpec
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import ASYNCHRONOUS, CHUNKED, layers_of_stages, stages_of_rank

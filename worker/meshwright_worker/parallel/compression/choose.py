@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import DataParallelSpec, GradientCompression
+from meshwright.api.replicas import DataParallelSpec, GradientCompression
 from meshwright_worker.parallel.compression.compressor import Compressor, Whole
 from meshwright_worker.parallel.compression.half import Half
 from meshwright_worker.parallel.compression.int8 import Int8

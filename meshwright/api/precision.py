@@ -1,0 +1,61 @@
+"""Number formats of `spec.training`: compute, loss scaling and fp8."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+
+
+class Precision(StrEnum):
+    """The number format of compute; parameters, gradients' reduction and optimizer state are fp32, or all fp64."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP64 = "fp64"
+
+
+class LossScaleSpec(ApiModel):
+    """Dynamic loss scaling of `precision: fp16` (arXiv 1710.03740)."""
+
+    initial: Annotated[int, Field(ge=1, le=4294967296)] = 65536
+    """What gradients are multiplied by at first. A step whose gradients overflow is skipped and halves it."""
+    growth_interval: Annotated[int, Field(ge=1, le=1000000000)] = 2000
+    """Steps without an overflow after which the scale doubles."""
+
+
+class Fp8Scaling(StrEnum):
+    """What shares a scale in fp8."""
+
+    TENSORWISE = "Tensorwise"
+    ROWWISE = "Rowwise"
+
+
+class Fp8Update(StrEnum):
+    """What a scale in fp8 is taken from."""
+
+    DYNAMIC = "Dynamic"
+    DELAYED = "Delayed"
+    STATIC = "Static"
+
+
+class Fp8Spec(ApiModel):
+    """Matrix products of the layers in fp8 (arXiv 2209.05433): e4m3 for inputs and weights, e5m2 for gradients."""
+
+    scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
+    """`Tensorwise`: one scale a tensor. `Rowwise`: one for each row of either factor; needs `update: Dynamic`."""
+    update: Fp8Update = Fp8Update.DYNAMIC
+    """`Dynamic`: scales of the micro-batch at hand. `Delayed`: of the largest values of the last `history` steps.
+    `Static`: of `inputAmax`, `weightAmax` and `gradientAmax`; what is larger is clamped."""
+    history: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Steps that `update: Delayed` looks back."""
+    input_amax: Annotated[float, Field(gt=0, le=1e30)] = 16.0
+    """Largest input that `update: Static` represents."""
+    weight_amax: Annotated[float, Field(gt=0, le=1e30)] = 4.0
+    """Largest weight that `update: Static` represents."""
+    gradient_amax: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    """Largest gradient of an output that `update: Static` represents."""

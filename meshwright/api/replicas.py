@@ -1,0 +1,83 @@
+"""`spec.parallelism.dataParallel`: how replicas of the model are kept equal."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+
+Degree = Annotated[int, Field(ge=1, le=65536)]
+
+
+class DataParallelStrategy(StrEnum):
+    """How replicas keep their parameters equal; the names in capitals with underscores are those of torch's FSDP1."""
+
+    DDP = "DDP"
+    ZERO = "ZeRO"
+    FSDP = "FSDP"
+    NO_SHARD = "NO_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    FULL_SHARD = "FULL_SHARD"
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    HYBRID_SHARD = "HYBRID_SHARD"
+
+    @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The values of `zeroStage` that it goes with."""
+        return _ZERO_STAGES[self]
+
+
+_ZERO_STAGES = {
+    DataParallelStrategy.DDP: (0,),
+    DataParallelStrategy.ZERO: (1, 2),
+    DataParallelStrategy.FSDP: (2, 3),
+    DataParallelStrategy.NO_SHARD: (0,),
+    DataParallelStrategy.SHARD_GRAD_OP: (2,),
+    DataParallelStrategy.FULL_SHARD: (3,),
+    DataParallelStrategy.HYBRID_SHARD_ZERO2: (2,),
+    DataParallelStrategy.HYBRID_SHARD: (3,),
+}
+
+
+class GradientCompression(StrEnum):
+    """What gradients are reduced to before they are summed over replicas."""
+
+    NONE = "None"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT8 = "Int8"
+    TOP_K = "TopK"
+    POWER_SGD = "PowerSGD"
+
+
+class DataParallelSpec(ApiModel):
+    """How replicas of the model are kept equal."""
+
+    strategy: DataParallelStrategy | None = None
+    """`DDP` (`zeroStage` 0): gradients are summed in buckets while backward runs. `ZeRO` (1, 2): flat shards, a
+    reduce-scatter of gradients and an all-gather of updated parameters. `FSDP` (2, 3): FSDP2, layer by layer. Or a
+    name of FSDP1: `NO_SHARD` (0), `SHARD_GRAD_OP` (2), `FULL_SHARD` (3), and with `shardSize` `HYBRID_SHARD` (3) and
+    `HYBRID_SHARD_ZERO2` (2). When left out: `DDP`, `ZeRO`, `FSDP`, `FSDP` for `zeroStage` 0 to 3."""
+    bucket_elements: Annotated[int, Field(ge=1, le=4294967296)] = 16777216
+    """Gradients that one collective of `DDP` and `ZeRO` sums; a tensor is never cut, so a larger one goes alone."""
+    overlap: bool = True
+    """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass is done with it; after all
+    backward passes otherwise. `ZeRO` stage 2 always does after each micro-batch, `FSDP` layer by layer."""
+    shard_size: Degree | None = None
+    """Replicas that share one set of shards, each set a copy of the others (HSDP): neighbours, so that gathering
+    stays on fast links. Must divide `replicas`; all of them when left out. Needs `zeroStage` 1 or more."""
+    reshard_size: Annotated[int, Field(ge=2, le=65536)] | None = None
+    """With `zeroStage: 3`, keep a layer's parameters between forward and backward on every so many neighbours, a
+    secondary copy that backward gathers from (hpZ of ZeRO++, arXiv 2306.10209). Must divide `replicas`; needs
+    `tensor: 1` and `pipeline: 1`."""
+    compression: GradientCompression = GradientCompression.NONE
+    """What `DDP` sends for a gradient. `FP16`, `BF16`: that format. `Int8`: 8 bits an element with a scale a bucket.
+    `TopK`: the largest elements alone. `PowerSGD`: two thin factors of each matrix (arXiv 1905.13727). The last three
+    add what was left out to the next step's gradient (error feedback)."""
+    compression_rank: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Columns of the factors of `compression: PowerSGD`."""
+    compression_density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of the elements that `compression: TopK` sends."""

@@ -1,0 +1,115 @@
+"""`spec.workers`: the pods that the ranks run in."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.values import Quantity, ShortText
+from meshwright.api.volumes import VolumeSpec
+
+
+class Toleration(ApiModel):
+    """A taint the worker pods tolerate."""
+
+    key: Annotated[str, Field(min_length=1, max_length=316)] | None = None
+    """Taint key; empty with operator `Exists` matches every taint."""
+    operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=6)] = "Equal"
+    """`Exists` or `Equal`."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Taint value to match when the operator is `Equal`."""
+    effect: Annotated[str, Field(pattern="^(NoSchedule|PreferNoSchedule|NoExecute)$", max_length=16)] | None = None
+    """Taint effect to match; all effects when left out."""
+    toleration_seconds: Annotated[int, Field(ge=0, le=2147483647)] | None = None
+    """How long a `NoExecute` taint is tolerated."""
+
+
+class KeyReference(ApiModel):
+    """One key of a Secret or ConfigMap in the job's namespace."""
+
+    name: ShortText
+    """Name of the object."""
+    key: ShortText
+    """Key in it."""
+
+
+class EnvSource(ApiModel):
+    """Where an environment variable's value comes from: exactly one of the two."""
+
+    secret_key_ref: KeyReference | None = None
+    """A key of a Secret. The operator never reads it: the kubelet does."""
+    config_map_key_ref: KeyReference | None = None
+    """A key of a ConfigMap."""
+
+
+class EnvVar(ApiModel):
+    """An environment variable of the worker container."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    """Name. Names that begin with `MESHWRIGHT_` are reserved."""
+    value: Annotated[str, Field(max_length=4096)] = ""
+    """Value. Excludes `valueFrom`."""
+    value_from: EnvSource | None = None
+    """Where the value comes from, for what must not stand in the job: a token, a key. Excludes `value`."""
+
+
+class ImagePullPolicy(StrEnum):
+    """When the image is pulled."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class ImagePullSecret(ApiModel):
+    """A secret with the credentials of an image registry."""
+
+    name: ShortText
+    """Name of a secret in the job's namespace."""
+
+
+class ResourcesSpec(ApiModel):
+    """CPU and memory of one worker pod."""
+
+    cpu: Quantity | None = None
+    """CPU request of the pod, such as `16` or `500m`."""
+    memory: Quantity | None = None
+    """Memory request and limit of the pod, such as `64Gi`."""
+
+
+class WorkersSpec(ApiModel):
+    """The worker pods. One pod holds the consecutive ranks of `gpusPerWorker` GPUs on one node."""
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Container image with the worker runtime, or with the command of `runtime.command`."""
+    image_pull_policy: ImagePullPolicy | None = None
+    """When the image is pulled; when left out, `Always` for the tag `latest` and `IfNotPresent` for others."""
+    image_pull_secrets: Annotated[
+        list[ImagePullSecret], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})
+    ] = []
+    """Secrets with the credentials of the image's registry."""
+    gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 8
+    """GPUs, and so ranks, of one pod. Must divide the world size, and be a multiple or a divisor of
+    `parallelism.tensor`."""
+    gpu_resource: Annotated[str, Field(min_length=3, max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = (
+        GPU_RESOURCE
+    )
+    """Extended resource that stands for one GPU."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """CPU and memory of each pod."""
+    env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-list-map-key": "name"})] = []
+    """Further environment variables of the worker container."""
+    volumes: Annotated[list[VolumeSpec], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})] = []
+    """Further volumes of the worker container: claims, ConfigMaps, Secrets and scratch space."""
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
+    """Labels that a node must carry."""
+    tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
+    """Taints that the pods tolerate."""
+    service_account_name: ShortText | None = None
+    """Service account of the pods; its token is not mounted."""
+    termination_grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    """Time to write a checkpoint after SIGTERM before the pod is killed."""
