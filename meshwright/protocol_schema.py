@@ -30,9 +30,16 @@ def protocol_schema() -> str:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Meshwright's protocol between worker agents and the coordinator, version {PROTOCOL_VERSION}",
         "oneOf": [{"$ref": PREFIX + message.__name__} for message in messages],
-        "$defs": dict(sorted(definitions.items())),
+        "$defs": _plain(dict(sorted(definitions.items()))),
     }
     return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+
+
+def _plain(schema: Any) -> Any:
+    """The schema without what is said to the CRD's generator alone."""
+    if isinstance(schema, dict):
+        return {key: _plain(value) for key, value in schema.items() if not key.startswith("x-")}
+    return [_plain(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _reached(definitions: dict[str, Any], names: list[str]) -> set[str]:

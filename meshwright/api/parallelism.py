@@ -60,7 +60,7 @@ class ParallelismSpec(ApiModel):
     """Pipeline-parallel degree: number of stages the layers are split into."""
     expert: Degree | None = None
     """Expert-parallel degree: the experts of a mixture are spread over this many of the ranks that hold the same dense
-    parameters. Must divide `replicas` and `model.mixture.experts`; 1 without a mixture."""
+    parameters. Must divide `replicas` times `context`, and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
     context: Annotated[int, Field(ge=1, le=1024)] = 1

@@ -65,7 +65,7 @@ class Plan:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
         whole_workers = replicas * self.layout.replica_size % self.gpus_per_worker == 0
         batch = self.global_batch_size
-        spread = replicas % self.layout.expert == 0
+        spread = replicas * self.layout.context % self.layout.expert == 0
         return (
             replicas >= 1
             and whole_workers

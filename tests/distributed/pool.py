@@ -100,7 +100,8 @@ def _answer(connection: Connection, timeout: float) -> tuple[bool, Any]:
 class RankPool:
     """Grows to the largest world asked for; each case uses the first ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = 120) -> None:
+        self._timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["meshwright_worker.train"])
         self._ranks: list[tuple[Any, Connection]] = []
@@ -113,7 +114,7 @@ class RankPool:
         *arguments: Any,
         checkpoint_dir: object = None,
         data_dir: object = None,
-        timeout: float = 60,
+        timeout: float | None = None,
     ) -> list[Any]:
         """`function(task, *arguments)` on every rank of the run; the answers by rank."""
         tasks = tasks_of(run, str(checkpoint_dir) if checkpoint_dir else None, str(data_dir) if data_dir else None)
@@ -129,7 +130,7 @@ class RankPool:
         for _, (_, connection) in zip(tasks, self._ranks, strict=False):
             # A rank whose peers failed may wait for them: once one has failed, the others get a little longer.
             failed = any(not good for good, _ in answers)
-            answers.append(_answer(connection, 2 if failed else timeout))
+            answers.append(_answer(connection, 2 if failed else timeout or self._timeout))
         self._forget([rank for (_, last), rank in zip(answers, self._ranks, strict=False) if isinstance(last, Last)])
         if SILENCE in answers:
             self.close()

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright_worker.generate import load_model, sample
+from meshwright_worker.checkpoint.whole import find_checkpoint
+from meshwright_worker.generation.model import load_whole
+from meshwright_worker.generation.sample import sample
 from meshwright_worker.task import Outcome
 from tests.distributed.cases import count_a_step, load_only, train_fully, train_on_random_tokens
 from tests.distributed.configs import small_run
@@ -104,9 +106,9 @@ def test_bf16_stays_close_to_one_process(pool: RankPool) -> None:
 def test_text_is_generated_from_a_mixtures_checkpoint(pool: RankPool, tmp_path: Path, text: Path) -> None:
     run = small_run(mixture="Switch", steps=2, every=2, data=2, expert=2)
     pool.run(train_fully, run, checkpoint_dir=tmp_path, data_dir=text)
-    model, manifest = load_model(tmp_path)
+    checkpoint, manifest = find_checkpoint(tmp_path)
     assert manifest.architecture == run.architecture
-    assert len(sample(model, [1, 2, 3], 4, 16, 0.0, seed=0)) == 4
+    assert len(sample(load_whole(checkpoint, manifest, Precision.FP32, 16), [1, 2, 3], 4, 0.0, seed=0)) == 4
 
 
 def whole_tensors(pool: RankPool, root: Path, text: Path, **layout: Any) -> dict[str, torch.Tensor]:

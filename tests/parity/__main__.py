@@ -1,4 +1,8 @@
-"""`make parity`: the whole matrix, docs/parity.md and its JSON. Ends with code 1 when a row is over its limit."""
+"""`make parity`: the whole matrix, docs/parity.md and its JSON. Ends with code 1 when a row is over its limit.
+
+The numbers are written after every row. With `--resume` rows whose numbers stand in the file are not run again, so the
+matrix can be run in parts; a row without numbers stands in the page as not measured.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,10 @@ from tests.distributed.pool import RankFailedError, RankPool
 from tests.parity.case import Case
 from tests.parity.matrix import all_cases
 from tests.parity.measure import Oracle, check_refused, measure
-from tests.parity.report import Row, as_json, markdown
+from tests.parity.report import Row, as_json, from_json, markdown
 
 ROOT = Path(__file__).parents[2]
+NUMBERS = ROOT / "benchmarks" / "results" / "parity.json"
 
 
 def run(case: Case, pool: RankPool, oracle: Oracle) -> Row:
@@ -33,33 +38,46 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("-k", default="", help="run only cases whose name holds this; writes no page")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    parser.add_argument("--json", type=Path, default=NUMBERS, help="where the numbers are kept")
+    parser.add_argument("--resume", action="store_true", help="keep the numbers that are there")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so long")
     arguments = parser.parse_args()
-    cases = [case for case in all_cases() if arguments.k in case.name]
+    known = from_json(json.loads(arguments.json.read_text())) if arguments.resume and arguments.json.exists() else {}
+    cases = all_cases()
     began = time.monotonic()
-    pool = RankPool()
-    oracle, rows, failed = Oracle(pool), [], []
+    pool = RankPool(timeout=600)
+    oracle, failed, rows = Oracle(pool), [], dict(known)
+    wanted = [case for case in cases if arguments.k in case.name and case.name not in known]
     try:
-        for number, case in enumerate(cases, start=1):
-            try:
-                row = run(case, pool, oracle)
-                good = row.passed
-                rows.append(row)
-                told = "" if good else f": {row.errors}"
-            except (AssertionError, RankFailedError) as error:
-                good, told = False, f": {error}"
-            failed += [] if good else [case.name]
-            sys.stdout.write(f"[{number}/{len(cases)}] {'ok  ' if good else 'FAIL'} {case.name}{told}\n")
+        for number, case in enumerate(sorted(wanted, key=lambda case: not case.smoke), start=1):
+            if time.monotonic() - began > arguments.seconds:
+                break
+            told = _tell(case, pool, oracle, rows)
+            failed += [case.name] if told else []
+            sys.stdout.write(f"[{number}/{len(wanted)}] {'FAIL' if told else 'ok  '} {case.name}{told}\n")
             sys.stdout.flush()
+            arguments.json.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
     finally:
         pool.close()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
-    if not arguments.k and not failed:
-        (ROOT / "docs" / "parity.md").write_text(markdown(rows))
-    sys.stdout.write(f"{len(rows)} rows, {len(failed)} over a limit, {time.monotonic() - began:.0f} s\n")
+    if not arguments.k:
+        (ROOT / "docs" / "parity.md").write_text(markdown([rows.get(case.name, Row(case, {})) for case in cases]))
+    sys.stdout.write(
+        f"{len(rows)} of {len(cases)} rows, {len(failed)} over a limit, {time.monotonic() - began:.0f} s\n"
+    )
     sys.stdout.writelines(f"  {name}\n" for name in failed)
     return 1 if failed else 0
+
+
+def _tell(case: Case, pool: RankPool, oracle: Oracle, rows: dict[str, Row]) -> str:
+    """What is wrong with a case; empty, and its row among `rows`, when nothing is."""
+    try:
+        row = run(case, pool, oracle)
+    except (AssertionError, RankFailedError) as error:
+        return f": {error}"
+    if row.passed:
+        rows[case.name] = row
+        return ""
+    return f": {row.errors}"
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from meshwright.api.precision import Precision
 from tests.parity.case import Case
+from tests.parity.matrix import all_cases
 from tests.parity.measure import LIMITS, STEPS, Errors
 
 _SHORT = {
@@ -34,7 +35,7 @@ Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {L
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what was measured: errors by number format, or None for a combination that was refused."""
+    """A case and what was measured: errors by number format, none yet if empty; None for a refused combination."""
 
     case: Case
     errors: Mapping[Precision, Errors] | None
@@ -63,7 +64,9 @@ def markdown(rows: Sequence[Row]) -> str:
     """The page."""
     legal = [row for row in rows if row.case.refused is None]
     refused = [row for row in rows if row.case.refused is not None]
-    lines = [HEAD, f"{len(legal)} layouts, {len(refused)} refused combinations.", ""]
+    measured = sum(bool(row.errors) for row in legal)
+    rest = "" if measured == len(legal) else f", of which {measured} were measured in the last run"
+    lines = [HEAD, f"{len(legal)} layouts{rest}; {len(refused)} refused combinations.", ""]
     for technique, group in groupby(legal, key=lambda row: row.case.technique):
         lines += ["", f"## {technique}", "", *_table(list(group))]
     if refused:
@@ -73,10 +76,11 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The same numbers for programs."""
     return [
         {
+            "name": row.case.name,
             "technique": row.case.technique,
             "layout": {name: _shown(value) for name, value in row.case.layout.items()},
             "model": {name: _shown(value) for name, value in row.case.common.items()},
@@ -89,6 +93,20 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def from_json(stored: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
+    """The rows of `as_json` by name, those whose cases still exist."""
+    cases = {case.name: case for case in all_cases()}
+    rows = {}
+    for entry in stored:
+        case = cases.get(entry["name"])
+        if case is not None:
+            errors = {
+                precision: Errors(**entry[precision.value]) for precision in Precision if precision.value in entry
+            }
+            rows[case.name] = Row(case, None if case.refused is not None else errors, entry["seconds"])
+    return rows
 
 
 def _table(rows: list[Row]) -> list[str]:

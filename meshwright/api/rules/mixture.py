@@ -124,9 +124,9 @@ MIXTURE_RULES = (
     ),
     Rule(
         "parallelism.expert",
-        "must divide `replicas`: experts are spread over ranks that hold the same dense parameters",
-        "!has(self.parallelism.expert) || self.replicas % self.parallelism.expert == 0",
-        lambda spec: divides(spec.parallelism.expert, spec.replicas),
+        "must divide `replicas` times `context`: experts are spread over ranks that hold the same dense parameters",
+        "!has(self.parallelism.expert) || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
+        lambda spec: divides(spec.parallelism.expert, spec.replicas * spec.parallelism.context),
     ),
     Rule(
         "parallelism.expert",
