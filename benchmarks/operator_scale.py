@@ -173,10 +173,10 @@ async def restart(bench: Bench, directory: Path, kubeconfig: Path, run: str, siz
 
         await until(created, 2 * SLOW, 0.5)
 
-        async def ungated() -> bool:
-            return await _events(bench, namespace, "GangStarted") >= sizes.restart_jobs
+        async def bound() -> bool:
+            return await bench.unbound(namespace) == 0
 
-        await until(ungated, SLOW, 1.0)
+        await until(bound, SLOW, 1.0)
     started = time.monotonic()
     async with operator(directory, kubeconfig) as running:
         numbers.restart_10k_s = await running.quiet(started, sizes.restart_jobs, SLOW) - started
@@ -184,13 +184,6 @@ async def restart(bench: Bench, directory: Path, kubeconfig: Path, run: str, siz
     log.info("restart: %.1f s, %.0f MiB", numbers.restart_10k_s, numbers.restart_10k_rss_mib)
     await bench.clear(namespace)
     await delete_quietly(bench.client, NAMESPACES.path(None, namespace))
-
-
-async def _events(bench: Bench, namespace: str, reason: str) -> int:
-    answer = await bench.client.request(
-        "GET", f"/api/v1/namespaces/{namespace}/events", params={"fieldSelector": f"reason={reason}"}
-    )
-    return len(answer["items"])
 
 
 async def measure(kubeconfig: Path, directory: Path, sizes: Sizes, only: tuple[str, ...]) -> Numbers:
