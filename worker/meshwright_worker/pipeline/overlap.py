@@ -36,7 +36,9 @@ def finish(work: Waitable) -> None:
 
 
 def both(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-    """The results of two passes that take turns, `first` first. The second one runs in the calling thread.
+    """The results of two passes that take turns, `first` first.
+
+    It runs in the calling thread, whose hooks on saved tensors a forward pass needs; the other one in a helper.
 
     Raises:
         BaseException: what one of them raised, the first one's if both did; the other is given up.
@@ -45,22 +47,21 @@ def both(first: Callable[[], First], second: Callable[[], Second]) -> tuple[Firs
     if _pair is not None:
         raise RuntimeError("a pair of passes runs already")
     _pair = pair = _Pair()
-    given: list[First] = []
-    helper = threading.Thread(target=_first, args=(pair, first, given), name="overlapped pass", daemon=True)
+    given: list[Second] = []
+    helper = threading.Thread(target=_second, args=(pair, second, given), name="overlapped pass", daemon=True)
     try:
         helper.start()
-        pair.wait_for_turn(1)
-        result = second()
+        result = first()
     except BaseException as error:
-        pair.errors.setdefault(1, error)
+        pair.errors[0] = error
     finally:
-        pair.end(1)
+        pair.end(0)
         helper.join()
         _pair = None
     for side in sorted(pair.errors):
         if not isinstance(pair.errors[side], _GivenUpError):
             raise pair.errors[side]
-    return given[0], result
+    return result, given[0]
 
 
 _pair: _Pair | None = None
@@ -111,13 +112,14 @@ class _Pair:
             self._turn.notify_all()
 
 
-def _first(pair: _Pair, run: Callable[[], First], given: list[First]) -> None:
+def _second(pair: _Pair, run: Callable[[], Second], given: list[Second]) -> None:
     try:
+        pair.wait_for_turn(1)
         if pair.stream is not None:
             torch.cuda.set_device(pair.device)
             torch.cuda.set_stream(pair.stream)
         given.append(run())
     except BaseException as error:
-        pair.errors[0] = error
+        pair.errors[1] = error
     finally:
-        pair.end(0)
+        pair.end(1)
