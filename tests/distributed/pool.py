@@ -35,7 +35,7 @@ DEATH = Last("died")
 SILENCE = (False, "did not answer\n")
 
 
-RUNS_OF_A_RANK = 6
+RUNS_OF_A_RANK = 25
 """Cases that a rank's process runs: torch's caches keep some of their process groups, whose threads add up."""
 
 
@@ -103,7 +103,8 @@ class RankPool:
     def __init__(self, timeout: float = 120) -> None:
         self._timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["meshwright_worker.train"])
+        # What torch imports at first use would be imported by every rank again.
+        self._context.set_forkserver_preload(["tests.distributed.preloaded"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._runs = 0
 

@@ -58,7 +58,8 @@ class Mesh:
     together: dist.ProcessGroup
     """All ranks that take every step together: those of this island."""
     experts: DeviceMesh
-    """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are spread over them."""
+    """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are spread over them;
+    `devices` itself where they are not."""
     checkpoint_group: dist.ProcessGroup
     """All ranks, on gloo, for the thread that writes checkpoints while training uses the other groups."""
 
@@ -69,7 +70,7 @@ class Mesh:
 
     def group(self, dimension: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `dimension` alone, one of this module's names."""
-        if dimension == REPLICA:
+        if dimension == REPLICA or (dimension == EXPERT_REPLICA and self.layout.expert == 1):
             return self.replicas.get_group()
         if dimension in (SHARD, SHARD_REPLICA):
             return (self.hybrid or self.replicas).get_group(dimension if self.hybrid else 0)
@@ -154,7 +155,8 @@ def _mesh(task: RankTask, device: torch.device) -> Mesh:
         hybrid=hybrid,
         islands=islands,
         together=_together(task.run.islands, task.rank, layout.world_size),
-        experts=_experts(layout, device),
+        # Groups take time to form, so none is formed that nobody uses.
+        experts=_experts(layout, device) if layout.expert > 1 else devices,
         checkpoint_group=checkpoint_group,
     )
 
