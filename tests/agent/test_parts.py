@@ -142,7 +142,7 @@ def test_messages_survive_the_pipe(message: messages.RankMessage) -> None:
 
 def test_a_loss_that_is_no_number_survives_the_pipe() -> None:
     loads = (ExpertLoad(1, 1.5, 0.0, 1.0, 2.0), ExpertLoad(3, 2.5, 0.25, 1.5, 3.0))
-    sent = messages.StepDone(StepReport(1, math.nan, math.inf, 0.0, 1, 1, 0.1, 0.0, loads))
+    sent = messages.StepDone(StepReport(1, math.nan, math.inf, 0.0, 1, 1, 0.1, 0.0, experts=loads))
     got = messages.decode(messages.encode(sent))
     assert isinstance(got, messages.StepDone)
     assert math.isnan(got.report.loss)

@@ -83,4 +83,5 @@ def test_training_with_compressed_gradients_comes_as_far(pool: RankPool, text: P
         ends[name] = sum(last[step] for step in range(51, 61)) / 10
     assert ends["None"] < 4.0
     for name, end in ends.items():
-        assert end == pytest.approx(ends["None"], rel=0.1 if name in ("TopK", "PowerSGD") else 0.01), ends
+        allowed = {"TopK": 0.1, "PowerSGD": 0.1, "Int8": 0.03}.get(name, 0.01)
+        assert end == pytest.approx(ends["None"], rel=allowed), ends

@@ -134,7 +134,8 @@ def test_only_what_the_runtime_can_do_is_proposed() -> None:
     for one in (*result.as_good, *result.alternatives):
         used = one.choices
         assert used.schedule is Schedule.ONE_F_ONE_B
-        assert used.context == used.expert == used.virtual_stages == 1
+        assert used.context == 1 or used.context_method in MESHWRIGHT_RUNTIME.context
+        assert used.expert == used.virtual_stages == 1
         assert used.recompute is Recompute.NONE
         assert used.zero_stage in MESHWRIGHT_RUNTIME.zero_stages
         assert used.layer_split is None

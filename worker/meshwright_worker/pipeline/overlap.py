@@ -58,6 +58,8 @@ def both(first: Callable[[], First], second: Callable[[], Second]) -> tuple[Firs
         pair.end(0)
         helper.join()
         _pair = None
+        # Blocks of the two passes end in any order, so what each put back need not be what was there before both.
+        deferred.go_on_with(pair.store)
     for side in sorted(pair.errors):
         if not isinstance(pair.errors[side], _GivenUpError):
             raise pair.errors[side]
@@ -76,6 +78,7 @@ class _Pair:
 
     def __init__(self) -> None:
         self.errors: dict[int, BaseException] = {}
+        self.store = deferred.current()
         self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._running = 0
@@ -115,6 +118,7 @@ class _Pair:
 def _second(pair: _Pair, run: Callable[[], Second], given: list[Second]) -> None:
     try:
         pair.wait_for_turn(1)
+        deferred.go_on_with(pair.store)
         if pair.stream is not None:
             torch.cuda.set_device(pair.device)
             torch.cuda.set_stream(pair.stream)
