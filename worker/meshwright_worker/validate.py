@@ -37,13 +37,16 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
     """
     if run.architecture is None or run.data is None or run.training is None:
         raise InvalidRunError("`model`, `data` and `training` are required unless `runtime.command` is set")
-    problems = [
+    problems = [*_expert_problems(run, run.architecture)]
+    if run.data_parallel * run.context % run.expert:
+        # There is no layout, and so nothing else to check.
+        raise InvalidRunError("; ".join(problems))
+    problems += [
         *_model_problems(run.architecture),
         *_length_problems(run.architecture, run.training),
         *_evaluation_problems(run.training, run.data),
         *_tensor_problems(run, run.architecture, run.training),
         *context_problems(run, run.architecture, run.training),
-        *_expert_problems(run, run.architecture),
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
         *memory_problems(run, run.training),

@@ -61,7 +61,8 @@ class Shard:
         gradient = self.parameter.grad
         if gradient is None:
             raise RuntimeError(f"no gradient was computed for {self.name}")
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        # Some gradients are one of several views of a tensor, which autograd lets nobody change in place.
+        return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach()
 
 
 def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
