@@ -34,7 +34,7 @@ MALFORMED = [
     ("spec.training.optimizer.beta1", {"training.optimizer": {"beta1": 1}}),
     ("spec.training.precision", {"training.precision": "fp7"}),
     ("spec.parallelism.schedule", {"parallelism.schedule": "best"}),
-    ("spec.parallelism.zeroStage", {"parallelism.zeroStage": 1}),
+    ("spec.parallelism.zeroStage", {"parallelism.zeroStage": 4}),
     ("spec.data.source", {"data.source": "s3://bucket/text"}),
     ("spec.workers.image", {"workers.image": None}),
     ("spec.workers.image", {"workers.image": "x" * 1025}),

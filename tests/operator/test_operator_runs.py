@@ -58,6 +58,11 @@ async def test_a_job_starts_as_a_gang_and_completes(
     assert status["completionTime"]
     assert status["restartCount"] == 0
 
+    async def told() -> bool:
+        return {"Placed", "GangStarted", "MeshFormed", "Started", "Completed"} <= set(await api.reasons("whole"))
+
+    await until(told, "the events are there")
+
 
 async def test_a_job_whose_ranks_share_sequences_is_planned_and_told_so(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
@@ -69,11 +74,6 @@ async def test_a_job_whose_ranks_share_sequences_is_planned_and_told_so(
     assert status["plan"]["summary"] == "TP 2 x CP 2 x PP 1 x DP 2"
     run = kubelet.of("shared")[0].documents[0].run
     assert (run.context, run.layout.world_size, run.parallelism.context_method) == (2, 8, "RingZigZag")
-
-    async def told() -> bool:
-        return {"Placed", "GangStarted", "MeshFormed", "Started", "Completed"} <= set(await api.reasons("whole"))
-
-    await until(told, "the events are there")
 
 
 async def test_suspend_gives_pods_back_and_resume_goes_on(
