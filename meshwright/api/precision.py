@@ -53,9 +53,9 @@ class Fp8Spec(ApiModel):
     `Static`: of `inputAmax`, `weightAmax` and `gradientAmax`; what is larger is clamped."""
     history: Annotated[int, Field(ge=1, le=1024)] = 16
     """Steps that `update: Delayed` looks back."""
-    input_amax: Annotated[float, Field(gt=0, le=1e30)] = 16.0
+    input_amax: Annotated[float, Field(gt=0, le=1000000000000)] = 16.0
     """Largest input that `update: Static` represents."""
-    weight_amax: Annotated[float, Field(gt=0, le=1e30)] = 4.0
+    weight_amax: Annotated[float, Field(gt=0, le=1000000000000)] = 4.0
     """Largest weight that `update: Static` represents."""
-    gradient_amax: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    gradient_amax: Annotated[float, Field(gt=0, le=1000000000000)] = 1.0
     """Largest gradient of an output that `update: Static` represents."""

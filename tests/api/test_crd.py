@@ -341,3 +341,19 @@ def test_the_reference_lists_every_field() -> None:
     for path, _ in nodes(root()["properties"]["spec"]):
         if path:
             assert path.strip(".").removesuffix("[]") in reference
+
+
+def test_no_bound_is_beyond_what_the_api_server_compares() -> None:
+    """It compares whole numbers as int64: a larger bound wraps, and the whole definition is refused."""
+
+    def bounds(schema: Any) -> Iterator[float]:
+        if isinstance(schema, dict):
+            yield from (v for k, v in schema.items() if k in ("minimum", "maximum") and isinstance(v, int | float))
+            yield from (found for value in schema.values() for found in bounds(value))
+        elif isinstance(schema, list):
+            yield from (found for value in schema for found in bounds(value))
+
+    for path in (ROOT / "crds").glob("*.yaml"):
+        found = list(bounds(yaml.safe_load(path.read_text())))
+        assert found
+        assert all(abs(bound) < 2**63 for bound in found)

@@ -59,7 +59,7 @@ MESHWRIGHT_RUNTIME = Techniques(
     pads_vocabulary=False,
     replicates_kv_heads=False,
 )
-"""What the worker of this repository executes today."""
+"""What the operator's search proposes for this repository's worker, which executes more schedules and savings."""
 
 
 @dataclass(frozen=True, slots=True)
