@@ -47,6 +47,7 @@ class FakeAgent:
         self.steps_per_report = 1
         self.complete = asyncio.Event()
         self._session = session
+        self._reporting = asyncio.Lock()
         self._signer = Signer(token)
         uid = self.env[labels.ENV_JOB_UID]
         name, namespace = self.env[labels.ENV_JOB_NAME], self.env[labels.ENV_JOB_NAMESPACE]
@@ -85,7 +86,9 @@ class FakeAgent:
             checkpoint=self.checkpoint if self.worker == 0 else None,
             phases=[Phase(name="spawn", seconds=0.1), Phase(name="first-step", seconds=0.2)] if first else [],
         )
-        await self._post("report", body.wire())
+        # One at a time, as a real agent: two on two connections may overtake each other, and the later is refused.
+        async with self._reporting:
+            await self._post("report", body.wire())
 
     async def _poll(self) -> None:
         while True:
