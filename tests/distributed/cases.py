@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.api.precision import Precision
+from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
 from meshwright_worker.data.corpus import open_corpus
@@ -15,7 +18,7 @@ from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.data.tokenizer import SEPARATOR
 from meshwright_worker.failures import classify, describe
-from meshwright_worker.mesh import joined
+from meshwright_worker.mesh import Mesh, joined
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankTask, StepReport
@@ -89,30 +92,45 @@ def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Ten
 
 
 def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
-    model, data, training = validate(task.run)
     with joined(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
-        update = trainer.optimizer.step
-        gradients: dict[str, torch.Tensor] = {}
+        return _trained(task.run, mesh, steps)
 
-        def watched(reduced: list[torch.Tensor], rate: float) -> None:
-            if not gradients:
-                for shard, local in zip(trainer.shards, reduced, strict=True):
-                    gradients[shard.name] = whole_of(shard, local)
-            update(reduced, rate)
 
-        trainer.optimizer.step = watched  # type: ignore[method-assign]
-        share = training.global_batch_size // mesh.layout.data
-        first = mesh.coordinates.data * share
-        results = []
-        for number in range(1, steps + 1):
-            batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-            mine = (number - 1) * training.global_batch_size + first
-            numbers = range(mine, mine + share)
-            results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR, numbers)))
-        parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
-        parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
-        return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
+def train_in_formats(task: RankTask, steps: Mapping[Precision, int]) -> dict[Precision, Trained]:
+    """So many steps in each number format, each from the start, in one mesh: groups cost more than small steps."""
+    assert task.run.training is not None
+    with joined(task) as mesh:
+        found = {}
+        for precision, count in steps.items():
+            training = task.run.training.model_copy(update={"precision": precision})
+            found[precision] = _trained(task.run.model_copy(update={"training": training}), mesh, count)
+        return found
+
+
+def _trained(run: RunConfig, mesh: Mesh, steps: int) -> Trained:
+    model, data, training = validate(run)
+    trainer = Trainer(run, model, training, mesh)
+    update = trainer.optimizer.step
+    gradients: dict[str, torch.Tensor] = {}
+
+    def watched(reduced: list[torch.Tensor], rate: float) -> None:
+        if not gradients:
+            for shard, local in zip(trainer.shards, reduced, strict=True):
+                gradients[shard.name] = whole_of(shard, local)
+        update(reduced, rate)
+
+    trainer.optimizer.step = watched  # type: ignore[method-assign]
+    share = training.global_batch_size // mesh.layout.data
+    first = mesh.coordinates.data * share
+    results = []
+    for number in range(1, steps + 1):
+        batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
+        mine = (number - 1) * training.global_batch_size + first
+        numbers = range(mine, mine + share)
+        results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR, numbers)))
+    parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
+    parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
+    return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
 
 
 def count_a_step(task: RankTask) -> Traffic:

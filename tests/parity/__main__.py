@@ -30,8 +30,7 @@ def run(case: Case, pool: RankPool, oracle: Oracle) -> Row:
         check_refused(case)
         return Row(case, None)
     formats = (Precision.FP32, Precision.FP64) if case.exact else (Precision.FP32,)
-    errors = {precision: measure(case, pool, oracle, precision) for precision in formats}
-    return Row(case, errors, time.monotonic() - began)
+    return Row(case, measure(case, pool, oracle, formats), time.monotonic() - began)
 
 
 def main() -> int:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
 from meshwright.api.precision import Precision
 from meshwright_worker.validate import InvalidRunError, validate
-from tests.distributed.cases import Trained, train_on_random_tokens
+from tests.distributed.cases import Trained, train_in_formats
 from tests.distributed.pool import RankPool
 from tests.parity.case import Case
 
 STEPS = 3
 LIMITS = {Precision.FP32: (1e-5, 1e-3), Precision.FP64: (1e-12, 1e-10)}
-"""Of loss and gradients, and of parameters after `STEPS` optimizer steps. Adam divides by the gradient's own size,
-which blows up rounding where a gradient is almost 0: fp32 says little about parameters, fp64 much."""
+"""Of loss and gradients, and of parameters after the optimizer steps, `STEPS` in fp64. Adam divides by the gradient's
+own size, which blows up rounding where a gradient is almost 0: fp32 says little about parameters, fp64 much."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,30 @@ class Oracle:
         self._pool = pool
         self._known: dict[str, Trained] = {}
 
-    def of(self, case: Case, **more: Any) -> Trained:
-        """The reference of a case."""
-        run = case.reference(**more)
-        key = json.dumps(run.model_dump(mode="json"), sort_keys=True)
+    def of(self, case: Case, steps: Mapping[Precision, int]) -> dict[Precision, Trained]:
+        """The reference of a case, in each number format after so many steps."""
+        run = case.reference()
+        key = json.dumps([run.model_dump(mode="json"), steps], sort_keys=True)
         if key not in self._known:
-            (self._known[key],) = self._pool.run(train_on_random_tokens, run, STEPS)
+            (self._known[key],) = self._pool.run(train_in_formats, run, steps)
         return self._known[key]
 
 
-def measure(case: Case, pool: RankPool, oracle: Oracle, precision: Precision) -> Errors:
-    """Run the case on the pool's ranks.
+def measure(case: Case, pool: RankPool, oracle: Oracle, precisions: Sequence[Precision]) -> dict[Precision, Errors]:
+    """Run the case on the pool's ranks, in each of the number formats.
+
+    In fp32 beside fp64 one step is enough: it is what the gradients are compared after.
 
     Raises:
         AssertionError: a rank failed, or the ranks together do not have the model's parameters.
     """
-    want = oracle.of(case, precision=precision)
-    ranks = pool.run(train_on_random_tokens, case.run(precision=precision), STEPS)
+    steps = {each: 1 if each is Precision.FP32 and Precision.FP64 in precisions else STEPS for each in precisions}
+    wants = oracle.of(case, steps)
+    ranks = pool.run(train_in_formats, case.run(), steps)
+    return {each: _errors(case, each, wants[each], [rank[each] for rank in ranks]) for each in precisions}
+
+
+def _errors(case: Case, precision: Precision, want: Trained, ranks: list[Trained]) -> Errors:
     missing = set(want.gradients) ^ set().union(*(rank.gradients for rank in ranks))
     assert not missing, f"{case.name}: gradients of {sorted(missing)} on one side alone"
     _check_vanishing(case, [want, *ranks], LIMITS[precision][0] if case.exact else case.tolerance)

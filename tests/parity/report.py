@@ -23,10 +23,10 @@ _SHORT = {
 
 HEAD = f"""# Parity: every technique against one process
 
-Each row trains a small decoder for {STEPS} AdamW steps in a parallel layout and in one process, from the same seed and
-samples, and compares the loss of every step, every gradient of the first step and every parameter after the last. An
-error is the largest absolute difference over all ranks, relative to the largest element of the tensor. `make parity`
-writes this page; `make test` runs a part of the rows.
+Each row trains a small decoder in a parallel layout and in one process, from the same seed and samples: for one AdamW
+step in fp32 and for {STEPS} in fp64. It compares the loss of every step, every gradient of the first and every
+parameter after the last. An error is the largest absolute difference over all ranks, relative to the largest element
+of the tensor. `make parity` writes this page; `make test` runs a part of the rows.
 
 Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {LIMITS[Precision.FP64][0]:g}, parameters
 {LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8-bit formats) name their own limit.

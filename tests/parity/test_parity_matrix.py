@@ -32,7 +32,7 @@ def oracle(pool: RankPool) -> Oracle:
 @pytest.mark.parametrize("case", [case for case in CASES if case.smoke and not case.refused], ids=lambda c: c.name)
 def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
     precision = Precision.FP64 if case.exact else Precision.FP32
-    errors = measure(case, pool, oracle, precision)
+    errors = measure(case, pool, oracle, [precision])[precision]
     assert errors.within(*limits(case, precision)), errors
 
 
