@@ -155,11 +155,11 @@ def test_a_run_goes_on_when_its_ranks_share_sequences(pool: RankPool, tmp_path: 
     """Samples and digest are those of any other layout, and so, but for rounding, is the loss."""
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     ((_, recorder), *_) = pool.run(train_fully, small_run(data=2), checkpoint_dir=straight, data_dir=text)
-    pool.run(train_fully, small_run(data=2), -1, None, 5, checkpoint_dir=moved, data_dir=text)
+    pool.run(train_fully, small_run(data=2), -1, None, 7, checkpoint_dir=moved, data_dir=text)
     run = small_run(context=2, packing=Packing.TEXT)
     ((outcome, resumed), *_) = pool.run(train_fully, run, checkpoint_dir=moved, data_dir=text)
     assert outcome is Outcome.COMPLETE
-    assert resumed.began_at == 3
+    assert resumed.began_at in (3, 6)  # the save of step 6 was perhaps not durable yet
     want, got = (read_manifest(CheckpointDirectory(root).path(8)) for root in (straight, moved))
     assert want is not None
     assert got is not None
