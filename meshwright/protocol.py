@@ -219,6 +219,15 @@ class Progress(ApiModel):
     """Sequences consumed since the beginning of the run."""
 
 
+class Evaluation(ApiModel):
+    """What the last evaluation on documents that are never trained on came to."""
+
+    step: int
+    """Step after which it was done."""
+    loss: float
+    """Mean loss per token."""
+
+
 class CheckpointCommit(ApiModel):
     """A checkpoint became complete."""
 
@@ -262,6 +271,8 @@ class WorkerReport(ApiModel):
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None
     """Newest complete checkpoint; from the worker of rank 0."""
+    evaluation: Evaluation | None = None
+    """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
     phases: Annotated[list[Phase], Field(max_length=16)] = []
     """Where the start of this generation spent its time; from the worker of rank 0."""
 

@@ -133,6 +133,17 @@ class MeshStatus(ApiModel):
     before the next start. Ten minutes of training end the row."""
 
 
+class EvaluationStatus(ApiModel):
+    """The newest evaluation on documents that are never trained on."""
+
+    step: Count
+    """Step after which it was done."""
+    loss: Annotated[str, Field(max_length=32)]
+    """Mean loss per token."""
+    perplexity: Annotated[str, Field(max_length=32)]
+    """Exponential of the loss; `inf` where that is more than a number holds."""
+
+
 class CheckpointStatus(ApiModel):
     """The newest durable checkpoint."""
 
@@ -178,6 +189,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Recent throughput of the whole job."""
     eta_seconds: Count | None = None
     """Estimated time to the last step."""
+    evaluation: EvaluationStatus | None = None
+    """Newest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Newest durable checkpoint."""
     restarts: Annotated[list[RestartStatus], Field(max_length=16, json_schema_extra={"x-list-map-key": "cause"})] = []

@@ -12,10 +12,10 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from meshwright.api.mixture import MixtureSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture_presets import mixtures
 
 
 class UnknownModelError(ValueError):
@@ -37,14 +37,7 @@ def _decoder(
     )
 
 
-def _mixtral(name: str, layers: int, hidden: int, width: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
-    # Of 8 experts each token uses 2 (arXiv 2401.04088); the auxiliary loss's weight is the published configuration's.
-    mixture = MixtureSpec(experts=8, per_token=2, intermediate_size=width, auxiliary_weight=0.02)
-    decoder = _decoder(name, layers, hidden, width, heads, kv_heads, vocab, 1_000_000)
-    return decoder.model_copy(update={"mixture": mixture})
-
-
-def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 1024) -> Architecture:
+def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 1024, vocab: int = 50_257) -> Architecture:
     return Architecture(
         name=name,
         layers=layers,
@@ -52,7 +45,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 1024)
         intermediate_size=4 * hidden,
         heads=heads,
         kv_heads=heads,
-        vocab_size=50_257,
+        vocab_size=vocab,
         tie_embeddings=True,
         gated=False,
         activation=Activation.GELU_TANH,
@@ -85,6 +78,23 @@ def _gpts() -> list[Architecture]:
         _gpt("gpt3-13b", 40, 5120, 40, positions=2048),
         _gpt("gpt3-175b", 96, 12288, 96, positions=2048),
     ]
+
+
+def _megatrons() -> list[Architecture]:
+    """Table 1 of arXiv 2104.04473."""
+    sizes = {
+        "1.7b": (24, 2304, 24),
+        "3.6b": (30, 3072, 32),
+        "7.5b": (36, 4096, 32),
+        "18.4b": (40, 6144, 48),
+        "39.1b": (48, 8192, 64),
+        "76.1b": (60, 10240, 80),
+        "145.6b": (80, 12288, 96),
+        "310.1b": (96, 16384, 128),
+        "529.6b": (105, 20480, 128),
+        "1008b": (128, 25600, 160),
+    }
+    return [_gpt(f"megatron-{name}", *shape, positions=2048, vocab=51_200) for name, shape in sizes.items()]
 
 
 def _llamas() -> list[Architecture]:
@@ -122,20 +132,12 @@ def _qwens() -> list[Architecture]:
     ]
 
 
-def _mixtrals() -> list[Architecture]:
-    return [
-        _mixtral("mixtral-8x7b", 32, 4096, 14336, 32, 8, 32_000),
-        _mixtral("mixtral-8x22b", 56, 6144, 16384, 48, 8, 32_000),
-    ]
-
-
 def _tinies() -> list[Architecture]:
     tiny = _decoder("tiny", 4, 128, 384, 4, 2, 320, 10_000)
     latent = {"latent": LatentSpec(kv_rank=64, rope_size=16, query_rank=48), "kv_heads": 4}
     gpt = _gpt("tiny-gpt", 4, 128, 4, positions=1024)
     return [
         tiny,
-        _mixtral("tiny-mixture", 4, 128, 256, 4, 2, 320),
         gpt.model_copy(update={"vocab_size": 320}),
         tiny.model_copy(update={"name": "tiny-qwen", "query_key_norms": True, "attention_biases": True}),
         tiny.model_copy(update={"name": "tiny-latent", **latent}),
@@ -143,11 +145,21 @@ def _tinies() -> list[Architecture]:
 
 
 def _presets() -> dict[str, Architecture]:
-    listed = [*_tinies(), *_gpts(), *_llamas(), *_qwens(), *_mixtrals()]
+    listed = [*_tinies(), *_gpts(), *_megatrons(), *_llamas(), *_qwens(), *mixtures()]
     return {architecture.name: architecture for architecture in listed}
 
 
 PRESETS: Mapping[str, Architecture] = MappingProxyType(_presets())
+
+
+NOT_BUILT: Mapping[str, str] = MappingProxyType(
+    {
+        "mistral-7b": "its attention slides over a window of 4,096 tokens, which the runtime does not build; up to "
+        "that length it is `layers: 32`, `hiddenSize: 4096`, `intermediateSize: 14336`, `heads: 32`, `kvHeads: 8`, "
+        "`vocabSize: 32000`"
+    }
+)
+"""Models that the planner counts and the runtime does not build, and why."""
 
 
 def resolve(model: ModelSpec) -> Architecture:
@@ -172,6 +184,8 @@ def _preset(name: str) -> Architecture:
     found = PRESETS.get(name)
     if found is not None:
         return found
+    if name in NOT_BUILT:
+        raise UnknownModelError(f"`model.preset` `{name}` is not built: {NOT_BUILT[name]}")
     near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else f"known are {', '.join(sorted(PRESETS))}"
     raise UnknownModelError(f"`model.preset` `{name}` is not known: {hint}")

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.mixture import MixtureSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface import ConfigError, Fields
+from meshwright.models.huggingface import DEEPSEEK, ConfigError, Fields
+from meshwright.models.published_mixtures import read_mixture, write_mixture
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -29,8 +29,7 @@ _NAMES = {
     Activation.GELU_TANH: "gelu_new",
     Activation.RELU: "relu",
 }
-_OF_TRAINING = {"balancing", "auxiliary_weight", "z_loss_weight", "bias_rate"}
-_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+_LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def read_architecture(path: Path) -> Architecture:
@@ -57,13 +56,17 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     kind = config.get("model_type")
     fields = Fields(config)
+    if config.get("quantization_config"):
+        raise ConfigError("`quantization_config` is not read by this runtime: name weights in fp32, bf16 or fp16")
     if kind == "gpt2":
         return _gpt2(fields)
     if kind in _LLAMA_LIKE:
         return _llama(fields, str(kind), config)
-    if kind == "deepseek_v2" and not config.get("n_routed_experts"):
-        return _deepseek(fields, config)
-    known = ", ".join(["gpt2", *_LLAMA_LIKE, "deepseek_v2 without experts"])
+    if kind in DEEPSEEK:
+        return _deepseek(fields, str(kind), config)
+    if kind == "qwen2_moe":
+        raise ConfigError("`model_type` 'qwen2_moe' is not built by this runtime: its shared expert has a gate")
+    known = ", ".join(["gpt2", *_LLAMA_LIKE, *sorted(DEEPSEEK)])
     raise ConfigError(f"`model_type` {kind!r} is not built by this runtime: known are {known}")
 
 
@@ -73,9 +76,7 @@ def config_of(model: Architecture) -> dict[str, Any]:
     Raises:
         ConfigError: no model type there has this shape.
     """
-    if model.mixture is not None:
-        return _config_of_mixtral(model, model.mixture)
-    if model.norm is Norm.LAYER_NORM:
+    if model.norm is Norm.LAYER_NORM and model.mixture is None:
         return _config_of_gpt2(model)
     if model.latent is not None:
         return _config_of_deepseek(model)
@@ -83,6 +84,8 @@ def config_of(model: Architecture) -> dict[str, Any]:
         raise ConfigError("no Hugging Face model type has this shape: `valueSize`, `gated` or `positions` differ")
     if model.query_key_norms and model.attention_biases:
         raise ConfigError("no Hugging Face model type has both `queryKeyNorms` and `attentionBiases`")
+    if model.mixture is not None:
+        return {**_numbers(model), **write_mixture(model, model.mixture), "head_dim": model.head_size}
     kind = "qwen3" if model.query_key_norms else "qwen2" if model.attention_biases else "llama"
     if kind == "qwen2" and model.head_size * model.heads != model.hidden_size:
         raise ConfigError("no Hugging Face model type has `attentionBiases` and another `headSize` than its share")
@@ -134,25 +137,18 @@ def _llama(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture
         head_size=size,
         activation=_activation(fields.text("hidden_act") or "silu"),
         attention_biases=kind == "qwen2",
-        query_key_norms=kind == "qwen3",
+        query_key_norms=kind in ("qwen3", "qwen3_moe"),
         rope_scaling=_scaling(config),
-        mixture=_mixtral(fields) if kind == "mixtral" else None,
+        mixture=read_mixture(fields, kind),
     )
 
 
-def _mixtral(fields: Fields) -> MixtureSpec:
-    return MixtureSpec(
-        experts=fields.number("num_local_experts", 8),
-        per_token=fields.number("num_experts_per_tok", 2),
-        intermediate_size=fields.number("intermediate_size"),
-        auxiliary_weight=fields.real("router_aux_loss_coef", 0.001),
-    )
-
-
-def _deepseek(fields: Fields, config: Mapping[str, Any]) -> Architecture:
+def _deepseek(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture:
     heads = fields.number("num_attention_heads")
     if fields.flag("attention_bias", False):
         raise ConfigError("`attention_bias` is not built by this runtime for this model type")
+    if not fields.flag("rope_interleave", True):
+        raise ConfigError("`rope_interleave: false` is not read by this runtime: DeepSeek's weights turn neighbours")
     return Architecture(
         layers=fields.number("num_hidden_layers"),
         hidden_size=fields.number("hidden_size"),
@@ -172,6 +168,7 @@ def _deepseek(fields: Fields, config: Mapping[str, Any]) -> Architecture:
             query_rank=fields.number("q_lora_rank", 0),
         ),
         rope_scaling=_scaling(config),
+        mixture=read_mixture(fields, kind),
     )
 
 
@@ -230,24 +227,6 @@ def _numbers(model: Architecture) -> dict[str, Any]:
     }
 
 
-def _config_of_mixtral(model: Architecture, mixture: MixtureSpec) -> dict[str, Any]:
-    plain = MixtureSpec(**mixture.model_dump(include={"experts", "per_token", "intermediate_size"}))
-    unlike = plain.model_dump(exclude=_OF_TRAINING) != mixture.model_dump(exclude=_OF_TRAINING)
-    other = model.latent or model.attention_biases or model.query_key_norms or model.norm is not Norm.RMS_NORM
-    if unlike or other or mixture.intermediate_size != model.intermediate_size:
-        raise ConfigError("no Hugging Face model type that is written has this mixture; Mixtral is the nearest")
-    return {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        **_numbers(model),
-        "head_dim": model.head_size,
-        "num_local_experts": mixture.experts,
-        "num_experts_per_tok": mixture.per_token,
-        "router_aux_loss_coef": mixture.balance_weight,
-        "sliding_window": None,
-    }
-
-
 def _config_of_gpt2(model: Architecture) -> dict[str, Any]:
     plain = model.kv_heads == model.heads and model.head_size * model.heads == model.hidden_size
     if model.gated or not model.biases or not model.positions or not plain or model.value_size != model.head_size:
@@ -269,13 +248,16 @@ def _config_of_gpt2(model: Architecture) -> dict[str, Any]:
 
 def _config_of_deepseek(model: Architecture) -> dict[str, Any]:
     latent = model.latent
-    if latent is None or not model.gated:
+    if latent is None or not model.gated or model.norm is not Norm.RMS_NORM:
         raise ConfigError("no Hugging Face model type has `latent` and this shape; DeepSeek-V2 is the nearest")
-    return {
+    dense = {
         "model_type": "deepseek_v2",
         "architectures": ["DeepseekV2ForCausalLM"],
-        **_numbers(model),
         "first_k_dense_replace": model.layers,
+    }
+    return {
+        **_numbers(model),
+        **(dense if model.mixture is None else write_mixture(model, model.mixture)),
         "qk_nope_head_dim": model.head_size,
         "qk_rope_head_dim": latent.rope_size,
         "v_head_dim": model.value_size,

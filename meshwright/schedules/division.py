@@ -5,6 +5,7 @@ The one answer that planner, validation and worker share: from the fields of `pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
@@ -15,6 +16,8 @@ from meshwright.planner.search.split import balanced
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.automatic import automatic
 from meshwright.schedules.generate import generate
+from meshwright.schedules.profile import stage_costs
+from meshwright.schedules.simulate import EVEN, Costs
 
 GENERATED = {
     PipelineSchedule.NAIVE: "naive",
@@ -62,15 +65,23 @@ def takes_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> b
     return count >= (2 * ranks if schedule is PipelineSchedule.DUAL_PIPE_V else ranks)
 
 
-def schedule_of(parallelism: ParallelismSpec, ranks: int, micro_batches: int) -> Schedule:
+def schedule_of(
+    parallelism: ParallelismSpec, ranks: int, micro_batches: int, costs: Costs | Sequence[Costs] = EVEN
+) -> Schedule:
     """The order of one step. The asynchronous schedules' is that of 1F1B, which they run on without draining.
+
+    Args:
+        parallelism: names the schedule.
+        ranks: pipeline ranks.
+        micro_batches: of one step.
+        costs: of every stage alike, or one for each: what `Automatic` searches with. Others do not depend on them.
 
     Raises:
         ValueError: there is none for these numbers; the text says why.
     """
     kind = parallelism.schedule if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
     if kind is PipelineSchedule.AUTOMATIC:
-        return automatic(ranks, micro_batches, parallelism.activation_limit or ranks)
+        return automatic(ranks, micro_batches, parallelism.activation_limit or ranks, costs)
     name = "1f1b" if kind in ASYNCHRONOUS else GENERATED[kind]
     return generate(name, ranks, micro_batches, stages_of_rank(parallelism, ranks))
 
@@ -130,10 +141,11 @@ class Division:
 
 
 def divide(parallelism: ParallelismSpec, ranks: int, micro_batches: int, model: Architecture, length: int) -> Division:
-    """The pipeline of a run.
+    """The pipeline of a run. `Automatic` is searched with the operations of the model's own stages.
 
     Raises:
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.
     """
     layers = layers_of_stages(parallelism, ranks, model, length)
-    return Division(schedule_of(parallelism, ranks, micro_batches), tuple(layers))
+    costs = stage_costs(model, length, layers, recomputes=parallelism.rematerialize)
+    return Division(schedule_of(parallelism, ranks, micro_batches, costs), tuple(layers))

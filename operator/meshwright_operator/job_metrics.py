@@ -109,6 +109,7 @@ class JobsCollector(Collector):
         yield from _placements(records)
         yield from _time(records)
         yield from _training(records)
+        yield from _evaluation(records)
 
 
 Records = list[tuple[JobKey, JobRecord]]
@@ -208,3 +209,22 @@ def _training(records: Records) -> Iterator[Metric]:
             checkpoint_step.add_metric(list(key), status.checkpoint.step)
             checkpoint_time.add_metric(list(key), moment.timestamp())
     yield from (step, generation, checkpoint_step, checkpoint_time)
+
+
+def _evaluation(records: Records) -> Iterator[Metric]:
+    step = GaugeMetricFamily(
+        "ptj_job_evaluation_step", "Step after which the newest evaluation was done that status tells.", labels=JOB
+    )
+    loss = GaugeMetricFamily(
+        "ptj_job_evaluation_loss", "Mean loss per token of that evaluation, on documents never trained on.", labels=JOB
+    )
+    perplexity = GaugeMetricFamily("ptj_job_evaluation_perplexity", "Exponential of that loss.", labels=JOB)
+    for key, record in records:
+        found = record.status.evaluation
+        if found is None:
+            continue
+        with contextlib.suppress(ValueError):
+            step.add_metric(list(key), found.step)
+            loss.add_metric(list(key), float(found.loss))
+            perplexity.add_metric(list(key), float(found.perplexity))
+    yield from (step, loss, perplexity)

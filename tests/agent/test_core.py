@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 
-from meshwright.protocol import FailureKind, MeshDocument, MeshRequest, WorkerState
+from meshwright.protocol import Evaluation, FailureKind, MeshDocument, MeshRequest, WorkerState
 from meshwright_worker.agent.core import Action, Core, Exit, Kill, Signal, Start
 from meshwright_worker.agent.report import build_report
 from meshwright_worker.messages import CheckpointSaved, Finished, PhaseDone, RankFailed, RankMessage, Running, StepDone
@@ -312,6 +313,20 @@ def test_only_the_worker_of_rank_zero_reports_progress() -> None:
         assert (report.progress.step if report.progress else None) == expected
         assert (report.checkpoint is not None) == (worker == 0)
         assert [phase.name for phase in report.phases] == (["spawn", "load"] if worker == 0 else [])
+
+
+def test_the_newest_evaluation_is_reported_by_the_worker_of_rank_0_alone() -> None:
+    for worker in (0, 1):
+        driver = Driver(worker)
+        driver.start(document(workers=2))
+        first = 2 * worker
+        for step, loss in enumerate((None, 2.5, None, math.nan), start=1):
+            report = StepReport(
+                step, 3.0, 1.0, 0.1, tokens=1, samples=1, seconds=0.1, data_seconds=0.0, evaluation_loss=loss
+            )
+            driver.tell(first, StepDone(report))
+        # What is no number stays out: JSON cannot carry it.
+        assert build_report(driver.core).evaluation == (None if worker else Evaluation(step=2, loss=2.5))
 
 
 def test_progress_is_smoothed_and_the_checkpoint_outlives_its_generation(driver: Driver) -> None:

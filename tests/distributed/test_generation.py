@@ -14,10 +14,13 @@ import torch
 from meshwright.api.precision import Precision
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.whole import find_checkpoint
-from meshwright_worker.generation.model import load_split, load_whole, run_of
+from meshwright_worker.generation.model import CachedModel, load_split, load_whole, run_of
 from meshwright_worker.generation.sample import sample
+from meshwright_worker.generation.validate import check_layout
 from meshwright_worker.mesh import joined
+from meshwright_worker.models.experts import mixtures_of
 from meshwright_worker.task import RankTask
+from meshwright_worker.validate import InvalidRunError
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool, free_port
@@ -29,6 +32,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": QWEN3,
     "latent": LATENT_QUERIES,
     "lora": {"training": {"lora": {"rank": 2}, "steps": 2}},
+}
+MIXED: dict[str, dict[str, Any]] = {
+    "Mixtral": {"mixture": "Mixtral"},
+    "Switch": {"mixture": "Switch"},
+    "DeepSeek-V3": {"mixture": "DeepSeek-V3", **LATENT_QUERIES},
 }
 CUTS = [5, 1, 1, 3]
 
@@ -49,20 +57,41 @@ def generate_split(task: RankTask, directory: str) -> tuple[torch.Tensor, list[i
         return logits, written, held
 
 
+def experts_held(model: CachedModel) -> int:
+    return sum(expert.numel() for _, mixture in mixtures_of(model._stage) for expert in mixture.experts.parameters())
+
+
+def generate_spread(task: RankTask, directory: str) -> tuple[torch.Tensor, list[int], int]:
+    """As `generate_split`, but what is counted are the experts' parameters."""
+    checkpoint, manifest = find_checkpoint(Path(directory))
+    with joined(task) as mesh:
+        model = load_split(checkpoint, manifest, task.run, mesh, 16)
+        logits = torch.cat([model.read(part) for part in tokens_to_read().split(CUTS, dim=1)], dim=1)
+        model.clear()
+        return logits, sample(model, [100, 101], 20, 0.8, 1), experts_held(model)
+
+
 def split_run(directory: Path, **layout: int) -> RunConfig:
     run = small_run(**layout)
     _, manifest = find_checkpoint(directory)
     return run_of(manifest, run.layout, Precision.FP64)
 
 
+def checkpoint_of(pool: RankPool, text: Path, directory: Path, model: dict[str, Any]) -> Path:
+    pool.run(train_fully, small_run(**{"steps": 2, **model}), checkpoint_dir=directory, data_dir=text)
+    return directory
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def trained(
     request: pytest.FixtureRequest, pool: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    directory = tmp_path_factory.mktemp(request.param)
-    run = small_run(**{"steps": 2, **MODELS[request.param]})
-    pool.run(train_fully, run, checkpoint_dir=directory, data_dir=text)
-    return directory
+    return checkpoint_of(pool, text, tmp_path_factory.mktemp(request.param), MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def mixed(request: pytest.FixtureRequest, pool: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of(pool, text, tmp_path_factory.mktemp(request.param), MIXED[request.param])
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
@@ -77,6 +106,58 @@ def test_split_logits_are_those_of_one_process(pool: RankPool, trained: Path, la
         torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-7)
         assert written == text
         assert held < whole * 0.8
+
+
+@pytest.mark.parametrize(
+    ("mixed", "beside"),
+    [
+        ("Mixtral", {}),
+        ("DeepSeek-V3", {"tensor": 2}),
+        ("DeepSeek-V3", {"pipeline": 2}),
+        ("DeepSeek-V3", {"tensor": 2, "pipeline": 2}),
+    ],
+    ids=str,
+    indirect=["mixed"],
+)
+def test_spread_experts_give_the_logits_of_one_process(pool: RankPool, mixed: Path, beside: dict[str, int]) -> None:
+    checkpoint, manifest = find_checkpoint(mixed)
+    alone = load_whole(checkpoint, manifest, Precision.FP64, 16)
+    want = alone.read(tokens_to_read())
+    alone.clear()
+    text = sample(alone, [100, 101], 20, 0.8, 1)
+    run = split_run(mixed, data=2, expert=2, **beside)
+    answers = pool.run(generate_spread, run, str(mixed))
+    for logits, written, _ in answers:
+        torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-7)
+        assert written == text
+    # Every expert is on one rank of a replica of the dense layers, and nowhere else.
+    assert sum(held for _, _, held in answers) == experts_held(alone)
+
+
+@pytest.mark.parametrize("mixed", ["Switch"], indirect=True)
+def test_no_token_of_a_prompt_is_dropped_however_it_is_cut(mixed: Path) -> None:
+    checkpoint, manifest = find_checkpoint(mixed)
+    alone = load_whole(checkpoint, manifest, Precision.FP64, 16)
+    want = alone.read(tokens_to_read())
+    alone.clear()
+    cut = torch.cat([alone.read(part) for part in tokens_to_read().split(1, dim=1)], dim=1)
+    torch.testing.assert_close(cut, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        ({"data": 3, "expert": 3}, "`--expert 3`.*nearest that fit: 2, 4"),
+        ({"tensor": 3}, "`--tensor 3` must divide the model's `heads: 4`"),
+        ({"pipeline": 4}, "`--pipeline 4` needs a layer a stage; at most 3"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_ranks_meet(layout: dict[str, int], named: str) -> None:
+    run = small_run(**layout)
+    model = small_run(mixture="Mixtral").architecture
+    assert model is not None
+    with pytest.raises(InvalidRunError, match=named):
+        check_layout(run.layout, model)
 
 
 def test_ranks_started_by_torchrun_write_what_one_process_writes(trained: Path) -> None:

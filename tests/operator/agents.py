@@ -12,6 +12,7 @@ import aiohttp
 from meshwright.api import labels
 from meshwright.protocol import (
     CheckpointCommit,
+    Evaluation,
     FailureKind,
     MeshDocument,
     MeshRequest,
@@ -44,6 +45,7 @@ class FakeAgent:
         self.message = ""
         self.step = 0
         self.checkpoint: CheckpointCommit | None = None
+        self.evaluation: Evaluation | None = None
         self.steps_per_report = 1
         self.complete = asyncio.Event()
         self._session = session
@@ -83,6 +85,7 @@ class FakeAgent:
             failure=self.failure,
             message=self.message,
             progress=Progress(step=self.step, loss=2.5, step_seconds=0.1, tokens_per_second=1e4) if first else None,
+            evaluation=self.evaluation if first else None,
             checkpoint=self.checkpoint if self.worker == 0 else None,
             phases=[Phase(name="spawn", seconds=0.1), Phase(name="first-step", seconds=0.2)] if first else [],
         )

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.status import CheckpointStatus, ParallelTrainingJobStatus
-from meshwright.protocol import CheckpointCommit, Progress
+from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
+from meshwright.protocol import CheckpointCommit, Evaluation, Progress
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.coordinator.board import Agents
 from meshwright_operator.decide.decision import decide, rejected, unplannable
@@ -15,6 +15,7 @@ from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.revision import revision_of
 from tests.operator.builders import NOW, agents, ago, observed, pod, report, running_status, spec
 
+NAN = float("nan")
 SUCCEEDED = [pod(worker, phase="Succeeded") for worker in range(4)]
 
 
@@ -136,6 +137,28 @@ def test_progress_is_taken_from_rank_zero() -> None:
 def test_numbers_out_of_bounds_do_not_reach_status(progress: Progress, commit: CheckpointCommit | None) -> None:
     reports = [report(0, AgentState.RUNNING, progress=progress, checkpoint=commit)]
     status = decide(observed(heard=agents(reports))).status
+    ParallelTrainingJobStatus.model_validate(status.wire())
+
+
+def test_the_newest_evaluation_stays_in_status_when_its_generation_is_over() -> None:
+    told = Evaluation(step=6, loss=2.302585093)
+    status = decide(observed(heard=agents([report(0, AgentState.RUNNING, evaluation=told)]))).status
+    assert status.evaluation == EvaluationStatus(step=6, loss="2.30259", perplexity="10")
+    later = decide(observed(status=status, heard=agents([report(0, AgentState.RUNNING)]))).status
+    assert later.evaluation == status.evaluation
+
+
+@pytest.mark.parametrize(
+    ("told", "perplexity"),
+    [
+        (Evaluation(step=1, loss=1000.0), "inf"),
+        (Evaluation(step=-1, loss=1.0), None),
+        (Evaluation(step=1, loss=NAN), None),
+    ],
+)
+def test_an_evaluation_is_told_within_the_bounds_of_status(told: Evaluation, perplexity: str | None) -> None:
+    status = decide(observed(heard=agents([report(0, AgentState.RUNNING, evaluation=told)]))).status
+    assert (status.evaluation.perplexity if status.evaluation else None) == perplexity
     ParallelTrainingJobStatus.model_validate(status.wire())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from meshwright.api.status import EvaluationStatus
 from meshwright_operator.cache import JobKey
 from meshwright_operator.job_metrics import JobsCollector
 from meshwright_operator.metrics import OperatorMetrics
@@ -36,5 +37,12 @@ def test_a_jobs_series_tell_its_placement_and_go_with_it() -> None:
     page = metrics.exposition().decode()
     assert 'ptj_job_placement_cost{job_name="train",namespace="default"} 2.5' in page
     assert 'ptj_job_straddling_groups{job_name="train",kind="replica",namespace="default"} 1.0' in page
+    assert "ptj_job_evaluation_loss{" not in page
+    jobs.record(KEY, "uid").see(
+        running_status(evaluation=EvaluationStatus(step=6, loss="1000", perplexity="inf")), None, 0.0
+    )
+    page = metrics.exposition().decode()
+    for name, value in (("step", "6.0"), ("loss", "1000.0"), ("perplexity", "+Inf")):
+        assert f'ptj_job_evaluation_{name}{{job_name="train",namespace="default"}} {value}' in page
     jobs.forget(KEY)
     assert 'job_name="train"' not in metrics.exposition().decode()

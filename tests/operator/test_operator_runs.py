@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from meshwright.protocol import Evaluation
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, Api, condition, job, node, put_node, until
@@ -51,8 +52,10 @@ async def test_a_job_starts_as_a_gang_and_completes(
     assert {m.address for m in document.members} == {agent.address for agent in kubelet.of("whole")}
 
     for agent in kubelet.of("whole"):
+        agent.evaluation = Evaluation(step=50, loss=1.5)
         await agent.finish()
     status = await reached(api, "whole", "Complete")
+    assert status["evaluation"] == {"step": 50, "loss": "1.5", "perplexity": "4.48169"}
     assert condition(status, "Ready")["status"] == "True"
     assert condition(status, "Reconciling")["status"] == condition(status, "Stalled")["status"] == "False"
     assert status["completionTime"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.base import ApiModel
-from meshwright.protocol import MeshRequest, ReportReply
+from meshwright.protocol import Evaluation, MeshRequest, ReportReply
 from meshwright.protocol import WorkerState as AgentState
 from meshwright.protocol_schema import protocol_schema
 from tests.operator.builders import report
@@ -70,6 +70,12 @@ def broken(schema: dict[str, Any], value: Any, where: str) -> list[str]:
         found += [f"{where}.{key} is not known" for key in value.keys() - known.keys() if others is False]
         found += [e for key in known.keys() & value.keys() for e in broken(known[key], value[key], f"{where}.{key}")]
     return found
+
+
+def test_a_message_without_an_evaluation_is_that_of_an_older_agent() -> None:
+    # An operator that knows no evaluation refuses it, but only jobs that ask for one send it.
+    assert "evaluation" not in REPORT.wire()
+    assert errors("WorkerReport", report(0, AgentState.RUNNING, evaluation=Evaluation(step=1, loss=2.0)).wire()) == []
 
 
 @pytest.mark.parametrize("message", [HELLO, REPORT, ReportReply(generation=3), mesh_document()])

@@ -63,6 +63,42 @@ DEEPSEEK: dict[str, Any] = {
     "q_lora_rank": 20,
 }
 DEEPSEEK_LITE = {**DEEPSEEK, "q_lora_rank": None}
+_EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+DEEPSEEK_V2: dict[str, Any] = {
+    **DEEPSEEK,
+    **_EXPERTS,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 16.0,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    **DEEPSEEK,
+    **_EXPERTS,
+    "model_type": "deepseek_v3",
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "decoder_sparse_step": 2,
+    "norm_topk_prob": True,
+}
 
 
 def random_weights(
@@ -95,25 +131,46 @@ def write_model(directory: Path, config: dict[str, Any], weights: dict[str, torc
 
 
 def _llama(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, width, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        matrices = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-        if config["model_type"] == "mixtral":
-            shapes[f"{at}.block_sparse_moe.gate.weight"] = (config["num_local_experts"], hidden)
-            for expert in range(config["num_local_experts"]):
-                own = dict(zip(("w1", "w3", "w2"), matrices.values(), strict=True))
-                shapes |= {f"{at}.block_sparse_moe.experts.{expert}.{n}.weight": s for n, s in own.items()}
-        else:
-            shapes |= {f"{at}.mlp.{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"{at}.{name}": shape for name, shape in _feed_forward(config, layer).items()}
         attention = _latent(config, hidden, heads) if "kv_lora_rank" in config else _plain(config, hidden, heads)
         shapes |= {f"{at}.self_attn.{name}": shape for name, shape in attention.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _feed_forward(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, kind = config["hidden_size"], config["model_type"]
+    if kind == "mixtral":
+        shapes: dict[str, tuple[int, ...]] = {"block_sparse_moe.gate.weight": (config["num_local_experts"], hidden)}
+        for expert in range(config["num_local_experts"]):
+            own = zip(("w1", "w3", "w2"), _swiglu(config, config["intermediate_size"]).values(), strict=True)
+            shapes |= {f"block_sparse_moe.experts.{expert}.{name}.weight": shape for name, shape in own}
+        return shapes
+    dense = layer < config.get("first_k_dense_replace", 0) or (layer + 1) % config.get("decoder_sparse_step", 1)
+    experts = config.get("n_routed_experts", config.get("num_experts", 0))
+    if dense or not experts:
+        return {f"mlp.{name}": shape for name, shape in _swiglu(config, config["intermediate_size"]).items()}
+    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts", 0)
+    shapes = {"mlp.gate.weight": (experts, hidden)}
+    if kind == "deepseek_v3":
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    for expert in range(experts):
+        shapes |= {f"mlp.experts.{expert}.{name}": shape for name, shape in _swiglu(config, width).items()}
+    if shared:
+        shapes |= {f"mlp.shared_experts.{name}": shape for name, shape in _swiglu(config, shared * width).items()}
+    return shapes
+
+
+def _swiglu(config: dict[str, Any], width: int) -> dict[str, tuple[int, ...]]:
+    into, out = (width, config["hidden_size"]), (config["hidden_size"], width)
+    return {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": out}
 
 
 def _plain(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
@@ -123,7 +180,7 @@ def _plain(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[i
     shapes["o_proj.weight"] = (hidden, heads * size)
     if config["model_type"] == "qwen2":
         shapes |= {f"{name}.bias": (rows,) for name, rows in outputs.items()}
-    if config["model_type"] == "qwen3":
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
         shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
     return shapes
 

@@ -15,7 +15,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Llama, Qwen2 and Qwen3: logits [batch, length, vocabulary] of tokens [batch, length]."""
+    """Llama, Mixtral, Qwen2 and Qwen3: logits [batch, length, vocabulary] of tokens [batch, length]."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens]
@@ -38,9 +38,12 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
         if "num_local_experts" in config:
             x = x + _mixtral(h, w, config)
-            continue
-        gate, up = F.linear(h, w["mlp.gate_proj.weight"]), F.linear(h, w["mlp.up_proj.weight"])
-        x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+        elif "mlp.gate.weight" in w:
+            scores = F.linear(h, w["mlp.gate.weight"]).softmax(-1)
+            best, chosen = scores.topk(config["num_experts_per_tok"], dim=-1)
+            x = x + _experts(h, w, chosen, best / best.sum(-1, keepdim=True))
+        else:
+            x = x + _swiglu(h, w, "mlp")
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return F.linear(_rms(x, weights["model.norm.weight"], eps), head)
 
@@ -55,6 +58,39 @@ def _mixtral(x: torch.Tensor, w: Weights, config: dict[str, Any]) -> torch.Tenso
         w1, w2, w3 = (w[f"block_sparse_moe.experts.{expert}.w{n}.weight"] for n in (1, 2, 3))
         mixed += weights[..., expert, None] * F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
     return mixed
+
+
+def _swiglu(x: torch.Tensor, w: Weights, name: str) -> torch.Tensor:
+    gate, up, down = (w[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def _experts(x: torch.Tensor, w: Weights, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Token by token and choice by choice."""
+    mixed = torch.zeros_like(x)
+    for at in torch.cartesian_prod(*(torch.arange(size) for size in chosen.shape)).tolist():
+        row, place, choice = at
+        expert = _swiglu(x[row, place], w, f"mlp.experts.{int(chosen[row, place, choice])}")
+        mixed[row, place] += weights[row, place, choice] * expert
+    return mixed
+
+
+def _deepseek_mixture(x: torch.Tensor, w: Weights, config: dict[str, Any]) -> torch.Tensor:
+    """V2's `MoEGate` (group_limited_greedy) and V3's (noaux_tc), with their shared experts."""
+    logits = F.linear(x, w["mlp.gate.weight"])
+    third = config["model_type"] == "deepseek_v3"
+    scores = logits.sigmoid() if third else logits.softmax(-1)
+    wanted = scores + w["mlp.gate.e_score_correction_bias"] if third else scores
+    grouped = wanted.unflatten(-1, (config["n_group"], -1))
+    of_group = grouped.topk(2, dim=-1).values.sum(-1) if third else grouped.amax(-1)
+    best = of_group.topk(config["topk_group"], dim=-1).indices
+    allowed = torch.zeros_like(of_group).scatter(-1, best, 1.0).bool().unsqueeze(-1).expand_as(grouped).flatten(-2)
+    chosen = wanted.masked_fill(~allowed, float("-inf")).topk(config["num_experts_per_tok"], dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if config["norm_topk_prob"]:
+        weights = weights / weights.sum(-1, keepdim=True)
+    routed = _experts(x, w, chosen, weights * config["routed_scaling_factor"])
+    return routed + _swiglu(x, w, "mlp.shared_experts")
 
 
 def gpt2(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
@@ -83,7 +119,7 @@ def gpt2(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torc
 
 
 def deepseek(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """DeepSeek-V2 with dense layers alone: neighbours are turned as complex numbers."""
+    """DeepSeek-V2 and V3: neighbours are turned as complex numbers."""
     nope, rope, width = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     eps, rank = config["rms_norm_eps"], config["kv_lora_rank"]
     batch, length = tokens.shape
@@ -113,8 +149,7 @@ def deepseek(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> 
         k = torch.cat((kv[..., :nope], shared), dim=-1)
         x = x + F.linear(_attend(q, k, kv[..., nope:]), w["self_attn.o_proj.weight"])
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
-        gate, up = F.linear(h, w["mlp.gate_proj.weight"]), F.linear(h, w["mlp.up_proj.weight"])
-        x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+        x = x + (_deepseek_mixture(h, w, config) if "mlp.gate.weight" in w else _swiglu(h, w, "mlp"))
     return F.linear(_rms(x, weights["model.norm.weight"], eps), weights["lm_head.weight"])
 
 

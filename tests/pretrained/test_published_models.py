@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.mixture import Balancing
 from meshwright.models.huggingface import ConfigError
 from meshwright.models.presets import PRESETS
 from meshwright.models.pretrained import architecture_of, config_of
@@ -22,11 +23,14 @@ from tests.pretrained import reference
 from tests.pretrained.published import (
     DEEPSEEK,
     DEEPSEEK_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GPT2,
     LLAMA,
     MIXTRAL,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     random_weights,
     write_model,
 )
@@ -40,7 +44,12 @@ MODELS: dict[str, tuple[dict[str, Any], Forward]] = {
     "gpt2": (GPT2, reference.gpt2),
     "deepseek": (DEEPSEEK, reference.deepseek),
     "deepseek-lite": (DEEPSEEK_LITE, reference.deepseek),
+    "deepseek-v2": (DEEPSEEK_V2, reference.deepseek),
+    "deepseek-v3": (DEEPSEEK_V3, reference.deepseek),
+    "qwen3-moe": (QWEN3_MOE, reference.llama),
 }
+
+MIXED_PRESETS = [name for name, model in PRESETS.items() if model.mixture is not None]
 
 
 def loaded(directory: Path, config: dict[str, Any]) -> DecoderStage:
@@ -49,7 +58,7 @@ def loaded(directory: Path, config: dict[str, Any]) -> DecoderStage:
         stage = DecoderStage(model, torch.float64).double()
     materialize(stage, torch.device("cpu"))
     shards = [Shard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
-    load_pretrained(shards, model, directory)
+    load_pretrained(shards, model, directory, dict(stage.named_buffers()))
     return stage
 
 
@@ -87,7 +96,9 @@ def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> Non
     assert architecture_of(config_of(model)) == model
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "tiny-latent"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "tiny-latent", *MIXED_PRESETS]
+)
 def test_a_preset_survives_both_directions(name: str) -> None:
     model = PRESETS[name].model_copy(update={"name": ""})
     assert architecture_of(config_of(model)) == model
@@ -107,6 +118,49 @@ def test_a_preset_survives_both_directions(name: str) -> None:
 def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         architecture_of({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "`rope_scaling` of type 'yarn'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
+        ({"topk_method": "greedy"}, "`topk_method` 'greedy'"),
+        ({"scoring_func": "softmax"}, "`scoring_func` 'softmax'"),
+        ({"moe_layer_freq": 2}, "`moe_layer_freq` must be 1"),
+        ({"rope_interleave": False}, "`rope_interleave: false`"),
+    ],
+)
+def test_a_deepseek_that_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        architecture_of({**DEEPSEEK_V3, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("deepseek-v3", {"balancing": Balancing.AUXILIARY}),
+        ("deepseek-v3", {"shared_intermediate_size": 100}),
+        ("deepseek-v2", {"renormalize": True}),
+        ("deepseek-v2", {"capacity_factor": 1.0}),
+        ("mixtral-8x7b", {"balancing": Balancing.BIAS}),
+        ("qwen3-30b-a3b", {"shared_intermediate_size": 768}),
+    ],
+)
+def test_a_mixture_that_no_published_type_has_is_not_written(name: str, change: dict[str, Any]) -> None:
+    mixture = PRESETS[name].mixture
+    assert mixture is not None
+    with pytest.raises(ConfigError, match="no Hugging Face model type"):
+        config_of(PRESETS[name].model_copy(update={"mixture": mixture.model_copy(update=change)}))
+
+
+def test_weights_chosen_by_biases_need_a_model_with_biases(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", DEEPSEEK_V3, random_weights(DEEPSEEK_V3))
+    model = architecture_of(DEEPSEEK_V3)
+    assert model.mixture is not None
+    without = model.mixture.model_copy(update={"balancing": Balancing.AUXILIARY})
+    with pytest.raises(PretrainedError, match=r"`mixture.balancing` Bias there"):
+        load_pretrained([], model.model_copy(update={"mixture": without}), directory)
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.models.counts import forward_flops
+from meshwright.models.presets import PRESETS
+from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Action, Kind, Schedule
-from meshwright.schedules.automatic import automatic
+from meshwright.schedules.automatic import _search, automatic
 from meshwright.schedules.closed_forms import StageTimes, bubble, in_flight
+from meshwright.schedules.division import divide, schedule_of
 from meshwright.schedules.generate import NAMES, generate
+from meshwright.schedules.profile import stage_costs
 from meshwright.schedules.simulate import Costs, first_idle, simulate
 from meshwright.schedules.validate import problems
 
@@ -216,13 +222,60 @@ def test_the_automatic_schedule_keeps_its_limit(ranks: int, rounds: int, limit: 
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.1, 0.8), Costs(1.0, 0.9, 0.6)])
 def test_the_automatic_schedule_is_no_worse_than_the_handcrafted(costs: Costs) -> None:
     for name, limit in (("zb-h1", 8), ("zb-h2", 15)):
-        known = simulate(generate(name, 8, 32), costs, hop=0.1).longest
-        assert simulate(automatic(8, 32, limit, costs, hop=0.1), costs, hop=0.1).longest <= known + 1e-9
+        known = simulate(generate(name, 8, 32), costs, hop=0.1).makespan
+        assert simulate(automatic(8, 32, limit, costs, hop=0.1), costs, hop=0.1).makespan <= known + 1e-9
 
 
 def test_more_memory_never_costs_time() -> None:
-    longest = [simulate(automatic(6, 24, limit)).longest for limit in (2, 4, 6, 8, 11)]
-    assert longest == sorted(longest, reverse=True)
+    times = [simulate(automatic(6, 24, limit)).makespan for limit in (2, 4, 6, 8, 11)]
+    assert times == sorted(times, reverse=True)
+
+
+MEASURED = [
+    ("llama-3-8b", 8, 32, 131072, 11, 0.92),
+    ("llama-3-8b", 4, 16, 32768, 5, 0.95),
+    ("deepseek-v2-lite", 4, 8, 4096, 6, 0.97),
+]
+"""A preset, ranks, micro-batches, length and limit; the part of the time that is left of what even costs come to."""
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches", "length", "limit", "part"), MEASURED)
+def test_the_automatic_schedule_of_a_model_is_searched_with_its_own_costs(
+    name: str, ranks: int, micro_batches: int, length: int, limit: int, part: float
+) -> None:
+    asked = ParallelismSpec(
+        schedule=PipelineSchedule.AUTOMATIC, activation_limit=limit, stage_balance=StageBalance.FLOPS
+    )
+    model = PRESETS[name]
+    division = divide(asked, ranks, micro_batches, model, length)
+    assert problems(division.schedule) == []
+    costs = stage_costs(model, length, division.layers)
+    found = simulate(division.schedule, costs)
+    assert max(found.in_flight) <= limit
+    blind = simulate(schedule_of(asked, ranks, micro_batches), costs)
+    assert found.makespan < part * blind.makespan
+    # What every rank makes by itself, without what it remembers.
+    _search.cache_clear()
+    assert divide(asked, ranks, micro_batches, model, length) == division
+
+
+def test_a_stages_costs_are_the_operations_of_its_layers() -> None:
+    model = PRESETS["deepseek-v2-lite"]
+    layers = [range(1), range(1, 14), range(14, 27)]
+    first, middle, last = stage_costs(model, 4096, layers)
+    whole = Transformer.of(model)
+    forward = sum(stage.forward for stage in (first, middle, last))
+    assert forward == pytest.approx(forward_flops(whole, 4096, causal=True), rel=1e-12)
+    # Attention has no weights: its backward pass is no part of a weights' gradient.
+    assert first.backward_weight < first.forward < first.backward_input
+    assert last.forward - middle.forward == pytest.approx(2.0 * model.vocab_size * model.hidden_size)
+    again = stage_costs(model, 4096, layers, recomputes=True)[1]
+    assert again.backward_input == middle.backward_input + middle.forward
+
+
+def test_costs_of_the_automatic_schedule_must_be_of_every_stage() -> None:
+    with pytest.raises(ValueError, match="1 costs for 2 stages"):
+        automatic(2, 4, 2, [Costs()])
 
 
 def test_a_limit_of_nothing_is_refused() -> None:

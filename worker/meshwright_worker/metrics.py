@@ -7,25 +7,17 @@ ranks that a new mesh generation moved elsewhere are dropped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from meshwright.perplexity import perplexity
 from meshwright_worker.task import ExpertLoad, StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
 STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
 CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
-
-
-def perplexity(loss: float) -> float:
-    """The exponential of a mean loss per token; infinite where that is more than a number holds."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 class TrainerMetrics:

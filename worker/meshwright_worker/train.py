@@ -113,7 +113,7 @@ def begin_from_weights(
     if training.initial_weights is None:
         return
     shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
-    fingerprint = load_pretrained(shards, model, Path(training.initial_weights))
+    fingerprint = load_pretrained(shards, model, Path(training.initial_weights), trainer.buffers)
     if not same_everywhere(fingerprint, mesh):
         raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
 

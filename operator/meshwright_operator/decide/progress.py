@@ -10,20 +10,21 @@ import math
 
 from pydantic import ValidationError
 
-from meshwright.api.status import CheckpointStatus, ParallelTrainingJobStatus
-from meshwright.protocol import Progress, WorkerReport
+from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
+from meshwright.perplexity import perplexity
+from meshwright.protocol import Evaluation, Progress, WorkerReport
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.clock import format_time, parse_time
 from meshwright_operator.decide.observed import Observed, WorkerState
 
 LARGEST = (1 << 53) - 1
 
-THROTTLED = ("step", "loss", "tokens_per_second", "eta_seconds", "checkpoint")
+THROTTLED = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
 """Fields of status that only tell progress: written at most every few seconds."""
 
 
 def note_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
-    """Takes step, loss, throughput and checkpoint from the last report of rank 0's worker of this generation."""
+    """Takes step, loss, evaluation, checkpoint and so on from the last report of rank 0's worker of this generation."""
     training = observed.spec.training
     status.total_steps = training.steps if training is not None else None
     heard = observed.agents.reports.get(0)
@@ -31,6 +32,7 @@ def note_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None
         return
     if heard.report.progress is not None:
         _note_step(heard.report.progress, status)
+    _note_evaluation(heard.report.evaluation, status)
     _note_checkpoint(observed, heard.report, status)
 
 
@@ -63,6 +65,14 @@ def _note_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
     status.tokens_per_second = _count(progress.tokens_per_second)
     left = (status.total_steps - step) if status.total_steps is not None else None
     status.eta_seconds = _count(left * progress.step_seconds) if left is not None else None
+
+
+def _note_evaluation(evaluation: Evaluation | None, status: ParallelTrainingJobStatus) -> None:
+    step = _count(evaluation.step) if evaluation is not None else None
+    if evaluation is None or step is None or not math.isfinite(evaluation.loss):
+        return
+    loss = f"{evaluation.loss:.6g}"
+    status.evaluation = EvaluationStatus(step=step, loss=loss, perplexity=f"{perplexity(evaluation.loss):.6g}")
 
 
 def _note_checkpoint(observed: Observed, report: WorkerReport, status: ParallelTrainingJobStatus) -> None:

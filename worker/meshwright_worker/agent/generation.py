@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.protocol import CheckpointCommit, FailureKind, Phase, Progress, RankProcess, WorkerState
+from meshwright.protocol import CheckpointCommit, Evaluation, FailureKind, Phase, Progress, RankProcess, WorkerState
 from meshwright_worker import failures, messages
 from meshwright_worker.agent.throughput import Throughput
 from meshwright_worker.task import Outcome, StepReport
@@ -63,6 +63,8 @@ class Generation:
     ending: bool = False
     """Ranks were told to go: how they end from now on is no failure of theirs."""
     latest: StepReport | None = None
+    evaluation: Evaluation | None = None
+    """The newest one whose loss is a number, which JSON can carry; known to the worker of rank 0 alone."""
     throughput: Throughput = field(default_factory=Throughput)
     checkpoint: CheckpointCommit | None = None
     phases: list[Phase] = field(default_factory=list)
@@ -103,6 +105,12 @@ class Generation:
             case messages.StepDone(report=report) if rank == self.first_rank:
                 self.latest = report
                 self.throughput.add(report.tokens, report.seconds)
+                self._note_evaluation(report)
+
+    def _note_evaluation(self, report: StepReport) -> None:
+        loss = report.evaluation_loss
+        if self.first_rank == 0 and loss is not None and math.isfinite(loss):
+            self.evaluation = Evaluation(step=report.step, loss=loss)
 
     def _note_rank(self, view: RankView, message: messages.RankMessage) -> None:
         """How far this rank is, whichever it is: a hang shows in the ranks, not in the job's progress."""

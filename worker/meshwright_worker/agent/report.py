@@ -35,5 +35,6 @@ def build_report(core: Core, now: float = 0.0, state_of: Callable[[int], str] = 
         message=failure.message if failure else "",
         progress=current.progress,
         checkpoint=core.checkpoint if holds_rank_zero else None,
+        evaluation=current.evaluation,
         phases=current.phases[:MAX_PHASES] if holds_rank_zero else [],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright_worker.metrics import perplexity
+from meshwright.perplexity import perplexity
 from meshwright_worker.task import StepReport
 
 # At most one line in this time: fast steps must not flood the log.

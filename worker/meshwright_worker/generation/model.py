@@ -18,6 +18,7 @@ from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.tensors import MODEL, model_tensors
 from meshwright_worker.data.batch import Places
 from meshwright_worker.generation.cache import add_caches
+from meshwright_worker.generation.validate import check_layout
 from meshwright_worker.mesh import PIPELINE, TENSOR, Mesh
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
@@ -97,7 +98,13 @@ class CachedModel:
 
 
 def run_of(manifest: Manifest, layout: Layout, precision: Precision) -> RunConfig:
-    """The run that builds a checkpoint's model for generation in a layout."""
+    """The run that builds a checkpoint's model for generation in a layout.
+
+    Raises:
+        InvalidRunError: the layout does not fit the model.
+    """
+    model = _dropless(manifest.architecture)
+    check_layout(layout, model)
     return RunConfig(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
@@ -106,7 +113,7 @@ def run_of(manifest: Manifest, layout: Layout, precision: Precision) -> RunConfi
         expert=layout.expert,
         micro_batches=layout.pipeline,
         parallelism=ParallelismSpec(sequence=False),
-        architecture=manifest.architecture,
+        architecture=model,
         training=TrainingSpec(
             steps=1,
             global_batch_size=layout.pipeline,
@@ -119,6 +126,16 @@ def run_of(manifest: Manifest, layout: Layout, precision: Precision) -> RunConfi
     )
 
 
+def _dropless(model: Architecture) -> Architecture:
+    """The model with experts that take every token: a capacity is a share of a whole sequence, which nobody has yet.
+
+    With one, what a token gets would depend on how many tokens are read at a time.
+    """
+    if model.mixture is None:
+        return model
+    return model.model_copy(update={"mixture": model.mixture.model_copy(update={"capacity_factor": None})})
+
+
 def load_split(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh, capacity: int) -> CachedModel:
     """The model split over a mesh: each rank reads its own part alone. Collective.
 
@@ -126,7 +143,7 @@ def load_split(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh,
         CheckpointMismatchError: the checkpoint is another model's.
         PretrainedError: the model that adapters belong to cannot be read.
     """
-    (built,) = build_stages(run, manifest.architecture, mesh)
+    (built,) = build_stages(run, _dropless(manifest.architecture), mesh)
     shards = shards_of(built.module, built.distributed, run, mesh)
     _fill(shards, buffers_of(built.module), checkpoint, manifest, mesh.checkpoint_group)
     return CachedModel(built.module, manifest.architecture, capacity, mesh)
@@ -139,7 +156,7 @@ def load_whole(checkpoint: Path, manifest: Manifest, precision: Precision, capac
         CheckpointMismatchError: the checkpoint is another model's.
         PretrainedError: the model that adapters belong to cannot be read.
     """
-    model = manifest.architecture
+    model = _dropless(manifest.architecture)
     with torch.device("meta"):
         stage = DecoderStage(model, compute_dtype(precision)).to(parameter_dtype(precision))
     if manifest.lora is not None:

@@ -96,7 +96,8 @@ def _shape_of(piece: Piece, shapes: dict[str, torch.Size]) -> torch.Size:
 
 def _shapes(model: Architecture) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in DecoderStage(model, torch.float32).named_parameters()}
+        stage = DecoderStage(model, torch.float32)
+    return {name: tensor.shape for name, tensor in (*stage.named_parameters(), *stage.named_buffers())}
 
 
 def _files(
@@ -138,7 +139,11 @@ def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:
     own = _base(manifest, base)
 
     def read(name: str) -> torch.Tensor:
-        weight = own(name)
+        try:
+            # What is learned beside adapters: the routers' biases.
+            return stored.read(f"{MODEL}.{name}")
+        except KeyError:
+            weight = own(name)
         path = f"{MODEL}.{name.rpartition('.')[0]}"
         try:
             down, up = stored.read(f"{path}.{DOWN}"), stored.read(f"{path}.{UP}")

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface import ConfigError
 from meshwright.models.pretrained import read_architecture
+from meshwright.models.published_mixtures import OF_TRAINING
 from meshwright_worker.models.initialize import local_shard
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.pretrained.files import CONFIG, PretrainedError, TensorFiles
 from meshwright_worker.pretrained.names import Source, Stack, sources
 
-_OF_TRAINING = {"balancing", "auxiliary_weight", "z_loss_weight", "bias_rate"}
+_BIASED = "mixture.balancing"
 
 
-def load_pretrained(shards: Sequence[Shard], model: Architecture, directory: Path) -> str:
+def load_pretrained(
+    shards: Sequence[Shard],
+    model: Architecture,
+    directory: Path,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> str:
     """Fill shards from a directory with `config.json` and safetensors files.
+
+    Args:
+        shards: what this rank holds.
+        model: what it is the shards of.
+        directory: see above.
+        buffers: the routers' balancing biases, which are filled where the files have some and stay 0 where not.
 
     Returns:
         The fingerprint of the files; every rank should have the same.
@@ -27,7 +40,7 @@ def load_pretrained(shards: Sequence[Shard], model: Architecture, directory: Pat
     Raises:
         PretrainedError: there is no such model, it is another one than `model`, or a file is damaged.
     """
-    check_architecture(model, directory)
+    published = check_architecture(model, directory)
     files = TensorFiles(directory)
     known = sources(model)
     for shard in shards:
@@ -36,6 +49,9 @@ def load_pretrained(shards: Sequence[Shard], model: Architecture, directory: Pat
         whole = shard.local if shard.whole is None else shard.whole
         _, box = local_shard(whole)
         fill(shard.local, known[shard.name], files, tuple(whole.shape), box)
+    if has_router_biases(published):
+        for name, buffer in (buffers or {}).items():
+            fill(buffer, known[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))
     return files.fingerprint
 
 
@@ -65,8 +81,13 @@ def fill(
     target.copy_(source.rows(published, first, last)[(slice(None), *box[1:])])
 
 
-def check_architecture(model: Architecture, directory: Path) -> None:
-    """Refuse weights of another model.
+def has_router_biases(model: Architecture) -> bool:
+    """Whether the model's routers choose by scores plus biases."""
+    return model.mixture is not None and model.mixture.balancing is Balancing.BIAS
+
+
+def check_architecture(model: Architecture, directory: Path) -> Architecture:
+    """Refuse weights of another model; returns what `config.json` describes.
 
     Raises:
         PretrainedError: `config.json` is missing or describes another model.
@@ -83,15 +104,21 @@ def check_architecture(model: Architecture, directory: Path) -> None:
         raise PretrainedError(
             f"`training.initialWeights: {directory}` holds another model: {'; '.join(differing)}; say so in `model`"
         )
+    return found
 
 
 def _shape(model: Architecture) -> dict[str, object]:
-    """What decides a model's output; how a mixture is balanced in training does not."""
+    """What decides a model's output; how a mixture is balanced in training does not, unless by biases."""
     numbers: dict[str, object] = model.model_dump(exclude={"name", "mixture"})
-    return numbers | {"mixture": None if model.mixture is None else model.mixture.model_dump(exclude=_OF_TRAINING)}
+    balancing = Balancing.BIAS.value if has_router_biases(model) else "no biases"
+    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=OF_TRAINING)
+    return numbers | {"mixture": mixture, _BIASED: balancing}
 
 
 def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bool:
+    if field == _BIASED:
+        # Biases that the files do not have begin at 0, where they change nothing.
+        return there[field] == Balancing.BIAS.value != here[field]
     # transformers says neither what a GPT's rotary base would be, nor the other way round.
     return there[field] != here[field] and not (field == "rope_theta" and here["positions"])
 

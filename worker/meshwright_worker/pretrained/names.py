@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.api.mixture import Balancing
 from meshwright.api.shape import Norm
 from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import is_mixture
 
 _DENSE = {f"feed_forward.{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-_ROUTER = {"feed_forward.router.weight": "block_sparse_moe.gate.weight"}
-_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
-"""Mixtral's names."""
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Stack:
 
 
 def sources(model: Architecture) -> dict[str, Source | Stack]:
-    """The source of every parameter of the model, by the runtime's name.
+    """The source of every parameter of the model, and of the routers' biases, by the runtime's name.
 
     Raises:
         ConfigError: no published model has this shape; see `meshwright.models.pretrained`.
@@ -78,20 +78,35 @@ def _llama(model: Architecture) -> Iterator[tuple[str, Source | Stack]]:
     }
     for layer in range(model.layers):
         attention = _plain_attention(model) if model.latent is None else _latent_attention(model)
-        feed_forward = _DENSE if model.mixture is None else _ROUTER
-        for ours, theirs in {**names, **feed_forward}.items():
+        for ours, theirs in names.items():
             yield f"layers.{layer}.{ours}", Source(f"layers.{layer}.{theirs}")
         for ours, source in attention:
             yield (
                 f"layers.{layer}.attention.{ours}",
                 Source(f"layers.{layer}.self_attn.{source.tensor}", order=source.order),
             )
+        if is_mixture(model.mixture, layer):
+            yield from _mixture(model, f"layers.{layer}")
+        else:
+            for ours, theirs in _DENSE.items():
+                yield f"layers.{layer}.{ours}", Source(f"layers.{layer}.{theirs}")
 
-        experts = model.mixture.experts if model.mixture else 0
-        for name, theirs in _EXPERT.items() if experts else ():
-            at = f"layers.{layer}.block_sparse_moe.experts"
-            parts = tuple(Source(f"{at}.{expert}.{theirs}.weight") for expert in range(experts))
-            yield f"layers.{layer}.feed_forward.experts.{name}", Stack(parts)
+
+def _mixture(model: Architecture, layer: str) -> Iterator[tuple[str, Source | Stack]]:
+    mixture = model.mixture
+    if mixture is None:
+        return
+    ours, mixtral = f"{layer}.feed_forward", model.latent is None and not model.query_key_norms
+    theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    yield f"{ours}.router.weight", Source(f"{theirs}.gate.weight")
+    if mixture.balancing is Balancing.BIAS:
+        yield f"{ours}.router.bias", Source(f"{theirs}.gate.e_score_correction_bias")
+    for name, short in _MIXTRAL.items():
+        matrix = short if mixtral else f"{name}_proj"
+        if mixture.shared_intermediate_size:
+            yield f"{ours}.shared.{name}.weight", Source(f"{theirs}.shared_experts.{matrix}.weight")
+        parts = (Source(f"{theirs}.experts.{expert}.{matrix}.weight") for expert in range(mixture.experts))
+        yield f"{ours}.experts.{name}", Stack(tuple(parts))
 
 
 def _plain_attention(model: Architecture) -> Iterator[tuple[str, Source]]:

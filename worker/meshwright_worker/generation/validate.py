@@ -1,0 +1,46 @@
+"""Which layouts a checkpoint's model can be split into for generation. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.layout import Layout
+from meshwright.models.architecture import Architecture
+from meshwright_worker.nearest import nearest
+from meshwright_worker.validate import InvalidRunError
+
+
+def check_layout(layout: Layout, model: Architecture) -> None:
+    """Refuse a layout that does not fit, before any process group forms.
+
+    Raises:
+        InvalidRunError: lists every problem, by the options of `meshwright_worker.generate`, with what would fit.
+    """
+    problems = [*_tensor_problems(layout.tensor, model), *_expert_problems(layout.expert, model)]
+    if layout.pipeline > model.layers:
+        problems.append(f"`--pipeline {layout.pipeline}` needs a layer a stage; at most {model.layers}")
+    if problems:
+        raise InvalidRunError("; ".join(problems))
+
+
+def _tensor_problems(tensor: int, model: Architecture) -> Iterator[str]:
+    split = {"heads": model.heads, "kvHeads": model.kv_heads, "intermediateSize": model.intermediate_size}
+    if model.mixture is not None:
+        split["mixture.intermediateSize"] = model.mixture.intermediate_size
+        split["mixture.sharedIntermediateSize"] = model.mixture.shared_intermediate_size
+    fits = nearest(tensor, lambda n: not any(value % n for value in split.values()), model.heads)
+    for name, value in split.items():
+        if value % tensor:
+            yield f"`--tensor {tensor}` must divide the model's `{name}: {value}`; nearest that fit: {fits}"
+
+
+def _expert_problems(expert: int, model: Architecture) -> Iterator[str]:
+    if expert == 1:
+        return
+    if model.mixture is None:
+        yield f"`--expert {expert}` needs a model with a mixture of experts; for this one only 1 fits"
+        return
+    experts = model.mixture.experts
+    if experts % expert:
+        fits = nearest(expert, lambda n: experts % n == 0, experts)
+        yield f"`--expert {expert}` must divide the model's `mixture.experts: {experts}`; nearest that fit: {fits}"
