@@ -91,7 +91,7 @@ def _fit_builtin(resource: Resource, obj: Object, old: Object | None) -> list[Ca
     """Types first, as decoding into a struct does; then defaults, which may rely on them."""
     _zero_fill(resource.node.properties.get("status"), obj.get("status"))
     causes = validate(resource.node, obj, old)
-    wrong = next((c for c in causes if c.reason == "FieldValueTypeInvalid"), None)
+    wrong = next((c for c in causes if c.reason == "FieldValueTypeInvalid" or c.field == "<nil>"), None)
     if wrong is not None:
         raise _unreadable(resource, f"json: cannot unmarshal {wrong.field}: {wrong.message}")
     apply_defaults(resource.node, obj)

@@ -9,6 +9,7 @@ written, so that a mistake shows then and not when an object meets it.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -162,6 +163,8 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
     if not versions:
         return [errors.required("spec.versions", "must have at least one version")]
     causes: list[Cause] = []
+    schemas = [(version.get("schema") or {}).get("openAPIV3Schema") for version in versions]
+    shared = all(schema == schemas[0] for schema in schemas)  # the server keeps a schema of all versions in one place
     if sum(bool(v["storage"]) for v in versions) != 1:
         text = "must have exactly one version marked as storage version"
         causes.append(errors.invalid_value("spec.versions", versions, text))
@@ -169,9 +172,11 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
         path = f"spec.versions[{index}]"
         if version["name"] in [earlier["name"] for earlier in versions[:index]]:
             causes.append(errors.duplicate(f"{path}.name", version["name"]))
-        schema = (version.get("schema") or {}).get("openAPIV3Schema")
+        schema = schemas[index]
         if isinstance(schema, dict):
-            causes += check_structural(schema, f"{path}.schema.openAPIV3Schema")
+            if not (shared and index):
+                where = "spec.validation" if shared else f"{path}.schema"
+                causes += check_structural(schema, f"{where}.openAPIV3Schema")
         else:
             causes.append(errors.required(f"{path}.schema.openAPIV3Schema", "schemas are required"))
         scale = (version.get("subresources") or {}).get("scale") or {}
@@ -297,10 +302,13 @@ def _check_defaults(node: Object, path: str) -> list[Cause]:
     if "default" in node:
         value, where = copy.deepcopy(node["default"]), f"{path}.default"
         place = custom_schema({"properties": {"it": {**node, "x-kubernetes-validations": []}}}).properties["it"]
-        unknown = prune(place, value)
+        if prune(place, value):
+            text = f"Invalid value: {json.dumps(node['default'], separators=(',', ':'))}: must not have unknown fields"
+            causes.append(Cause(where, "FieldValueInvalid", text))
         apply_defaults(place, value)
-        causes += [errors.invalid_value(where, value, f"must not have unknown field {field}") for field in unknown]
-        causes += [Cause(where, c.reason, f"{c.field}: {c.message}") for c in validate(place, value)]
+        for cause in validate(place, value):
+            below = "" if cause.field in ("", "<nil>") else f".{cause.field}"
+            causes.append(cause._replace(field=where + below))
     for key, sub in (node.get("properties") or {}).items():
         causes += _check_defaults(sub, f"{path}.properties[{key}]")
     for key in ("items", "additionalProperties"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import datetime
 import ipaddress
-import operator
 import re
 import uuid
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import orjson
 from meshwright.local.apiserver import errors
 from meshwright.local.apiserver.cel import check_rules
 from meshwright.local.apiserver.errors import Cause, Object
+from meshwright.local.apiserver.numbers import as_go, check_range, is_integer
 from meshwright.local.apiserver.schema import FREE, SchemaNode
 
 MAX_CAUSES = 50
@@ -50,9 +50,7 @@ _FORMATS: dict[str, Callable[[str], object]] = {
     "email": re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+").fullmatch,
     "uri": lambda text: urlsplit(text).scheme,
 }
-# Schema keyword -> when a number breaks it, and in which words; exclusive bounds are a flag beside the bound.
-_BOUNDS = (("minimum", operator.lt, "greater than"), ("maximum", operator.gt, "less than"))
-_BITS = {"int32": 31, "int64": 63}
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def fits_format(form: str, text: str) -> bool:
@@ -106,6 +104,8 @@ def _visit(causes: list[Cause], node: SchemaNode, value: Any, old: Any, path: st
         wrong = _wrong_type(node, value, path)
         if wrong is not None:
             causes.append(wrong)
+            if _is_a(value, "number"):
+                causes += check_range(node.raw, value, path)
             return
         if node.limited:
             causes += [*_limits(node.raw, value, path), *_composed(node, value, path)]
@@ -149,14 +149,17 @@ def _wrong_type(node: SchemaNode, value: Any, path: str) -> Cause | None:
         good = node.type is None or _is_a(value, node.type)
     if good:
         return None
-    text = f"{path} in body must be of type {wanted}: {errors.shown(value)}"
-    return Cause(path or "<nil>", "FieldValueTypeInvalid", f"Invalid value: {errors.shown(value)}: {text}")
+    found = "null" if value is None else _JSON_TYPES[type(as_go(value) if _is_a(value, "number") else value)]
+    if isinstance(value, int | float) and found == "number" and node.raw.get("format"):
+        wanted, found = node.raw["format"], "float64"
+    text = f'{path} in body must be of type {wanted}: "{found}"'
+    return Cause(path or "<nil>", "FieldValueTypeInvalid", f'Invalid value: "{found}": {text}')
 
 
 def _is_a(value: Any, kind: str) -> bool:
     if isinstance(value, bool) or kind == "boolean":
         return isinstance(value, bool) and kind == "boolean"
-    return isinstance(value, _TYPES.get(kind, ())) and (kind != "integer" or value == int(value))
+    return isinstance(value, _TYPES.get(kind, ())) and (kind != "integer" or is_integer(value))
 
 
 def _limits(raw: Object, value: Any, path: str) -> list[Cause]:
@@ -186,7 +189,7 @@ def _limits(raw: Object, value: Any, path: str) -> list[Cause]:
             text = f"{said} should have at least {raw[f'min{word}']} {word.lower()}"
             causes.append(errors.invalid_value(path, len(value), text))
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        causes += _range(raw, value, path)
+        causes += check_range(raw, value, path)
     return causes
 
 
@@ -195,21 +198,6 @@ def _matches(pattern: str, value: str) -> bool:
         return compile_pattern(pattern).search(value) is not None
     except re.error:  # some patterns of built-in types mean something in Go alone
         return True
-
-
-def _range(raw: Object, value: float, path: str) -> list[Cause]:
-    causes = []
-    for key, breaks, words in _BOUNDS:
-        bound, exclusive = raw.get(key), raw.get(f"exclusive{key.capitalize()}") is True
-        if bound is not None and (breaks(value, bound) or (exclusive and value == bound)):
-            text = f"{path} in body should be {words}{'' if exclusive else ' or equal to'} {bound}"
-            causes.append(errors.invalid_value(path, value, text))
-    step, bits = raw.get("multipleOf"), _BITS.get(raw.get("format", ""))
-    if step and abs(value / step - round(value / step)) > 1e-9:
-        causes.append(errors.invalid_value(path, value, f"{path} in body should be a multiple of {step}"))
-    if bits and not -(1 << bits) <= value < 1 << bits:
-        causes.append(errors.invalid_value(path, value, f"{path} in body must be of type {raw['format']}"))
-    return causes
 
 
 def _composed(node: SchemaNode, value: Any, path: str) -> list[Cause]:
