@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from math import gcd
 
@@ -19,8 +20,9 @@ from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.memory import Memory
 from meshwright.planner.hardware import Hardware
-from meshwright.planner.memory import StageMemory, Workload, worst_stage
+from meshwright.planner.job import Job
 from meshwright.planner.pricing import Pricer
 from meshwright.planner.search.search import AS_GOOD
 from meshwright.planner.search.shapes import divisors
@@ -39,15 +41,15 @@ class Candidate:
 
     layout: Layout
     micro_batches: int
-    memory: StageMemory | None
+    memory: Memory | None
 
     @property
     def needed(self) -> int:
         """Bytes of the fullest rank; 0 when not known."""
-        return self.memory.total if self.memory else 0
+        return int(self.memory.total) if self.memory else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Search:
     """One job's degrees on one kind of hardware."""
 
@@ -59,6 +61,11 @@ class Search:
     hardware: Hardware
     pricer: Pricer | None = None
     """What tells layouts of as many GPUs apart; without it the order of preference does."""
+
+    @cached_property
+    def job(self) -> Job:
+        """What is asked, in the cost model's terms."""
+        return Job.made(self.architecture, self.training, self.parallelism, self.replicas)
 
     def best(self) -> Candidate | None:
         """The first of `ranked`; None when no GPU holds any candidate."""
@@ -172,18 +179,7 @@ class Search:
         return self._by_price(several)[0] if several else least
 
     def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:
-        workload = Workload(
-            architecture=self.architecture,
-            sequence_length=self.training.sequence_length,
-            micro_batch_size=self.training.global_batch_size // (self.replicas * micro_batches),
-            micro_batches=micro_batches,
-            zero_stage=self.parallelism.zero_stage,
-            precision=self.training.precision,
-            sequence_parallel=self.parallelism.sequence,
-            context=layout.context,
-            context_method=self.parallelism.context_method,
-        )
-        return Candidate(layout, micro_batches, worst_stage(workload, layout))
+        return Candidate(layout, micro_batches, self.job.memory(layout, micro_batches))
 
     def _fits_workers(self, layout: Layout) -> bool:
         workers, rest = divmod(layout.world_size, self.gpus_per_worker)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from meshwright.planner.inventory import Inventory
 
-USABLE_FRACTION = 0.9
-"""Part of a GPU's memory a plan may fill; the rest is the driver's context, communication buffers, fragmentation."""
+USABLE_FRACTION = 0.97
+"""Part of a GPU's memory that an estimate may fill; context and fragmentation are in the estimate."""
 
 
 @dataclass(frozen=True, slots=True)

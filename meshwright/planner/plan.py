@@ -13,11 +13,11 @@ from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.memory import Memory
 from meshwright.planner.degrees import Candidate, Search
 from meshwright.planner.errors import PlanError
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.memory import StageMemory
 from meshwright.planner.pods import Amount, amount_of
 from meshwright.planner.pricing import Calibration, Pricer, pricer_for
 from meshwright.planner.reasons import nothing_fits, reasons_for, time_reasons
@@ -40,7 +40,7 @@ class Plan:
     """What one worker pod asks of its node."""
     architecture: Architecture | None = None
     """None when the job runs a command of the user's."""
-    memory: StageMemory | None = None
+    memory: Memory | None = None
     """Estimate for the fullest stage; None when no model is known."""
     global_batch_size: int | None = None
     reasons: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Plan:
             micro_batches=self.micro_batches,
             world_size=self.layout.world_size,
             workers=self.layout.world_size // self.gpus_per_worker,
-            memory_per_rank_bytes=self.memory.total if self.memory else None,
+            memory_per_rank_bytes=int(self.memory.total) if self.memory else None,
             parameters=self.architecture.parameters if self.architecture else None,
             estimated_step_milliseconds=round(1000 * self.estimate.seconds) if self.estimate else None,
             estimated_tokens_per_second=round(self.estimate.tokens_per_second) if self.estimate else None,

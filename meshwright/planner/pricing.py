@@ -9,14 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.api.parallelism import ContextMethod
-from meshwright.api.precision import Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
-from meshwright.planner.cost.choices import Choices, Numbers, Work
+from meshwright.planner.cost.choices import Choices, Work
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
 from meshwright.planner.cost.fabric import Fabric, Level
@@ -24,16 +21,9 @@ from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.step import Machine
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.inventory import Inventory
+from meshwright.planner.job import Job
 from meshwright.planner.topology.levels import RACK
 from meshwright.planner.topology.links import SHARE_OF_NIC
-
-_NUMBERS = {
-    Precision.FP32: Numbers.FP32,
-    Precision.BF16: Numbers.BF16,
-    Precision.FP16: Numbers.FP16,
-    Precision.FP64: Numbers.FP32,
-}
-"""By number format; fp64, for comparisons of layouts alone, counts as the widest that the model knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +46,17 @@ class Calibration:
 class Pricer:
     """Estimates for the layouts of one job."""
 
-    work: Work
+    job: Job
     machine: Machine
-    zero_stage: int
-    sequence_parallel: bool
-    numbers: Numbers
-    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
-    ulysses: int = 1
-    """With `RingUlysses`, neighbours that exchange heads."""
+
+    @property
+    def work(self) -> Work:
+        """What a step must do."""
+        return self.job.work
 
     def choices(self, layout: Layout, micro_batches: int) -> Choices:
         """The layout in the cost model's terms."""
-        return Choices(
-            tensor=layout.tensor,
-            sequence_parallel=self.sequence_parallel and layout.tensor > 1,
-            context=layout.context,
-            context_method=self.context_method,
-            ulysses=self.ulysses,
-            pipeline=layout.pipeline,
-            data=layout.data,
-            expert=layout.expert,
-            zero_stage=self.zero_stage if layout.replicas > 1 else 0,
-            micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
-            micro_batches=micro_batches,
-            numbers=self.numbers,
-        )
+        return self.job.choices(layout, micro_batches)
 
     def price(self, layout: Layout, micro_batches: int, groups: Groups | None = None) -> Estimate:
         """Memory and time of one step; `groups` are those of a placement, without it ranks fill domains in order.
@@ -98,21 +74,13 @@ def pricer_for(
     calibration: Calibration | None = None,
 ) -> Pricer | None:
     """The pricer for a job; None for a command of the user's, and where no usable node's GPU is in the catalogue."""
-    training = spec.training
-    if architecture is None or training is None:
+    if architecture is None or spec.training is None:
         return None
     machine = machine_of(inventory, spec.workers.gpus_per_worker)
     if machine is None:
         return None
-    return Pricer(
-        work=Work(Transformer.of(architecture), training.sequence_length, training.global_batch_size),
-        machine=(calibration or Calibration()).on(machine),
-        zero_stage=spec.parallelism.zero_stage,
-        sequence_parallel=spec.parallelism.sequence,
-        numbers=_NUMBERS[training.precision] if training.fp8 is None else Numbers.FP8,
-        context_method=spec.parallelism.context_method,
-        ulysses=spec.parallelism.ulysses or 1,
-    )
+    job = Job.of(spec, architecture)
+    return Pricer(job, replace((calibration or Calibration()).on(machine), runtime=job.runtime))
 
 
 def machine_of(inventory: Inventory, gpus_per_worker: int) -> Machine | None:

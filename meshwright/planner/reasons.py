@@ -5,33 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.memory import Memory
 from meshwright.planner.degrees import MICRO_BATCHES_PER_STAGE, Candidate, Search
 from meshwright.planner.errors import PlanError
-from meshwright.planner.memory import StageMemory
 from meshwright.planner.search.explain import step_text
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def amount_text(count: int) -> str:
+def amount_text(count: float) -> str:
     """Bytes for people, with three digits: `12.3 GiB`."""
     for unit, name in _UNITS:
         if count >= unit:
-            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit} {name}"
-    return f"{count} B"
+            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"
+    return f"{count:.0f} B"
 
 
-def memory_text(memory: StageMemory) -> str:
+def memory_text(memory: Memory) -> str:
     """The parts of an estimate that make its peak."""
-    in_step = memory.activations + memory.logits >= memory.reduction
+    recomputing = memory.working > memory.logits
     parts = (
         ("parameters", memory.parameters),
+        ("master weights", memory.master),
         ("gradients", memory.gradients),
         ("optimizer", memory.optimizer),
-        *((("activations", memory.activations), ("logits", memory.logits)) if in_step else ()),
-        *((("reduction", memory.reduction),) if not in_step else ()),
+        ("activations", memory.activations),
+        ("recomputed", memory.working) if recomputing else ("logits", memory.logits),
+        ("gathered", memory.gathered),
+        ("buffers", memory.buffers),
+        ("context and fragmentation", memory.context + memory.fragmentation),
     )
-    return ", ".join(f"{name} {amount_text(size)}" for name, size in parts if size)
+    return ", ".join(f"{name} {amount_text(size)}" for name, size in parts if size >= 1)
 
 
 def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
@@ -104,7 +108,7 @@ def _micro_batches_reason(search: Search, chosen: Candidate) -> str:
     return f"{name}: as many as a replica's share of the batch allows{tail}"
 
 
-def _memory_reason(search: Search, memory: StageMemory | None) -> str:
+def _memory_reason(search: Search, memory: Memory | None) -> str:
     if memory is None:
         return ""
     text = (

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.counts import parameters
 from meshwright.models.families import family
+from meshwright.models.presets import PRESETS
 from meshwright.planner.communication import HIDDEN, traffic_of, weights_for
 from meshwright.planner.cost.accelerators import accelerator
-from meshwright.planner.cost.choices import Numbers, Work
 from meshwright.planner.cost.estimate import machine_for
+from meshwright.planner.job import Job
 from meshwright.planner.mesh import Dimension
 from meshwright.planner.placement import PlacingOptions, place
 from meshwright.planner.pricing import Pricer
@@ -25,7 +28,8 @@ LEVELS = ("domain", "rack", "zone")
 def pricer(model: str = "llama-3-70b", batch: int = 64, zero: int = 0, gpu: str = "H100-SXM5-80GB") -> Pricer:
     found = accelerator(gpu)
     assert found is not None
-    return Pricer(Work(family(model), 4096, batch), machine_for(found), zero, True, Numbers.BF16)
+    training = TrainingSpec(steps=1, global_batch_size=batch, sequence_length=4096, precision="bf16")
+    return Pricer(Job.made(PRESETS[model], training, ParallelismSpec(zero_stage=zero), 1), machine_for(found))
 
 
 def test_a_boundary_between_stages_carries_activations_and_their_gradients() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from meshwright.api.parallelism import ContextMethod
 from meshwright.layout import Layout
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.errors import PlanError
-from meshwright.planner.memory import Workload, stage_memory
 from meshwright.planner.placement import place
 from meshwright.planner.plan import make_plan
 from meshwright.planner.recost import groups_as_placed
@@ -21,6 +18,7 @@ from meshwright.planner.show import placement_lines
 from meshwright.planner.topology.place import Place
 from meshwright_worker.validate import validate
 from tests.planner.builders import inventory, racks, spec_of
+from tests.planner.test_memory import first
 
 CLUSTER = inventory(*racks(4, 4, 8))
 SHARED: dict[str, Any] = {"tensor": 2, "pipeline": 1, "context": 2, "microBatches": 2}
@@ -66,15 +64,16 @@ def test_a_row_too_short_for_its_ranks_is_refused() -> None:
 
 def test_ranks_that_share_a_row_keep_their_part_of_activations_and_share_states() -> None:
     model = PRESETS["llama-3-8b"]
-    asked = Workload(model, sequence_length=8192, micro_batch_size=1, micro_batches=1, zero_stage=3)
-    whole = stage_memory(asked, Layout(data=4), 0)
-    shared = stage_memory(replace(asked, context=4), Layout(data=1, context=4), 0)
-    assert (shared.parameters, shared.optimizer) == (whole.parameters, whole.optimizer)
+    asked: dict[str, Any] = {"sequence_length": 8192}
+    whole = first(model, Layout(data=4), **asked, parallelism={"zero_stage": 3})
+    shared = first(model, Layout(data=1, context=4), **asked, parallelism={"zero_stage": 3})
+    assert (shared.states, shared.gathered) == (whole.states, whole.gathered)
     assert shared.logits == whole.logits / 4
+    assert shared.activations == whole.activations / 4
     exchanged = 2 * 2048 * 2 * model.kv_heads * model.head_size * (4 + 4)
-    assert shared.activations == whole.activations / 4 + exchanged
-    ulysses = replace(asked, context=4, context_method=ContextMethod.ULYSSES)
-    assert stage_memory(ulysses, Layout(context=4), 0).activations == whole.activations / 4
+    assert shared.buffers - whole.buffers == exchanged
+    ulysses = first(model, Layout(context=4), **asked, parallelism={"zero_stage": 3, "context_method": "Ulysses"})
+    assert ulysses.buffers == whole.buffers
 
 
 def test_the_drawing_names_the_context_coordinate() -> None:

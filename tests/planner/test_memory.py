@@ -1,68 +1,109 @@
-"""Memory against textbook closed forms, against itself, and against the modules that are really trained."""
+"""What a job's ranks need, with its real settings: closed forms, what each setting does, the modules really trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.precision import Precision
-from meshwright.layout import Layout, split_layers
+from meshwright.api.training import TrainingSpec
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright.planner.memory import (
-    StageMemory,
-    Workload,
-    layer_activations,
-    rank_parameters,
-    stage_memory,
-    worst_stage,
-)
+from meshwright.planner.cost.activations import layer_activations
+from meshwright.planner.cost.memory import Memory, every_stage
+from meshwright.planner.errors import PlanError
+from meshwright.planner.job import Job
+from meshwright.planner.plan import make_plan
 from meshwright_worker.models.llama import DecoderStage
+from tests.planner.builders import inventory, racks, spec_of
 
 SEVEN = PRESETS["llama-2-7b"]
 
 
-def workload(model: Architecture = SEVEN, **changes: object) -> Workload:
-    values: dict[str, object] = {"sequence_length": 2048, "micro_batch_size": 1, "micro_batches": 1, **changes}
-    return Workload(model, **values)  # type: ignore[arg-type]
+def job(model: Architecture = SEVEN, layout: Layout | None = None, micro_batches: int = 1, **changes: Any) -> Job:
+    """A job with one sequence a micro-batch; `parallelism` and fields of `training` by keyword."""
+    parallelism = ParallelismSpec(**changes.pop("parallelism", {}))
+    length, rows = changes.pop("sequence_length", 2048), changes.pop("rows", 1)
+    data = (layout or Layout()).data
+    training = TrainingSpec(
+        steps=1,
+        global_batch_size=rows * data * micro_batches,
+        sequence_length=length,
+        **{"precision": "fp32"} | changes,
+    )
+    return Job.made(model, training, parallelism, data)
 
 
-def states(memory: StageMemory) -> int:
-    return memory.parameters + memory.gradients + memory.optimizer
+def stages(
+    model: Architecture = SEVEN, layout: Layout | None = None, micro_batches: int = 1, **changes: Any
+) -> list[Memory]:
+    layout = layout or Layout()
+    asked = job(model, layout, micro_batches, **changes)
+    return every_stage(asked.work, asked.choices(layout, micro_batches), asked.runtime)
+
+
+def first(*args: Any, **changes: Any) -> Memory:
+    return stages(*args, **changes)[0]
+
+
+def activations_of_a_layer(asked: Job, tensor: int = 1, *, mixture: bool = False, spread: bool = False) -> float:
+    """Bytes that one layer keeps of one token."""
+    model, split = asked.work.model, asked.parallelism.sequence and tensor > 1
+    rest = (asked.work.sequence_length, tensor, split, asked.numbers, asked.runtime, spread)
+    return layer_activations(model, mixture, *rest).kept
 
 
 def test_model_states_are_sixteen_bytes_a_parameter() -> None:
     model = SEVEN.model_copy(update={"vocab_size": 64_000})  # 7.0 billion, as in the paper's example: 112 GB
-    memory = stage_memory(workload(model), Layout(), 0)
-    assert states(memory) == 16 * model.parameters
-    assert states(memory) / 1e9 == pytest.approx(112, rel=0.01)
+    memory = first(model)
+    assert memory.states == 16 * model.parameters
+    assert memory.states / 1e9 == pytest.approx(112, rel=0.01)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 8, 64])
+@pytest.mark.parametrize("replicas", [2, 8, 64])
 def test_zero_divides_what_it_shards(replicas: int) -> None:
     layout, size = Layout(data=replicas), SEVEN.parameters
-    plain = stage_memory(workload(zero_stage=0), layout, 0)
-    second = stage_memory(workload(zero_stage=2), layout, 0)
-    third = stage_memory(workload(zero_stage=3), layout, 0)
-    assert states(plain) == 16 * size
-    if replicas == 1:
-        assert states(second) == states(third) == 16 * size
-        return
-    shard = -(-size // replicas)
-    assert (second.gradients, second.optimizer) == (4 * shard, 8 * shard)
-    assert second.parameters == 4 * shard + 4 * size
+    plain, one, two, three = (first(layout=layout, parallelism={"zero_stage": stage}) for stage in (0, 1, 2, 3))
+    assert plain.states == 16 * size
+    shard = size / replicas
+    # On flat shards parameters stay whole and gradients are until their step ends.
+    assert (one.parameters, one.gradients, one.optimizer) == (4 * size, 4 * size, pytest.approx(8 * shard))
+    assert (two.parameters, two.gradients, two.optimizer) == tuple(pytest.approx(n * shard) for n in (4, 4, 8))
+    assert two.gathered == 4 * size
     gathered = 2 * SEVEN.vocab_size * SEVEN.hidden_size + 2 * SEVEN.layer_parameters
-    assert third.parameters == 4 * shard + 4 * gathered
-    assert states(third) < states(second) < states(plain)
+    assert three.gathered == 4 * gathered
+    held = [memory.states + memory.gathered for memory in (plain, one, two, three)]
+    assert held == sorted(held, reverse=True)
+
+
+def test_a_single_replica_has_nobody_to_share_with() -> None:
+    assert all(first(parallelism={"zero_stage": stage}).states == 16 * SEVEN.parameters for stage in (1, 2, 3))
 
 
 def test_accumulating_gradients_are_whole_until_the_last_micro_batch() -> None:
-    memory = stage_memory(workload(zero_stage=2, micro_batches=4), Layout(data=8), 0)
-    assert memory.gradients == 4 * SEVEN.parameters
+    layout = Layout(data=8)
+    assert first(layout=layout, micro_batches=4, parallelism={"zero_stage": 2}).gradients == 4 * SEVEN.parameters
+    flat = {"zero_stage": 2, "data_parallel": {"strategy": "ZeRO"}}
+    reduced = first(layout=layout, micro_batches=4, parallelism=flat).gradients
+    assert reduced < SEVEN.parameters  # each micro-batch's are reduced, bucket by bucket
+    late = first(layout=Layout(pipeline=2, data=8), micro_batches=4, parallelism={**flat, "schedule": "ZBH1"})
+    assert late.gradients == first(layout=Layout(pipeline=2, data=8), micro_batches=4).gradients
+
+
+def test_shards_of_some_replicas_are_larger_than_of_all() -> None:
+    layout = Layout(data=8)
+    whole = first(layout=layout, parallelism={"zero_stage": 3})
+    half = first(layout=layout, parallelism={"zero_stage": 3, "data_parallel": {"shard_size": 4}})
+    assert half.optimizer == pytest.approx(2 * whole.optimizer)
+    second = first(layout=layout, parallelism={"zero_stage": 3, "data_parallel": {"reshard_size": 4}})
+    assert second.gathered - whole.gathered == pytest.approx(SEVEN.parameters)
 
 
 def test_activations_are_the_published_form_with_the_decoders_own_terms() -> None:
@@ -72,31 +113,122 @@ def test_activations_are_the_published_form_with_the_decoders_own_terms() -> Non
     model = SEVEN
     published = 34 - 2 + 8 + (8 * model.intermediate_size / model.hidden_size - 16)
     statistics = 2 * 4 + 4 * model.heads
-    ours = layer_activations(workload(model, precision=Precision.BF16), 1)
-    assert ours == pytest.approx(2048 * (published * model.hidden_size + statistics))
+    ours = activations_of_a_layer(job(precision="bf16"))
+    assert ours == pytest.approx(published * model.hidden_size + statistics)
 
 
 def test_sequence_parallelism_divides_all_but_the_gathered_inputs() -> None:
-    split = layer_activations(workload(precision=Precision.BF16), 8)
-    whole = layer_activations(workload(precision=Precision.BF16, sequence_parallel=False), 8)
-    alone = layer_activations(workload(precision=Precision.BF16), 1)
-    gathered = 2 * 2 * 2048 * 4096
+    split = activations_of_a_layer(job(precision="bf16"), 8)
+    whole = activations_of_a_layer(job(precision="bf16", parallelism={"sequence": False}), 8)
+    alone = activations_of_a_layer(job(precision="bf16"))
+    gathered = 2 * 2 * 4096
     assert split == pytest.approx(gathered + (alone - gathered) / 8, rel=1e-3)
     assert whole > split
 
 
 def test_earlier_stages_hold_more_micro_batches_in_flight() -> None:
-    layout = Layout(pipeline=4)
-    kept = [stage_memory(workload(micro_batches=16), layout, stage).activations for stage in (1, 2)]
-    assert kept[0] > kept[1]
-    few = [stage_memory(workload(micro_batches=1), layout, stage).activations for stage in (1, 2)]
-    assert few[0] == few[1]
+    several = stages(layout=Layout(pipeline=4), micro_batches=16)
+    assert several[1].activations > several[2].activations
+    few = stages(layout=Layout(pipeline=4), micro_batches=1)
+    assert few[1].activations == few[2].activations
 
 
-def test_gradients_are_reduced_beside_nothing_else() -> None:
-    memory = stage_memory(workload(sequence_length=8), Layout(data=2), 0)
-    assert memory.reduction == 4 * SEVEN.parameters
-    assert memory.total == states(memory) + memory.reduction
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+def test_every_schedule_of_the_runtime_is_counted(schedule: PipelineSchedule) -> None:
+    asked = {"schedule": schedule, "pipeline": 4}
+    held = stages(layout=Layout(pipeline=4), micro_batches=16, parallelism=asked)
+    classic = stages(layout=Layout(pipeline=4), micro_batches=16)
+    assert len(held) == 4
+    assert (held[0].activations < classic[0].activations) is (schedule is PipelineSchedule.NAIVE)
+    copies = schedule in (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW, PipelineSchedule.DUAL_PIPE)
+    assert (held[0].parameters > 1.5 * classic[0].parameters) is copies
+
+
+def test_an_automatic_schedule_holds_what_its_limit_allows() -> None:
+    roomy, tight = (
+        first(layout=Layout(pipeline=4), micro_batches=16, parallelism={"schedule": "Automatic", "activation_limit": n})
+        for n in (7, 2)
+    )
+    assert roomy.activations == pytest.approx(3.5 * tight.activations, rel=0.01)
+
+
+def test_an_uneven_split_is_counted_stage_by_stage() -> None:
+    asked = {"pipeline": 4, "layer_split": [4, 10, 10, 8]}
+    held = stages(layout=Layout(pipeline=4), micro_batches=16, parallelism=asked)
+    assert max(held, key=lambda memory: memory.total).stage == 1
+    folded = {"pipeline": 2, "schedule": "ZBV", "layer_split": [4, 6, 10, 12]}
+    there, back = stages(layout=Layout(pipeline=2), micro_batches=8, parallelism=folded)
+    assert there.parameters - 4 * 2 * SEVEN.vocab_size * SEVEN.hidden_size - 4 * SEVEN.norm_parameters == (
+        back.parameters
+    )
+
+
+SAVINGS: list[tuple[dict[str, Any], str]] = [
+    ({"activation_checkpointing": "Full"}, "activations"),
+    ({"activation_checkpointing": "Selective"}, "activations"),
+    ({"activation_checkpointing": "EveryK", "checkpoint_every": 4}, "activations"),
+    ({"activation_checkpointing": "Sqrt"}, "activations"),
+    ({"activation_offload": True}, "activations"),
+    ({"parallelism": {"rematerialize": True}}, "activations"),
+    ({"loss_chunk_tokens": 256}, "logits"),
+    ({"optimizer": {"offload": "CPU"}}, "optimizer"),
+    ({"optimizer": {"offload": "File", "offload_path": "/state"}}, "optimizer"),
+    ({"optimizer": {"name": "Muon"}}, "optimizer"),
+    ({"master_weights": False}, "master"),
+    ({"lora": {"rank": 16}}, "gradients"),
+]
+
+
+@pytest.mark.parametrize(("saving", "kind"), SAVINGS)
+def test_what_a_job_saves_is_not_counted(saving: dict[str, Any], kind: str) -> None:
+    held = {"layout": Layout(data=2), "micro_batches": 2, "sequence_length": 8192, "precision": "bf16"}
+    plain, saved = first(**held), first(**held, **saving)
+    assert getattr(saved, kind) < 0.8 * getattr(plain, kind)
+    assert saved.total < plain.total
+
+
+def test_offloaded_parameters_leave_what_is_gathered() -> None:
+    asked = {"layout": Layout(data=4), "parallelism": {"zero_stage": 3, "sequence": False}, "precision": "bf16"}
+    off = first(**asked, parameter_offload=True)
+    assert off.states == 0
+    assert off.gathered == first(**asked).gathered > 0
+
+
+def test_what_a_job_adds_is_counted() -> None:
+    asked: dict[str, Any] = {"layout": Layout(data=4), "precision": "bf16"}
+    plain = first(**asked)
+    outer = first(**asked, outer={"method": "DiLoCo"})
+    assert outer.optimizer == plain.optimizer + 8 * SEVEN.parameters
+    kept = first(**asked, parallelism={"data_parallel": {"compression": "PowerSGD"}})
+    assert kept.gradients == 2 * plain.gradients
+    assert first(**asked, attention_dropout=0.1).activations > 2 * plain.activations
+    double = first(layout=Layout(data=4), precision="fp64")
+    single = first(layout=Layout(data=4), precision="fp32")
+    assert double.states == 2 * single.states
+
+
+def test_gradients_wait_for_their_sum_bucket_by_bucket() -> None:
+    alone, several = first(layout=Layout()), first(layout=Layout(data=2))
+    table = SEVEN.vocab_size * SEVEN.hidden_size
+    assert several.buffers - alone.buffers == 4 * 2 * table
+    large = first(layout=Layout(data=2), parallelism={"data_parallel": {"bucket_elements": 10**9}})
+    assert large.buffers - alone.buffers == 4 * 10**9
+
+
+def test_a_job_is_admitted_by_what_it_will_really_hold() -> None:
+    cluster = inventory(*racks(1, 1, 8))
+    asked: dict[str, Any] = {
+        "model": {"preset": "llama-3-8b"},
+        "replicas": 8,
+        "workers": {"image": "worker", "gpusPerWorker": 8},
+        "parallelism": {"tensor": 1, "pipeline": 1, "microBatches": 1, "zeroStage": 3},
+    }
+    training: dict[str, Any] = {"steps": 1, "globalBatchSize": 8, "sequenceLength": 16384, "precision": "bf16"}
+    with pytest.raises(PlanError, match="does not fit") as refused:
+        make_plan(spec_of(**asked, training={**training, "activationCheckpointing": "None"}), cluster)
+    assert "activations" in str(refused.value)
+    saved = spec_of(**asked, training={**training, "activationCheckpointing": "Full", "lossChunkTokens": 1024})
+    assert make_plan(saved, cluster).memory is not None
 
 
 architectures = st.builds(
@@ -118,25 +250,21 @@ architectures = st.builds(
 @given(
     architectures,
     st.builds(Layout, tensor=st.sampled_from([1, 2]), pipeline=st.integers(1, 8), data=st.integers(1, 4)),
-    st.integers(1, 32),
-    st.sampled_from([0, 2, 3]),
-    st.sampled_from(list(Precision)),
+    st.sampled_from([1, 8, 32]),
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from([Precision.FP32, Precision.BF16]),
+    st.sampled_from(list(PipelineSchedule)),
 )
 def test_the_worst_stage_is_the_worst_of_all(
-    model: Architecture, layout: Layout, micro_batches: int, zero: int, precision: Precision
+    model: Architecture, layout: Layout, micro_batches: int, zero: int, precision: Precision, schedule: PipelineSchedule
 ) -> None:
-    asked = workload(model, micro_batches=micro_batches, zero_stage=zero, precision=precision)
-    every = [stage_memory(asked, layout, stage).total for stage in range(layout.pipeline)]
-    assert worst_stage(asked, layout).total == max(every)
-
-
-@given(architectures, st.integers(1, 8), st.booleans())
-def test_stages_hold_every_parameter_once(model: Architecture, pipeline: int, tied: bool) -> None:
-    model = model.model_copy(update={"tie_embeddings": tied and pipeline == 1})
-    layout = Layout(pipeline=pipeline)
-    split = split_layers(model.layers, pipeline)
-    total = sum(rank_parameters(model, layout, stage, len(split[stage])) for stage in range(pipeline))
-    assert total == model.parameters
+    asked = {"zero_stage": zero, "schedule": schedule}
+    if 2 * layout.pipeline > model.layers:
+        return
+    every = stages(model, layout, micro_batches, parallelism=asked, precision=precision)
+    own = job(model, layout, micro_batches, parallelism=asked, precision=precision)
+    assert own.memory(layout, micro_batches).total == max(memory.total for memory in every)
+    assert all(value >= 0 for memory in every for value in (memory.states, memory.activations, memory.buffers))
 
 
 SMALL = Architecture(layers=3, hidden_size=256, intermediate_size=512, heads=8, kv_heads=2, vocab_size=512)
@@ -171,13 +299,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [(Precision.FP32, torch.float32), (Precision.BF16, torch.bfloat16)])
-def test_a_layer_keeps_what_autograd_keeps_of_the_real_one(precision: Precision, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_layer_keeps_what_autograd_keeps_of_the_real_one(precision: str, dtype: torch.dtype) -> None:
     more = SMALL.model_copy(update={"layers": 4})
     measured = kept_by_autograd(more, dtype) - kept_by_autograd(SMALL, dtype)
-    asked = workload(SMALL, sequence_length=64, micro_batch_size=2, precision=precision)
-    copies = 2 * SMALL.layer_parameters if precision is Precision.BF16 else 0
-    assert measured == layer_activations(asked, 1) + copies
-    assert stage_memory(asked, Layout(), 0).activations == 3 * layer_activations(asked, 1) + (
-        2 * SMALL.parameters if copies else 0
-    )
+    asked: dict[str, Any] = {"sequence_length": 64, "rows": 2, "precision": precision}
+    copies = 2 * SMALL.layer_parameters if precision == "bf16" else 0
+    assert measured == 128 * activations_of_a_layer(job(SMALL, **asked)) + copies
+    held, grown = first(SMALL, **asked), first(more, **asked)
+    assert grown.activations - held.activations == measured - copies
+    if copies:
+        assert grown.parameters - held.parameters == copies

@@ -8,23 +8,14 @@ import pytest
 import torch
 
 from meshwright.api.mixture import MixtureSpec
-from meshwright.api.precision import Precision
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.errors import PlanError
-from meshwright.planner.memory import (
-    Workload,
-    expert_parameters,
-    layer_activations,
-    mixture_activations,
-    rank_parameters,
-    stage_memory,
-)
 from meshwright.planner.plan import make_plan
 from meshwright_worker.validate import validate
 from tests.planner.builders import inventory, racks, spec_of
-from tests.planner.test_memory import kept_by_autograd, one_thread
+from tests.planner.test_memory import activations_of_a_layer, first, job, kept_by_autograd, one_thread
 
 __all__ = ["one_thread"]
 
@@ -75,24 +66,12 @@ def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], text: str) ->
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("pipeline", [1, 4])
-@pytest.mark.parametrize("expert", [1, 2, 8])
-def test_ranks_hold_every_parameter_once(pipeline: int, expert: int) -> None:
-    layout = Layout(pipeline=pipeline, data=8, expert=expert)
-    layers = MIXTRAL.layers // pipeline
-    total = 0
-    for stage in range(pipeline):
-        experts = expert_parameters(MIXTRAL, layout, stage)
-        total += rank_parameters(MIXTRAL, layout, stage, layers) - experts + experts * expert
-    assert total == MIXTRAL.parameters
-
-
 def test_zero_shards_experts_over_their_own_replicas() -> None:
-    asked = Workload(MIXTRAL, 4096, 1, 1, zero_stage=2, precision=Precision.BF16)
-    whole, spread = (stage_memory(asked, Layout(data=8, expert=expert), 0) for expert in (1, 8))
+    asked: dict[str, Any] = {"parallelism": {"zero_stage": 2}, "precision": "bf16", "sequence_length": 4096}
+    whole, spread = (first(MIXTRAL, Layout(data=8, expert=expert), **asked) for expert in (1, 8))
     # Spread over all replicas or sharded over them, an expert's state takes an eighth; only gathered copies differ.
-    assert spread.optimizer == whole.optimizer
-    assert spread.parameters < whole.parameters / 3
+    assert spread.optimizer == pytest.approx(whole.optimizer)
+    assert spread.gathered < whole.gathered / 3
 
 
 SMALL = Architecture(
@@ -109,8 +88,5 @@ SMALL = Architecture(
 def test_a_mixture_keeps_about_what_autograd_keeps_of_the_real_one() -> None:
     more = SMALL.model_copy(update={"layers": 4})
     measured = kept_by_autograd(more, torch.float32) - kept_by_autograd(SMALL, torch.float32)
-    asked = Workload(SMALL, 64, 2, 1)
-    dense = 2 * 64 * 4 * 4 * SMALL.intermediate_size
-    assert layer_activations(asked, 1) - dense + mixture_activations(asked, Layout()) == pytest.approx(
-        measured, rel=0.1
-    )
+    asked = job(SMALL, sequence_length=64, rows=2)
+    assert 128 * activations_of_a_layer(asked, mixture=True) == pytest.approx(measured, rel=0.1)

@@ -46,8 +46,8 @@ def test_the_smallest_tensor_degree_that_fits_memory_is_chosen_and_explained() -
     plan = make_plan(spec_of(model={"preset": "llama-3-8b"}, **LARGE), H100)
     assert plan.layout == Layout(4, 1, 2)
     assert plan.memory is not None
-    assert plan.memory.total < 0.9 * 81559 * 2**20
-    assert any("TP 2 needs" in reason and "usable are 71.7 GiB" in reason for reason in plan.reasons)
+    assert plan.memory.total < 0.97 * 81559 * 2**20
+    assert any("TP 2 needs" in reason and "usable are 77.3 GiB" in reason for reason in plan.reasons)
 
 
 def test_a_model_beyond_one_domain_gets_a_pipeline_with_enough_micro_batches() -> None:

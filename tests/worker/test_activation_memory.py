@@ -11,10 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.activations import kept_bytes, layer_activations
 from meshwright.planner.cost.choices import Choices, Recompute
-from meshwright.planner.memory import Workload, layer_activations
+from meshwright.planner.job import Job
 from meshwright_worker.data.batch import Batch, Places
 from meshwright_worker.memory.apply import save_memory
 from meshwright_worker.models.dropout import Slice, drop_out
@@ -95,17 +98,18 @@ def test_a_group_keeps_its_input(how: HOW, every: int, recompute: Recompute) -> 
     assert kept == pytest.approx(groups * TOKENS * MODEL.hidden_size * 4, rel=0.05)
 
 
-def test_without_checkpointing_layers_keep_what_the_planner_counts() -> None:
-    asked = Workload(MODEL, LENGTH, ROWS, 1)
-    assert kept_by_layers(stage_with()) == pytest.approx(MODEL.layers * layer_activations(asked, 1), rel=0.05)
-
-
-def test_selective_checkpointing_keeps_products_and_attention() -> None:
-    kept = kept_by_layers(stage_with(activation_checkpointing=HOW.SELECTIVE))
-    hidden, keys = MODEL.hidden_size, MODEL.kv_heads * MODEL.head_size
-    # The layer's input; query, key and value; attention's output and log-sum-exp; its projection; gate, up and down.
-    wide = hidden + (hidden + 2 * keys) + hidden + MODEL.heads + hidden + 2 * MODEL.intermediate_size + hidden
-    assert kept == pytest.approx(MODEL.layers * TOKENS * wide * 4, rel=0.05)
+@pytest.mark.parametrize(
+    ("how", "every"), [(HOW.NONE, 1), (HOW.SELECTIVE, 1), (HOW.FULL, 1), (HOW.EVERY_K, 4), (HOW.SQRT, 1)]
+)
+def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
+    spec = TrainingSpec(
+        steps=1, global_batch_size=ROWS, sequence_length=LENGTH, activation_checkpointing=how, checkpoint_every=every
+    )
+    job = Job.made(MODEL, spec, ParallelismSpec(), 1)
+    each = layer_activations(job.work.model, False, LENGTH, 1, False, job.numbers, job.runtime)
+    counted = TOKENS * kept_bytes(each, MODEL.layers, job.choices(Layout(), 1))
+    kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
+    assert kept == pytest.approx(counted, rel=0.05)
 
 
 def gradients(stage: DecoderStage) -> list[torch.Tensor]:

@@ -141,7 +141,7 @@ def _lost(
         plan.layout.world_size,
         techniques=techniques,
         pins=_given(spec),
-        numbers=pricer.numbers,
+        numbers=pricer.job.numbers,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
     return neighbours(request, chosen)
@@ -169,7 +169,7 @@ def _wider(
         gpus,
         objective=objective,
         techniques=techniques,
-        numbers=pricer.numbers,
+        numbers=pricer.job.numbers,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
     try:

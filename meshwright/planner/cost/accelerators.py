@@ -53,7 +53,7 @@ class Accelerator:
 
     def peak(self, numbers: Numbers) -> float:
         """Peak FLOP/s in a number format."""
-        if numbers is Numbers.FP32:
+        if numbers in (Numbers.FP32, Numbers.FP64):
             return self.single
         return self.fp8 if numbers is Numbers.FP8 else self.half
 

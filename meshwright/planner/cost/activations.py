@@ -14,6 +14,11 @@ from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.choices import Choices, Numbers, Recompute
 from meshwright.planner.cost.runtime import Runtime
 
+INDEX = 8.0
+"""Bytes of a row's number."""
+ROUTER_TENSORS = 4
+"""fp32 numbers a token and expert that this runtime's router keeps: logits, scores, and what two losses need."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
@@ -25,6 +30,8 @@ class LayerActivations:
     """Of `kept`, attention's scores: what selective recomputation leaves out."""
     boundary: float
     """The layer's input alone."""
+    selected: float = 0.0
+    """With selective recomputation."""
 
 
 @lru_cache(maxsize=65536)
@@ -36,21 +43,52 @@ def layer_activations(
     sequence_parallel: bool,
     numbers: Numbers,
     runtime: Runtime,
+    spread: bool = True,
 ) -> LayerActivations:
-    """The count for one kind of layer."""
-    element = 4.0 if numbers is Numbers.FP32 else 2.0
+    """The count for one kind of layer; `spread` says whether a mixture's experts are spread over ranks."""
+    element = numbers.bytes
     stored = 1.0 if numbers is Numbers.FP8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
     inputs = 2 * stored * model.hidden
-    whole = model.hidden * (2 * runtime.norm_input + 2 * mask)
+    whole = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden
     if sequence_parallel:
         whole /= tensor
         inputs /= 1 if runtime.keeps_gathered else tensor
     core = 0.0 if runtime.flash else model.heads * sequence * (2 * element + mask) / tensor
     attention = _attention(model, element, runtime)
     split = (attention + _feed_forward(model, mixture, stored, element, runtime)) / tensor
+    routed = _routed(model, stored, element, runtime) if mixture else 0.0
+    if not runtime.copies_routed or (spread and sequence_parallel):
+        routed /= tensor
     boundary = element * model.hidden / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
-    return LayerActivations(whole + inputs + split + core, core, boundary)
+    kept = whole + inputs + split + routed + core
+    if not runtime.selects_products:
+        return LayerActivations(kept, core, boundary, (kept - core) * runtime.selective_part)
+    # The layer's input, what goes into attention, what comes out of it, and what its products and those behind it give.
+    given = element * (_width(model, mixture) + _keyed(model)) / tensor + 2 * element * model.hidden
+    return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + given + core))
+
+
+def _norm(model: Transformer, element: float, runtime: Runtime) -> float:
+    """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
+    if not runtime.keeps_normed:
+        return model.hidden * runtime.norm_input
+    return model.hidden * (max(element, runtime.norm_input) + element) + 4.0
+
+
+def _keyed(model: Transformer) -> int:
+    """Outputs of latent attention's products that are not attention's inputs yet."""
+    latent = model.latent
+    return 0 if latent is None else latent.query_rank + latent.kv_rank
+
+
+def _width(model: Transformer, mixture: bool) -> int:
+    """Outputs of a feed-forward layer's first products, and a mixture's routed rows that come back."""
+    columns, experts = 2 if model.gated else 1, model.experts
+    if not mixture or experts is None:
+        return columns * model.intermediate
+    routed = experts.per_token * (columns * experts.intermediate + model.hidden)
+    return columns * experts.shared_intermediate + routed + experts.count
 
 
 def _attention(model: Transformer, element: float, runtime: Runtime) -> float:
@@ -68,34 +106,43 @@ def _attention(model: Transformer, element: float, runtime: Runtime) -> float:
 
 
 def _feed_forward(model: Transformer, mixture: bool, stored: float, element: float, runtime: Runtime) -> float:
-    """Inputs of the activation function and of the second product; a mixture's copies of its tokens."""
+    """Inputs of the activation function and of the second product."""
     per_width = (2 * element if model.gated else element) + stored
     if model.gated and not runtime.fused:
         per_width += element
     experts = model.experts
     if not mixture or experts is None:
         return per_width * model.intermediate
-    width = experts.shared_intermediate + experts.per_token * experts.intermediate
+    return per_width * (experts.shared_intermediate + experts.per_token * experts.intermediate)
+
+
+def _routed(model: Transformer, stored: float, element: float, runtime: Runtime) -> float:
+    """Copies of a token for its experts, what they give back, and what the router keeps."""
+    experts = model.experts
+    if experts is None:
+        return 0.0
     copies = experts.per_token * model.hidden * (stored + element)
-    return per_width * width + copies + 4.0 * experts.count
+    if not runtime.copies_routed:
+        return copies + 4.0 * experts.count
+    return copies + experts.per_token * 2 * INDEX + ROUTER_TENSORS * 4.0 * experts.count
 
 
-def kept_bytes(per_token: LayerActivations, layers: int, choices: Choices, runtime: Runtime) -> float:
+def kept_bytes(per_token: LayerActivations, layers: int, choices: Choices) -> float:
     """Bytes per token that `layers` layers keep until their backward pass."""
     how = choices.recompute
     if how is Recompute.NONE:
         return layers * per_token.kept
     if how is Recompute.SELECTIVE:
-        return layers * (per_token.kept - per_token.core) * runtime.selective_part
+        return layers * per_token.selected
     again = min(layers, choices.recompute_layers) if choices.recompute_layers is not None else layers
     groups = -(-again // choices.recompute_group(again)) if again else 0
     return groups * per_token.boundary + (layers - again) * per_token.kept
 
 
-def working_bytes(per_token: LayerActivations, layers: int, choices: Choices) -> float:
+def working_bytes(per_token: LayerActivations, layers: int, choices: Choices, runtime: Runtime) -> float:
     """Bytes per token that one backward pass needs beside what was kept: the group that is being recomputed."""
     if choices.recompute is Recompute.SELECTIVE:
-        return per_token.core
+        return per_token.kept - per_token.selected if runtime.selects_products else per_token.core
     if choices.recompute in (Recompute.FULL, Recompute.SQRT):
         return min(layers, choices.recompute_group(layers)) * per_token.kept
     return 0.0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from meshwright.api.parallelism import ContextMethod as ContextMethod
 from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.settings import DEFAULT, Settings
 
 
 class Recompute(StrEnum):
@@ -35,6 +36,16 @@ class Schedule(StrEnum):
     ZB_V = "zb-v"
     DUAL_PIPE = "dualpipe"
     DUAL_PIPE_V = "dualpipe-v"
+    NAIVE = "naive"
+    AUTOMATIC = "automatic"
+    PIPEDREAM = "pipedream"
+    PIPEDREAM_2BW = "pipedream-2bw"
+
+
+STALE = frozenset({Schedule.PIPEDREAM, Schedule.PIPEDREAM_2BW})
+"""Schedules that never drain: nobody waits, and a rank keeps several versions of its weights."""
+SEARCHED = tuple(s for s in Schedule if s not in STALE and s not in (Schedule.NAIVE, Schedule.AUTOMATIC))
+"""Schedules that a search tries: synchronous, and with a closed form of their own."""
 
 
 class Numbers(StrEnum):
@@ -44,6 +55,15 @@ class Numbers(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
+    FP64 = "fp64"
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a number between products; fp8 is for products alone."""
+        return _BYTES[self]
+
+
+_BYTES = {Numbers.FP64: 8.0, Numbers.FP32: 4.0, Numbers.BF16: 2.0, Numbers.FP16: 2.0, Numbers.FP8: 2.0}
 
 
 class Offload(StrEnum):
@@ -105,6 +125,7 @@ class Choices:
     offload_optimizer: Offload = Offload.NONE
     offload_activations: Offload = Offload.NONE
     numbers: Numbers = Numbers.BF16
+    settings: Settings = DEFAULT
 
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "pipeline", "virtual_stages", "expert", "data"):

@@ -55,14 +55,19 @@ class LayerTime:
     backward_weight: float
     core: float
     """Of `forward`, attention's core: what selective recomputation runs again."""
+    elementwise: float
+    """Of `forward`, what is no matrix product and no attention."""
 
-    def recomputed(self, how: Recompute, kept: float) -> float:
-        """Seconds of what runs again before the backward pass; `kept` is the part that selective keeps."""
+    def recomputed(self, how: Recompute, runtime: Runtime) -> float:
+        """Seconds of what runs again before the backward pass."""
         if how is Recompute.NONE:
             return 0.0
-        if how is Recompute.SELECTIVE:
-            return self.core if kept >= 1.0 else (1.0 - kept) * (self.forward - self.core)
-        return self.forward
+        if how is not Recompute.SELECTIVE:
+            return self.forward
+        if runtime.selects_products:
+            return self.elementwise
+        kept = runtime.selective_part
+        return self.core if kept >= 1.0 else (1.0 - kept) * (self.forward - self.core)
 
 
 @lru_cache(maxsize=65536)
@@ -76,6 +81,7 @@ def layer_time(shape: Shape, gpu: Accelerator, runtime: Runtime) -> LayerTime:
         backward_input=products + core_backward + moved,
         backward_weight=products + runtime.kernels / 2 * KERNEL_GAP,
         core=core_forward,
+        elementwise=moved,
     )
 
 
@@ -109,8 +115,8 @@ def products_of(shape: Shape) -> list[tuple[float, float, float, float]]:
 
 
 def _product(m: float, n: float, k: float, count: float, numbers: Numbers, gpu: Accelerator) -> float:
-    element = 4.0 if numbers is Numbers.FP32 else 1.0 if numbers is Numbers.FP8 else 2.0
-    moved = element * (m * k + k * n) + (4.0 if numbers is Numbers.FP32 else 2.0) * m * n
+    element = 1.0 if numbers is Numbers.FP8 else numbers.bytes
+    moved = element * (m * k + k * n) + numbers.bytes * m * n
     flops = 2.0 * m * n * k
     return count * (flops / (gpu.peak(numbers) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
 

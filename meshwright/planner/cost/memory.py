@@ -1,7 +1,7 @@
 """Bytes on each rank of every pipeline stage, by what holds them; the worst stage is found, not assumed.
 
-States follow ZeRO (arXiv 1910.02054, section 3) with the runtime's bytes per parameter; activations follow
-`activations`, times the micro-batches that the schedule keeps in flight on each stage.
+The one account of memory: the search, the operator's admission of a job and `meshwright plan` all ask here. States are
+`states`; activations follow `activations`, times the micro-batches that the schedule keeps in flight on each stage.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.planner.cost.activations import LayerActivations, kept_bytes, layer_activations, working_bytes
-from meshwright.planner.cost.choices import Choices, ContextMethod, Numbers, Offload, Recompute, Schedule, Work
+from meshwright.planner.cost.choices import Choices, ContextMethod, Numbers, Offload, Recompute, Work
+from meshwright.planner.cost.flight import held
 from meshwright.planner.cost.runtime import Runtime
 from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
-from meshwright.schedules.closed_forms import in_flight
-
-DOUBLE = frozenset({Schedule.DUAL_PIPE})
-"""Schedules that hold every parameter on two ranks."""
+from meshwright.planner.cost.states import FP32, States, states_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +23,29 @@ class Memory:
 
     stage: int
     parameters: float
+    """As compute uses them; every micro-batch in flight may keep its own copies."""
+    master: float
+    """What updates add up in, where compute has another format."""
     gradients: float
     optimizer: float
-    """Master copies and moments."""
+    """Moments, and an outer optimizer's state."""
     activations: float
     """Kept from forward to backward, of all micro-batches in flight."""
     working: float
     """What a backward pass recomputes, at its largest."""
     logits: float
     gathered: float
-    """ZeRO-3's gathered parameters and the gradients that wait for their reduction."""
+    """Other replicas' parts of parameters, and of gradients that wait for their reduction."""
     buffers: float
-    """Sends and receives between stages, and tokens on their way to experts."""
+    """Sends and receives between stages, tokens on their way to experts, a bucket of gradients."""
     context: float
     """CUDA context, libraries, communicators."""
     fragmentation: float
 
     @property
     def states(self) -> float:
-        """Parameters, gradients and optimizer state."""
-        return self.parameters + self.gradients + self.optimizer
+        """Parameters, their masters, gradients and optimizer state."""
+        return self.parameters + self.master + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
@@ -54,8 +55,13 @@ class Memory:
             self.states + self.activations + working + self.gathered + self.buffers + self.context + self.fragmentation
         )
 
+    @property
+    def counted(self) -> float:
+        """Of the peak, what tensors take: without context and fragmentation."""
+        return self.total - self.context - self.fragmentation
 
-_Parts = tuple[int, float, float, float, float, float, float, float, float, float, float]
+
+_Parts = tuple[int, float, float, float, float, float, float, float, float, float, float, float]
 
 
 class _Common(NamedTuple):
@@ -72,8 +78,6 @@ class _Common(NamedTuple):
     experts: float
     """The same of a mixture's."""
     logits: float
-    replicas: int
-    expert_replicas: int
 
 
 def worst_stage(work: Work, choices: Choices, runtime: Runtime) -> Memory:
@@ -95,119 +99,119 @@ def every_stage(work: Work, choices: Choices, runtime: Runtime) -> list[Memory]:
 
 def _common(work: Work, choices: Choices, runtime: Runtime) -> _Common:
     model, tensor, numbers = work.model, choices.tensor, choices.numbers
-    rest = (work.sequence_length, tensor, choices.sequence_parallel, numbers, runtime)
+    rest = (work.sequence_length, tensor, choices.sequence_parallel, numbers, runtime, choices.expert > 1)
     dense = layer_activations(model, False, *rest)
     mixed = layer_activations(model, True, *rest) if model.experts is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
-    element = 4.0 if numbers is Numbers.FP32 else 2.0
-    per_logit = runtime.loss_bytes if tensor == 1 else runtime.split_loss_bytes
+    element = numbers.bytes
     # Whole inputs and partial outputs of one layer's products, and their gradients, beside the split ones.
     whole = 4.0 * element * tokens * model.hidden if tensor > 1 else 0.0
     experts = 0.0
     if model.experts is not None and choices.expert > 1:
         # Tokens sent to experts and received from other ranks.
         experts = 2.0 * tokens * model.experts.per_token * model.hidden * element / tensor
-    waiting = choices.micro_batches if runtime.receives_every_micro_batch else 2
     return _Common(
         tokens=tokens,
         dense=dense,
         mixed=mixed,
-        sends=waiting * tokens * dense.boundary,
-        layer=whole + _context_buffers(work, choices, tokens, element),
+        sends=2 * tokens * dense.boundary,
+        layer=whole + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
         experts=experts,
-        logits=tokens * model.vocab / tensor * per_logit,
-        replicas=choices.replicas,
-        expert_replicas=max(1, choices.replicas // choices.expert),
+        logits=_logits(work, choices, runtime, tokens),
     )
+
+
+def _logits(work: Work, choices: Choices, runtime: Runtime, tokens: int) -> float:
+    """Bytes of one micro-batch's logits, or of a chunk's beside the gradients that a chunked loss makes at once."""
+    width = work.model.vocab / choices.tensor
+    per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
+    if choices.numbers is Numbers.FP64:
+        per_logit *= 2.0
+    chunk = choices.settings.loss_chunk
+    if chunk is None or chunk >= tokens:
+        return tokens * width * per_logit
+    gradients = max(FP32, choices.numbers.bytes) * width * work.model.hidden
+    return chunk * width * per_logit + gradients + choices.numbers.bytes * tokens * work.model.hidden
 
 
 def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common: _Common) -> _Parts:
     """The fields of `Memory` for the ranks of one stage, in its order."""
     own = stage_parameters(work.model, stage, choices.tensor, choices.expert)
-    parameters, gradients, optimizer, gathered = _states(own, choices, runtime, common)
+    states = states_of(own, choices, runtime, stage)
     kept, working = _activations(work, choices, runtime, stage, common)
-    flight = in_flight(
-        choices.schedule.value, choices.pipeline, choices.micro_batches, choices.virtual_stages, stage.rank
-    )
+    flight = held(choices, stage.rank)
     activations = flight * kept
-    if runtime.casts_per_micro_batch and choices.zero_stage == 0 and choices.numbers is not Numbers.FP32:
-        parameters, activations = 0.0, activations + flight * parameters
+    parameters = states.parameters
+    if states.cast:
+        copies, again = _casts(own, choices, states, stage)
+        parameters, working = parameters + flight * copies, working + again
     if choices.offload_activations is not Offload.NONE:
-        activations = min(activations, 2 * kept / max(1, stage.layers))
+        ahead = 2 * choices.recompute_group(stage.layers) if choices.recompute is not Recompute.NONE else 2
+        activations = min(activations, ahead * kept / max(1, stage.layers))
     logits = common.logits if stage.output else 0.0
     neighbours = (stage.rank > 0) + (stage.rank < choices.pipeline - 1)
-    buffers = neighbours * common.sends + common.layer + (common.experts if stage.mixtures else 0.0)
+    buffers = neighbours * common.sends + common.layer + (common.experts if stage.mixtures else 0.0) + states.bucket
     if choices.numbers is Numbers.FP8:
         buffers += runtime.fp8_weights * own.total
     transient = working if working > logits else logits
-    held = parameters + gradients + optimizer + activations + transient + gathered + buffers
+    used = parameters + states.master + states.gradients + states.optimizer + activations + transient
+    used += states.gathered + buffers
     return (
         stage.rank,
         parameters,
-        gradients,
-        optimizer,
+        states.master,
+        states.gradients,
+        states.optimizer,
         activations,
         working,
         logits,
-        gathered,
+        states.gathered,
         buffers,
         runtime.context,
-        runtime.fragmentation * held,
+        runtime.fragmentation * used,
     )
 
 
 def _total(parts: _Parts) -> float:
-    _, parameters, gradients, optimizer, activations, working, logits, gathered, buffers, context, lost = parts
-    return parameters + gradients + optimizer + activations + max(working, logits) + gathered + buffers + context + lost
+    _, parameters, master, gradients, optimizer, activations, working, logits, *rest = parts
+    return parameters + master + gradients + optimizer + activations + max(working, logits) + sum(rest)
 
 
-def _states(
-    own: StageParameters, choices: Choices, runtime: Runtime, common: _Common
-) -> tuple[float, float, float, float]:
-    """Bytes of (parameters, gradients, optimizer state, what is gathered).
-
-    ZeRO-1 shards optimizer state, ZeRO-2 gradients too unless micro-batches accumulate in whole ones, ZeRO-3
-    parameters too: it then gathers one unit and the next, or, in a pipeline, where gathering for every micro-batch
-    may cost more than it saves, a whole stage once.
-    """
-    copies = 2.0 if choices.schedule in DOUBLE else 1.0
-    zero, whole = choices.zero_stage, own.dense + own.experts
-    shard = own.dense / common.replicas + own.experts / common.expert_replicas
-    single = choices.numbers is Numbers.FP32
-    weights, master = (4.0, runtime.optimizer - 4.0) if single else (runtime.weights, runtime.optimizer)
-    optimizer = master * (shard if zero else whole)
-    if choices.offload_optimizer is not Offload.NONE:
-        optimizer = 0.0
-    if zero == 3:
-        stored = 4.0 if single else runtime.sharded_weights
-        pipelined = choices.pipeline > 1 and runtime.gathers_stage_once
-        unit = whole if pipelined else min(whole, 2 * own.largest_unit)
-        reduced = runtime.reduced * (whole if pipelined else min(whole, own.largest_unit))
-        gathered = copies * (weights * unit + reduced)
-        accumulated = whole if runtime.accumulates_whole and choices.micro_batches > 1 else shard
-        return copies * stored * shard, copies * runtime.gradients * accumulated, optimizer, gathered
-    sharded_gradients = zero == 2 and (choices.micro_batches == 1 or runtime.reduces_every_micro_batch)
-    gradients = copies * runtime.gradients * (shard if sharded_gradients else whole)
-    return copies * weights * whole, gradients, optimizer, 0.0
+def _casts(own: StageParameters, choices: Choices, states: States, stage: Stage) -> tuple[float, float]:
+    """Bytes of copies in the format of compute: (kept by each micro-batch in flight, made while it is recomputed)."""
+    if choices.recompute is Recompute.NONE and not choices.settings.rematerialize:
+        return states.cast, 0.0
+    tables = states.cast * min(1.0, own.tables / max(1.0, own.total))
+    if choices.settings.rematerialize:
+        return 0.0, states.cast
+    group = 1 if choices.recompute is Recompute.SELECTIVE else choices.recompute_group(stage.layers)
+    return tables, (states.cast - tables) * min(1.0, group / max(1, stage.layers))
 
 
 def _activations(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common: _Common) -> tuple[float, float]:
     """Bytes of one micro-batch on a rank of the stage: (kept until its backward pass, recomputed at once)."""
     kept = working = 0.0
     if stage.dense:
-        kept = kept_bytes(common.dense, stage.dense, choices, runtime)
-        working = working_bytes(common.dense, stage.dense, choices)
+        kept = kept_bytes(common.dense, stage.dense, choices)
+        working = working_bytes(common.dense, stage.dense, choices, runtime)
     if stage.mixtures:
-        kept += kept_bytes(common.mixed, stage.mixtures, choices, runtime)
-        working = max(working, working_bytes(common.mixed, stage.mixtures, choices))
+        kept += kept_bytes(common.mixed, stage.mixtures, choices)
+        working = max(working, working_bytes(common.mixed, stage.mixtures, choices, runtime))
     if stage.output:
-        kept += work.model.prediction_layers * kept_bytes(common.mixed, 1, choices, runtime)
+        kept += work.model.prediction_layers * kept_bytes(common.mixed, 1, choices)
         kept += common.dense.boundary if choices.recompute is Recompute.NONE else 0.0
+    if choices.settings.rematerialize:
+        # A stage's input is what it keeps, and one of a rank's stages is computed again at a time.
+        working += kept / choices.virtual_stages
+        kept = choices.virtual_stages * common.dense.boundary
     return common.tokens * kept, common.tokens * working
 
 
 def _context_buffers(work: Work, choices: Choices, tokens: int, element: float) -> float:
-    """Other ranks' keys and values of one layer: all of them when gathered, one neighbour's and the next in a ring."""
+    """Other ranks' keys and values of one layer: all of them when gathered, one neighbour's and the next in a ring.
+
+    `element` is what a number takes, its gradient included where that travels too.
+    """
     if choices.context == 1 or choices.context_method is ContextMethod.ULYSSES:
         return 0.0
     model = work.model

@@ -117,10 +117,17 @@ def offload_seconds(work: Work, choices: Choices, machine: Machine, stage: Stage
 def _activation_bytes(work: Work, choices: Choices, machine: Machine, stage: Stage) -> float:
     """Bytes that one micro-batch leaves on a rank of a stage until its backward pass."""
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
-    rest = (work.sequence_length, choices.tensor, choices.sequence_parallel, choices.numbers, machine.runtime)
+    rest = (
+        work.sequence_length,
+        choices.tensor,
+        choices.sequence_parallel,
+        choices.numbers,
+        machine.runtime,
+        choices.expert > 1,
+    )
     kinds = ((False, stage.dense), (True, stage.mixtures))
     return tokens * sum(
-        kept_bytes(layer_activations(work.model, mixture, *rest), layers, choices, machine.runtime)
+        kept_bytes(layer_activations(work.model, mixture, *rest), layers, choices)
         for mixture, layers in kinds
         if layers
     )

@@ -54,14 +54,18 @@ class Runtime:
     """The same where tensor parallelism splits the vocabulary."""
     keeps_gathered: bool = False
     """Whether sequence parallelism's gathered inputs are kept for the backward pass instead of gathered again."""
-    accumulates_whole: bool = False
-    """Whether ZeRO-3 accumulates whole gradients over micro-batches and scatters them once."""
     gathers_stage_once: bool = False
     """Whether ZeRO-3 in a pipeline gathers a whole stage for a step instead of a layer at a time."""
-    casts_per_micro_batch: bool = False
-    """Whether every micro-batch in flight keeps its own 16-bit copy of weights that ZeRO does not shard."""
-    receives_every_micro_batch: bool = False
-    """Whether a stage has a buffer for what its neighbours send for every micro-batch of a step."""
+    stores_masters: bool = False
+    """Whether parameters are stored as masters and cast for each micro-batch, and `Settings` count: this worker."""
+    keeps_normed: bool = False
+    """Whether a norm keeps what it normed too, in the format of compute, and a statistic a token."""
+    selects_products: bool = False
+    """Whether selective recomputation keeps the outputs of matrix products and attention instead of all but scores."""
+    copies_routed: bool = False
+    """Whether copies of tokens for experts are whole on every rank of a tensor group that does not spread them."""
+    ring_gradients: float = 0.0
+    """Bytes of a number of other ranks' keys' and values' gradients while a ring of ranks goes round."""
     fp8_weights: float = 2.0
     """Bytes of a parameter's fp8 copies, as it is and transposed, where a step quantises weights once."""
     keeps_fp8: bool = True
@@ -94,12 +98,15 @@ _LISTED = (
     Runtime(
         "meshwright",
         order=Order.PIPELINE_INNER,
-        norm_input=6.0,
+        norm_input=4.0,
         fused=False,
         keeps_gathered=True,
-        accumulates_whole=True,
-        casts_per_micro_batch=True,
-        receives_every_micro_batch=True,
+        stores_masters=True,
+        keeps_normed=True,
+        selects_products=True,
+        copies_routed=True,
+        ring_gradients=4.0,
+        fp8_weights=0.0,
     ),
     Runtime("megatron-lm", flash=False, dropout=True, kernels=60, overlap_gradients=0.0),
     Runtime(

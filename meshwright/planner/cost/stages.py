@@ -46,6 +46,10 @@ class StageParameters:
     """Divided over the experts' replicas by ZeRO."""
     largest_unit: float
     """The largest group that ZeRO-3 gathers at once: a layer, or a table."""
+    layer: float = 0.0
+    """A layer, the larger kind where there are two, its experts' part included."""
+    tables: float = 0.0
+    """Of `dense`, embedding and output projection."""
 
     @property
     def total(self) -> float:
@@ -113,7 +117,9 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int)
         dense += model.hidden + model.prediction_layers * prediction_parameters(model) / tensor
     layer = (mixed.total if stage.mixtures else layer_counts(model, False).total) / tensor
     largest = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
-    return StageParameters(dense + tables, experts, largest)
+    if stage.mixtures:
+        layer = _unsplit(mixed, tensor) + mixed.experts / (tensor * expert)
+    return StageParameters(dense + tables, experts, largest, layer, tables)
 
 
 def _unsplit(counts: LayerCounts, tensor: int) -> float:

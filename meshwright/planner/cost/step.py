@@ -16,6 +16,7 @@ from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout,
 from meshwright.planner.cost.collectives import all_gather
 from meshwright.planner.cost.constants import HOST_PER_LAYER, PER_STEP, SYNCHRONISE
 from meshwright.planner.cost.fabric import Span
+from meshwright.planner.cost.flight import waiting
 from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.kernels import MEMORY_PART, Shape, layer_time, logits_time
 from meshwright.planner.cost.machine import Machine as Machine
@@ -31,7 +32,7 @@ from meshwright.planner.cost.traffic import (
     recomputed_part,
     tensor_traffic,
 )
-from meshwright.schedules.closed_forms import StageTimes, bubble
+from meshwright.schedules.closed_forms import StageTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,9 @@ def _units(work: Work, choices: Choices, machine: Machine, groups: Groups) -> li
         return _layer_pass(model, work.sequence_length, work.causal, mixture, how, layout, machine, *spans)
 
     found = []
+    how = Recompute.FULL if choices.settings.rematerialize else choices.recompute
     for mixture in (False, True) if model.experts is not None else (False,):
-        again = one(mixture, choices.recompute)
+        again = one(mixture, how)
         partly = choices.recompute_layers is not None and choices.recompute is not Recompute.NONE
         found.append(_Unit(again, one(mixture, Recompute.NONE) if partly else again))
     return found
@@ -234,7 +236,7 @@ def _layer_pass(
         forward=constants.compute * time.forward,
         backward_input=constants.compute * time.backward_input,
         backward_weight=constants.compute * time.backward_weight,
-        recompute=constants.compute * time.recomputed(how, runtime.selective_part),
+        recompute=constants.compute * time.recomputed(how, runtime),
         tensor=constants.communication * tensor_seconds,
         context=constants.communication * _both(context, again),
         expert=constants.communication * _both(expert, again),
@@ -264,7 +266,7 @@ def _waiting(choices: Choices, worst: _Pass, part: float) -> float:
     if choices.pipeline == 1:
         return 0.0
     times = StageTimes(*(part * seconds for seconds in _thirds(worst)))
-    return bubble(choices.schedule.value, choices.pipeline, choices.micro_batches, choices.virtual_stages, times)
+    return waiting(choices, times)
 
 
 def _thirds(one: _Pass) -> tuple[float, float, float]:

@@ -28,7 +28,7 @@ NOTHING = Traffic(0.0, 0.0, 0, 0)
 
 def element(numbers: Numbers) -> float:
     """Bytes of one number that travels."""
-    return 4.0 if numbers is Numbers.FP32 else 2.0
+    return numbers.bytes
 
 
 def tensor_traffic(tokens: float, model: Transformer, choices: LayerLayout, span: Span, fabric: Fabric) -> Traffic:

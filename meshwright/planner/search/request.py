@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from meshwright.planner.cost.choices import ContextMethod, Numbers, Offload, Recompute, Schedule, Work
+from meshwright.planner.cost.choices import SEARCHED, ContextMethod, Numbers, Offload, Recompute, Schedule, Work
 from meshwright.planner.cost.step import Machine
 
 
@@ -26,7 +26,7 @@ class Objective(StrEnum):
 class Techniques:
     """What a runtime can do. A search proposes nothing else."""
 
-    schedules: tuple[Schedule, ...] = tuple(Schedule)
+    schedules: tuple[Schedule, ...] = SEARCHED
     virtual_stages: tuple[int, ...] = (2, 4)
     """Chunks to try with schedules that take more than one."""
     context: tuple[ContextMethod, ...] = (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)

@@ -1,0 +1,46 @@
+"""What a pipeline's schedule does to a rank: micro-batches that it holds, seconds that it waits, copies of its weights.
+
+Forms are those of `meshwright.schedules`. An automatic schedule is found under a limit of memory between ZB-H1 and
+ZB-H2 and waits as the one that its limit allows. The asynchronous ones never drain: nobody waits.
+"""
+
+from __future__ import annotations
+
+from meshwright.planner.cost.choices import STALE, Choices, Schedule
+from meshwright.schedules.closed_forms import StageTimes, bubble, in_flight
+
+HALVES = frozenset({Schedule.ZB_H1, Schedule.ZB_H2, Schedule.ZB_V, Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V})
+"""Schedules whose backward pass comes in two halves, at least for some micro-batches."""
+
+
+def held(choices: Choices, rank: int) -> float:
+    """Micro-batches whose activations a rank holds at its peak, counted in all of its chunks."""
+    ranks, count = choices.pipeline, choices.micro_batches
+    if choices.schedule is Schedule.AUTOMATIC:
+        return float(min(count, choices.settings.activation_limit or ranks)) if ranks > 1 else 1.0
+    if choices.schedule in STALE:
+        return float(ranks - rank)
+    return in_flight(choices.schedule.value, ranks, count, choices.virtual_stages, rank)
+
+
+def waiting(choices: Choices, times: StageTimes) -> float:
+    """Seconds of a step in which a rank of an evenly split pipeline waits."""
+    ranks, schedule = choices.pipeline, choices.schedule
+    if ranks == 1 or schedule in STALE:
+        return 0.0
+    if schedule is Schedule.AUTOMATIC:
+        roomy = (choices.settings.activation_limit or ranks) >= 2 * ranks - 1
+        schedule = Schedule.ZB_H2 if roomy else Schedule.ZB_H1
+    return bubble(schedule.value, ranks, choices.micro_batches, choices.virtual_stages, times)
+
+
+def versions(choices: Choices, rank: int) -> float:
+    """Versions of its weights that a rank keeps: one for each micro-batch under way, or two (arXiv 2006.09503)."""
+    if choices.pipeline == 1 or choices.schedule not in STALE:
+        return 1.0
+    return 2.0 if choices.schedule is Schedule.PIPEDREAM_2BW else float(choices.pipeline - rank)
+
+
+def splits_backward(choices: Choices) -> bool:
+    """Whether hooks on gradients miss a part of the backward pass, so that nothing is reduced before its end."""
+    return choices.pipeline > 1 and (choices.schedule in HALVES or choices.schedule is Schedule.AUTOMATIC)
