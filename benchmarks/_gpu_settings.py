@@ -1,0 +1,92 @@
+"""How each shape is run on one GPU of at least 139 GiB: the fastest setting that should fit, then more frugal ones.
+
+Every step has the tokens of the published run that is compared with (8 rows of 4,096 for 8B). Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.api.precision import Fp8Scaling
+
+LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is not the model's."""
+
+    rows: int
+    """Sequences of a micro-batch."""
+    micro_batches: int
+    checkpointing: str = "None"
+    """`training.activationCheckpointing`."""
+    master_weights: bool = True
+    """fp32 parameters and moments; bf16 ones, rounded stochastically, without."""
+    loss_chunk: int | None = 4096
+    """`training.lossChunkTokens`."""
+    fp8: str | None = None
+    """`training.fp8.scaling`."""
+    compile: bool = True
+
+    def training(self) -> dict[str, object]:
+        """The fields of `training` that it sets."""
+        return {
+            "globalBatchSize": self.rows * self.micro_batches,
+            "sequenceLength": LENGTH,
+            "precision": "bf16",
+            "masterWeights": self.master_weights,
+            "activationCheckpointing": self.checkpointing,
+            "lossChunkTokens": self.loss_chunk,
+            "fp8": {"scaling": self.fp8} if self.fp8 else None,
+            "compile": self.compile,
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: settings to try in order until one fits into memory."""
+
+    model: str
+    label: str
+    settings: tuple[Setting, ...]
+    plain: bool = False
+    """Whether the bare loop runs it instead of the worker."""
+
+
+GOALS = {"llama-3.2-1b": 66_000, "llama-3.2-3b": 25_500, "llama-3-8b": 12_000}
+"""Tokens a second in bf16 on one H200 that the worker aims at. The best public figure of 8B on one GPU is 10,471."""
+
+_TENSORWISE = Fp8Scaling.TENSORWISE.value
+
+
+def _both(model: str, label: str, *settings: Setting) -> list[Entry]:
+    """In bf16 and in fp8."""
+    in_fp8 = tuple(Setting(**{**asdict(setting), "fp8": _TENSORWISE}) for setting in settings)
+    return [Entry(model, f"bf16{label}", settings), Entry(model, f"fp8{label}", in_fp8)]
+
+
+def _bare(model: str, *settings: Setting) -> Entry:
+    return Entry(model, "bf16, bare loop", settings, plain=True)
+
+
+ENTRIES: tuple[Entry, ...] = (
+    _bare("llama-3.2-1b", Setting(4, 2, loss_chunk=None), Setting(2, 4, loss_chunk=None)),
+    *_both("llama-3.2-1b", "", Setting(8, 1), Setting(4, 2), Setting(4, 2, "Selective")),
+    _bare("llama-3.2-3b", Setting(2, 4, loss_chunk=None), Setting(1, 8, loss_chunk=None)),
+    *_both("llama-3.2-3b", "", Setting(4, 2), Setting(2, 4), Setting(2, 4, "Selective")),
+    *_both(
+        "llama-3-8b",
+        ", all bf16",
+        Setting(2, 4, master_weights=False),
+        Setting(1, 8, master_weights=False),
+        Setting(2, 4, "Selective", master_weights=False),
+    ),
+    Entry("llama-3-8b", "bf16", (Setting(1, 8, "Selective", loss_chunk=2048), Setting(1, 8, "Full", loss_chunk=1024))),
+)
+"""A bare loop keeps fp32 parameters under autocast; of 8B that leaves no room for its logits."""

@@ -1,0 +1,162 @@
+"""Tokens a second of Llama shapes on one GPU: the worker's step and a bare, compiled loop, each in its own process.
+
+MFU is 6·N + 12·L·d·s FLOPs a token (PaLM, arXiv 2204.02311, appendix B; N without the embedding's look-up) over the
+GPU's dense bf16 peak, also for fp8; HFU adds what activation checkpointing computes again. Memory is the most that
+torch's allocator held at a time in the measured steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks._contests import OurLoop, random_tokens, run_of
+from benchmarks._gpu_settings import ENTRIES, GOALS, Entry, Setting
+from benchmarks._plain_llama import PlainLlama
+from benchmarks._plain_loops import Loop, PlainLoop, plain_loop
+from benchmarks._ranks import RankError, on_ranks
+from benchmarks._report import table
+from meshwright.models.architecture import Architecture
+from meshwright.models.presets import PRESETS
+from meshwright.protocol import RunConfig
+from meshwright_worker.mesh import joined
+from meshwright_worker.task import RankTask
+from meshwright_worker.utilisation import work_of
+from meshwright_worker.validate import validate
+
+MODELS: dict[str, Architecture] = {name: PRESETS[name] for name in GOALS}
+FEWEST_STEPS = 5
+WARM_UP = 3
+"""Steps before the measured ones: compilation, the allocator's blocks, kernels that are chosen by trying."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a run came to."""
+
+    seconds: list[float]
+    losses: list[float]
+    memory: int | None
+    """Bytes; None on CPU."""
+    mfu: float | None
+    """None where the GPU's peak is not known."""
+    hfu: float | None
+
+
+def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
+    """Time `steps` steps after those that warm up; None when the device's memory is not enough."""
+    model, _, training = validate(task.run)
+    with joined(task) as mesh:
+        try:
+            loop = _bare(task.run, mesh.device) if plain else OurLoop(task.run, mesh)
+            texts = [random_tokens(model, training, seed) for seed in range(2)]
+            for number in range(1, WARM_UP + 1):
+                loop.step(number, texts[number % 2])
+            if mesh.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds, losses = [], []
+            for number in range(WARM_UP + 1, WARM_UP + steps + 1):
+                began = time.perf_counter()
+                losses.append(loop.step(number, texts[number % 2]))
+                if mesh.device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+        except torch.OutOfMemoryError:
+            return None
+        memory = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else None
+        work, typical = work_of(model, training, 1, mesh.device), median(seconds)
+        mfu = work.model / typical / work.peak if work.peak else None
+        return Steps(seconds, losses, memory, mfu, work.hardware / typical / work.peak if work.peak else None)
+
+
+def _bare(run: RunConfig, device: torch.device) -> Loop:
+    # What the worker asks torch for, repeatable kernels, a bare loop does not.
+    torch.use_deterministic_algorithms(False)
+    loop = plain_loop(run, 0, device)
+    if run.training is not None and run.training.compile and isinstance(loop, PlainLoop):
+        _compile(loop.module)
+    return loop
+
+
+def _compile(module: PlainLlama) -> None:
+    for block in module.layers.values():
+        block.forward = torch.compile(block.forward)
+
+
+def measure_models(models: Sequence[str], steps: int, *, quick: bool) -> dict[str, Any]:
+    """Every entry of the models: prints the table, gives the numbers. `quick` runs two layers of each model."""
+    numbers: dict[str, Any] = {}
+    rows = []
+    bare: dict[str, float] = {}
+    for entry in ENTRIES:
+        if entry.model not in models:
+            continue
+        setting, taken, problem = _first_that_fits(entry, 2 if quick else max(steps, FEWEST_STEPS), quick=quick)
+        if setting is None or taken is None:
+            rows.append([entry.model, entry.label, problem, *[""] * 6])
+            numbers[f"{entry.model} {entry.label}"] = {"problem": problem}
+            continue
+        tokens = setting.training()["globalBatchSize"] * setting.training()["sequenceLength"]  # type: ignore[operator]
+        rate = tokens / median(taken.seconds)
+        if entry.plain:
+            bare[entry.model] = rate
+        rows.append(_row(entry, setting, taken, rate, bare.get(entry.model)))
+        numbers[f"{entry.model} {entry.label}"] = {
+            "tokens a second": rate,
+            "seconds": taken.seconds,
+            "MFU": taken.mfu,
+            "HFU": taken.hfu,
+            "peak memory": taken.memory,
+            "losses": taken.losses,
+            "setting": setting.numbers(),
+            "goal": GOALS[entry.model],
+            "ratio to the bare loop": rate / bare[entry.model] if entry.model in bare else None,
+        }
+    columns = ["model", "run", "tokens/s", "of the goal", "of the bare loop", "MFU", "HFU", "peak GiB", "setting"]
+    table("One GPU, 4,096 tokens a sequence", columns, rows)
+    return numbers
+
+
+def _first_that_fits(entry: Entry, steps: int, *, quick: bool) -> tuple[Setting | None, Steps | None, str]:
+    problem = "out of memory"
+    for setting in entry.settings:
+        model = MODELS[entry.model]
+        run = run_of(
+            model.model_copy(update={"layers": 2}) if quick else model,
+            setting.training(),
+            micro_batches=setting.micro_batches,
+        )
+        try:
+            (taken,) = on_ranks(train_for, run, steps, entry.plain)
+        except RankError as error:
+            # One setting that this version of torch cannot run must not cost the others' numbers.
+            return None, None, str(error).strip().splitlines()[-1]
+        if taken is not None:
+            return setting, taken, ""
+    return None, None, problem
+
+
+def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, bare: float | None) -> list[str]:
+    how = [
+        f"{setting.rows} x {setting.micro_batches} rows",
+        f"checkpointing {setting.checkpointing}" if setting.checkpointing != "None" else "",
+        "" if setting.master_weights else "no master weights",
+        f"loss in {setting.loss_chunk}" if setting.loss_chunk else "",
+        "compiled" if setting.compile else "",
+    ]
+    return [
+        entry.model,
+        entry.label,
+        f"{rate:,.0f}",
+        f"{rate / GOALS[entry.model]:.0%}",
+        f"{rate / bare:.2f}" if bare else "",
+        f"{taken.mfu:.1%}" if taken.mfu else "",
+        f"{taken.hfu:.1%}" if taken.hfu else "",
+        f"{taken.memory / 2**30:.1f}" if taken.memory else "",
+        ", ".join(part for part in how if part),
+    ]
