@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
 
-.PHONY: help setup demo test test-fast parity lint generate clean
+.PHONY: help setup demo test test-fast test-all parity lint generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -21,11 +21,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## Train a language model on the embedded cluster, lose a worker midway, finish
 	@exec $(VENV)/bin/meshwright demo
 
-test: setup lint ## Lint, type-check and run every test
+test: setup lint ## Lint, type-check and test
 	$(VENV)/bin/python -m pytest
 
 test-fast: setup ## Only tests that take seconds
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -m "not slow and not long"
+
+test-all: setup lint ## What `make test` does, and the long tests too
+	$(VENV)/bin/python -m pytest -m "long or not long"
 
 parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md and docs/loss-curves.md
 	$(VENV)/bin/python -m tests.parity

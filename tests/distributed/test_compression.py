@@ -73,6 +73,7 @@ def test_what_is_left_out_comes_later(pool: RankPool, options: dict[str, Any]) -
     assert float((sum_of(got) - sum_of(want)).norm()) < 2 * single
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_short_formats_learn_as_fast_and_sparse_or_low_rank_gradients_nearly(pool: RankPool, text: Path) -> None:
     ends = {}

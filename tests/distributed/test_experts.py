@@ -122,6 +122,7 @@ def whole_tensors(pool: RankPool, root: Path, text: Path, **layout: Any) -> dict
     return found
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_spread_experts_loads_in_any_layout(pool: RankPool, tmp_path: Path, text: Path) -> None:
     writer = {"data": 2, "expert": 2}
     run = small_run(mixture="DeepSeek-V3", steps=2, every=2, **writer)

@@ -160,6 +160,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_ranks_meet(layout: dict[st
         check_layout(run.layout, model)
 
 
+@pytest.mark.long
 def test_ranks_started_by_torchrun_write_what_one_process_writes(trained: Path) -> None:
     if "llama" not in trained.name:
         pytest.skip("one model shows the command line")

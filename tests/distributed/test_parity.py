@@ -69,6 +69,7 @@ def check_parity(ranks: list[Trained], want: Trained) -> None:
             assert got.learning_rate == expected.learning_rate
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_matches_one_process(pool: RankPool, reference: Trained, name: str) -> None:
     layout = LAYOUTS[name]

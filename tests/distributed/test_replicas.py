@@ -133,6 +133,7 @@ def test_names_of_fsdp1_mean_what_fsdp1_does(
             torch.testing.assert_close(value, theirs[name], rtol=0, atol=limit)
 
 
+@pytest.mark.long
 def test_checkpoints_pass_from_each_way_to_every_other(pool: RankPool, tmp_path: Path, text: Path) -> None:
     """ZeRO-1 over tensor parallelism, ZeRO-3, ZeRO-2 in a pipeline, DDP, HSDP: each goes on where the last stopped."""
     chain: list[dict[str, Any]] = [

@@ -74,6 +74,7 @@ async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
     assert connected(directory) == []
 
 
+@pytest.mark.long
 async def test_a_stopped_demo_leaves_no_process_and_the_next_one_works(tmp_path, job):
     directory = tmp_path / "demo"
 

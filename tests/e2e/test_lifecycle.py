@@ -36,6 +36,7 @@ async def test_status_says_what_happened(stage):
     await stage.delete("story")
 
 
+@pytest.mark.long
 async def test_ranks_that_share_sequences_train_on_the_same_samples(stage, reference):
     await stage.apply(tiny("shared", parallelism={"tensor": 1, "context": 2, "contextMethod": "RingZigZag"}))
     status = await stage.complete("shared")
@@ -83,6 +84,7 @@ async def test_a_job_too_large_says_what_is_missing_and_starts_when_it_fits(stag
     await stage.delete("large")
 
 
+@pytest.mark.long
 async def test_two_jobs_train_side_by_side(stage, reference):
     await stage.apply(tiny("left") + tiny("right", training={"seed": 4}))
     await asyncio.gather(stage.trained("left", 1), stage.trained("right", 1))

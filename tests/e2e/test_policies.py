@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from meshwright.api import conditions
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import API_VERSION, KIND
@@ -46,6 +48,7 @@ async def none(stage: Stage, name: str) -> bool:
     return not await stage.pods(name)
 
 
+@pytest.mark.long
 async def test_an_ignored_exit_code_is_tried_again_without_end_and_a_counted_one_is_not(stage: Stage) -> None:
     recovery = {"maxRestarts": 1, "exitCodes": [{"values": [75], "action": "Ignore"}]}
     script = "time.sleep(1); sys.exit(75 if int(os.environ['MESHWRIGHT_GENERATION']) < 4 else 1)"
@@ -64,6 +67,7 @@ async def test_an_ignored_exit_code_is_tried_again_without_end_and_a_counted_one
     assert (status.restart_count, status.restarts_toward_limit) == (4, 1)
 
 
+@pytest.mark.long
 async def test_the_first_worker_can_complete_the_run(stage: Stage) -> None:
     script = "time.sleep(2 if rank < 2 else 600)"
     await stage.apply([command("led", script, successPolicy="FirstWorker")])

@@ -21,7 +21,9 @@ async def uid_of(stage, name):
     return (await stage.client.get(JOBS, name, NAMESPACE))["metadata"]["uid"]
 
 
-@pytest.mark.parametrize(("worker", "grace"), [(1, None), (0, 0)], ids=["drained", "killed at once"])
+@pytest.mark.parametrize(
+    ("worker", "grace"), [pytest.param(1, None, marks=pytest.mark.long), (0, 0)], ids=["drained", "killed at once"]
+)
 async def test_a_lost_pod_is_replaced_and_the_run_ends_bitwise_the_same(stage, reference, worker, grace):
     name = f"lost{worker}"
     await stage.apply(tiny(name))
@@ -57,6 +59,7 @@ async def test_a_killed_rank_restarts_in_place(stage, reference):
     await stage.delete("rank")
 
 
+@pytest.mark.long
 async def test_an_operator_killed_midway_touches_no_worker(stage):
     await stage.apply(tiny("steady", training={"steps": 200}))
     uid = await uid_of(stage, "steady")
