@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -37,6 +38,12 @@ SMALL = Techniques(
 
 def everything(request: Request) -> list[Found]:
     """All layouts that fit, priced, in no order: what the search must not miss."""
+    fewer = request.objective in (Objective.GPUS, Objective.COST)
+    return _everything(replace(request, objective=Objective.GPUS if fewer else Objective.TIME))
+
+
+@cache
+def _everything(request: Request) -> list[Found]:
     found = []
     model, techniques = request.work.model, request.techniques
     limit = request.usable * request.machine.gpu.memory
