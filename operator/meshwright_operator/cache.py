@@ -87,9 +87,9 @@ class Cache:
         """Drops such a pod."""
         self._strangers.pop(uid, None)
 
-    def strangers(self) -> set[str]:
-        """Their uids."""
-        return set(self._strangers)
+    def strangers(self, namespace: str | None) -> set[str]:
+        """The uids of those in a namespace; None: in all."""
+        return {uid for uid, claim in self._strangers.items() if namespace in (None, claim.namespace)}
 
     def claims(self) -> list[Claim]:
         """What every pod with the job label holds."""

@@ -68,7 +68,7 @@ class Census:
         node_by_hostname = self._node_by_hostname()
         found: list[Claim] = []
         async for page in self._cluster.pages(pods_path(namespace), **query):
-            found += [claim for obj in page if (claim := read_claim(obj, node_by_hostname)) is not None]
+            found += [claim for obj in page.items if (claim := read_claim(obj, node_by_hostname)) is not None]
         return found
 
     def _node_by_hostname(self) -> dict[str, str]:

@@ -17,9 +17,10 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -67,6 +68,13 @@ class FencedError(ApiError):
         super().__init__(0, "Fenced", f"{verb} {path}: not sent, since the lease may be another operator's by now")
 
 
+class Page(NamedTuple):
+    """Part of a collection, and the version of the collection that all its pages show."""
+
+    items: list[Object]
+    version: str
+
+
 class Cluster:
     """Calls to the API server. Bodies and answers are plain dicts.
 
@@ -107,15 +115,34 @@ class Cluster:
         """
         return await self._call("GET", path)
 
-    async def pages(self, path: str, **query: str) -> AsyncIterator[list[Object]]:
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
         """A collection, page by page, read consistently: all that was written before the call is in it."""
         token = ""
         while True:
             answer = await self._call("GET", path, {**query, "limit": str(PAGE), "continue": token})
-            yield answer.get("items") or []
-            token = (answer.get("metadata") or {}).get("continue") or ""
+            metadata = answer.get("metadata") or {}
+            yield Page(answer.get("items") or [], str(metadata.get("resourceVersion") or ""))
+            token = metadata.get("continue") or ""
             if not token:
                 return
+
+    @asynccontextmanager
+    async def stream(self, path: str, query: Mapping[str, str], idle: float) -> AsyncIterator[aiohttp.StreamReader]:
+        """The body of a GET that goes on, such as a watch. It holds no slot.
+
+        Raises:
+            ApiError: refused; broken off; or nothing came for `idle` seconds.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=idle)
+        try:
+            async with await self._open(
+                "GET", f"{path}?{urlencode(query)}", None, "application/json", timeout
+            ) as response:
+                if response.status != 200:
+                    _answer(response.status, await response.read(), response.headers)
+                yield response.content
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from None
 
     async def create(self, path: str, body: Object) -> Object:
         """POST to a collection."""
@@ -158,7 +185,7 @@ class Cluster:
         content_type: str = "application/json",
     ) -> Object:
         present = {k: v for k, v in (query or {}).items() if v}
-        url = self._configuration.host + path + (f"?{urlencode(present)}" if present else "")
+        url = path + (f"?{urlencode(present)}" if present else "")
         if path.startswith(LEASES):
             return await self._once(verb, path, url, body, content_type, self._timeout)
         delay = FIRST_RETRY_SECONDS
@@ -199,6 +226,24 @@ class Cluster:
     async def _once(
         self, verb: str, path: str, url: str, body: Object | None, content_type: str, seconds: float
     ) -> Object:
+        code, started = 0, time.monotonic()
+        try:
+            async with await self._open(
+                verb, url, body, content_type, aiohttp.ClientTimeout(total=seconds)
+            ) as response:
+                code = response.status
+                data = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, "Unreachable", f"{verb} {path}: {error or type(error).__name__}") from None
+        finally:
+            resource = resource_of(path)
+            self._metrics.api_requests.labels(verb, resource, str(code)).inc()
+            self._metrics.api_request_seconds.labels(verb, resource).observe(time.monotonic() - started)
+        return _answer(code, data, response.headers)
+
+    async def _open(
+        self, verb: str, url: str, body: Object | None, content_type: str, patience: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
         headers = {
             "Accept": "application/json",
             "Accept-Encoding": UNCOMPRESSED,
@@ -208,21 +253,11 @@ class Cluster:
         token = await self._configuration.get_api_key_with_prefix("BearerToken")
         if token:
             headers["Authorization"] = token
-        code, started = 0, time.monotonic()
-        try:
-            response = await self._rest.request(  # type: ignore[no-untyped-call]
-                verb, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
-            )
-            async with response.response:
-                code = response.status
-                data = await response.response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiError(0, "Unreachable", f"{verb} {path}: {error or type(error).__name__}") from None
-        finally:
-            resource = resource_of(path)
-            self._metrics.api_requests.labels(verb, resource, str(code)).inc()
-            self._metrics.api_request_seconds.labels(verb, resource).observe(time.monotonic() - started)
-        return _answer(code, data, response.response.headers)
+        answer = await self._rest.request(  # type: ignore[no-untyped-call]
+            verb, self._configuration.host + url, headers=headers, body=body, _request_timeout=patience
+        )
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
 
 def _answer(code: int, data: bytes, headers: Mapping[str, str]) -> Object:

@@ -30,6 +30,8 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
     configuration = Configuration()
     # Else every request would ask two threads for the environment's proxies and passwords; the watches never do.
     configuration.client_session_kwargs = {"trust_env": False}
+    # Calls are bounded where they are made; watches, one a namespace, must not take their places.
+    configuration.connection_pool_maxsize = 0
     try:
         if kubeconfig is None and SERVICE_HOST in os.environ:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import aiohttp
-from yarl import URL
 
 from meshwright_operator.cluster import resource_of
 from meshwright_operator.metrics import OperatorMetrics
@@ -35,11 +34,11 @@ class Pulse:
         now = time.monotonic()
         self._beats = {watch: now for watch in watches}
 
-    def beat(self, url: URL) -> None:
-        """The watch at this address gave a sign of life."""
-        if url.path in self._beats:
-            self._beats[url.path] = time.monotonic()
-            self._metrics.last_contact.labels(resource_of(url.path)).set_to_current_time()
+    def beat(self, path: str) -> None:
+        """The watch of this path gave a sign of life."""
+        if path in self._beats:
+            self._beats[path] = time.monotonic()
+            self._metrics.last_contact.labels(resource_of(path)).set_to_current_time()
 
     def stale(self) -> list[str]:
         """Paths of the watches that have been silent for too long."""
@@ -50,10 +49,10 @@ class Pulse:
 class _Listened:
     """The body of a response that is read in chunks, each of which is a sign of life."""
 
-    def __init__(self, content: aiohttp.StreamReader, pulse: Pulse, url: URL) -> None:
+    def __init__(self, content: aiohttp.StreamReader, pulse: Pulse, path: str) -> None:
         self._content = content
         self._pulse = pulse
-        self._url = url
+        self._path = path
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._content, name)
@@ -61,7 +60,7 @@ class _Listened:
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
         """As `aiohttp.StreamReader.iter_chunked`."""
         async for chunk in self._content.iter_chunked(size):
-            self._pulse.beat(self._url)
+            self._pulse.beat(self._path)
             yield chunk
 
 
@@ -72,8 +71,8 @@ def listening_session(pulse: Pulse, headers: dict[str, str], ssl: Any) -> aiohtt
         async def start(self, connection: Any) -> aiohttp.ClientResponse:
             await super().start(connection)
             if self.status == 200 and self.url.query.get("watch") == "true":
-                pulse.beat(self.url)
-                self.content = _Listened(self.content, pulse, self.url)  # type: ignore[assignment]
+                pulse.beat(self.url.path)
+                self.content = _Listened(self.content, pulse, self.url.path)  # type: ignore[assignment]
             return self
 
     connector = aiohttp.TCPConnector(limit=0, ssl=ssl)

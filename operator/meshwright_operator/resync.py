@@ -1,7 +1,8 @@
 """Listing everything, now and then, to repair what watches missed.
 
-kopf never reports what vanished while a watch was down, so the cache would keep ghosts. Removed is only what was in the
-cache before the listing began and is missing from it: what appeared meanwhile is newer than the list.
+kopf never reports what vanished while a watch was down, so the cache would keep ghosts. The watch of pods begins at the
+version that a listing showed, and asks for another where it fell too far behind. Removed is only what was in the cache
+before the listing began and is missing from it: what appeared meanwhile is newer than the list.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Resync:
         self._namespaces = namespaces
         self._period = period
         self._last: float | None = None
+        self._pods_versions: dict[str | None, str] = {}
 
     def fresh(self) -> bool:
         """Whether the last three periods saw a full listing."""
@@ -80,17 +82,17 @@ class Resync:
             ApiError: a listing failed; the cache is then partly newer, never wrong.
         """
         await self._nodes()
-        await self._pods()
+        for namespace in self._namespaces or (None,):
+            await self._pods(namespace)
         await self._jobs()
-        for key in list(self._cache.jobs):
-            self._queue.add_calmly(key)
+        self._look_at_all()
         self._last = time.monotonic()
         self._metrics.last_resync.set_to_current_time()
 
     async def _nodes(self) -> None:
         before = set(self._cache.nodes)
         async for page in self._cluster.pages(core_path(None, "nodes")):
-            for obj in page:
+            for obj in page.items:
                 try:
                     self._cache.put_node(obj)
                     before.discard(obj["metadata"]["name"])
@@ -99,28 +101,49 @@ class Resync:
         for name in before:
             self._cache.remove_node(name)
 
-    async def _pods(self) -> None:
-        before = {pod.uid: pod for pod in self._cache.all_pods()}
-        strangers = self._cache.strangers()
-        for namespace in self._namespaces or (None,):
-            async for page in self._cluster.pages(pods_path(namespace), labelSelector=LABEL_JOB):
-                for obj in page:
-                    if (pod := read_pod(obj)) is not None:
-                        self._cache.put_pod(pod)
-                        before.pop(pod.uid, None)
-                    else:
-                        self._cache.put_stranger(obj)
-                        strangers.discard(str(obj["metadata"].get("uid", "")))
+    def pods_version(self, namespace: str | None) -> str:
+        """The version that the last listing of pods showed: a watch goes on from it."""
+        return self._pods_versions.get(namespace, "")
+
+    async def pods(self, namespace: str | None) -> str:
+        """Lists the pods of a namespace, or of all, and looks at every job; the version that the listing showed.
+
+        Raises:
+            ApiError: the listing failed.
+        """
+        version = await self._pods(namespace)
+        self._look_at_all()
+        return version
+
+    def _look_at_all(self) -> None:
+        for key in list(self._cache.jobs):
+            self._queue.add_calmly(key)
+
+    async def _pods(self, namespace: str | None) -> str:
+        before = {pod.uid: pod for pod in self._cache.all_pods() if namespace in (None, pod.namespace)}
+        strangers = self._cache.strangers(namespace)
+        version = ""
+        async for page in self._cluster.pages(pods_path(namespace), labelSelector=LABEL_JOB):
+            version = page.version
+            for obj in page.items:
+                if (pod := read_pod(obj)) is not None:
+                    self._cache.put_pod(pod)
+                    before.pop(pod.uid, None)
+                else:
+                    self._cache.put_stranger(obj)
+                    strangers.discard(str(obj["metadata"].get("uid", "")))
         for pod in before.values():
             self._cache.remove_pod(pod)
         for uid in strangers:
             self._cache.remove_stranger(uid)
+        self._pods_versions[namespace] = version
+        return version
 
     async def _jobs(self) -> None:
         before = dict(self._cache.jobs)
         for namespace in self._namespaces or (None,):
             async for page in self._cluster.pages(jobs_path(namespace)):
-                for obj in page:
+                for obj in page.items:
                     self._cache.put_job(obj)
                     before.pop(JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"]), None)
         for key, ghost in before.items():

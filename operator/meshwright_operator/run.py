@@ -21,6 +21,7 @@ from meshwright_operator.learning import Learning
 from meshwright_operator.lease import Lease
 from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.placing import Placer
+from meshwright_operator.podwatch import PodWatch
 from meshwright_operator.pulse import Pulse
 from meshwright_operator.reconcile import Reconciler
 from meshwright_operator.resync import Resync
@@ -28,7 +29,7 @@ from meshwright_operator.serving import serving
 from meshwright_operator.settings import Settings
 from meshwright_operator.status import PROGRESS_SECONDS
 from meshwright_operator.tokens import Tokens, load_key
-from meshwright_operator.watch import Watch, run_watches
+from meshwright_operator.watch import Watch, run_watches, watched
 from meshwright_operator.workqueue import WorkQueue
 
 STALE_PERIODS = 2.0
@@ -148,22 +149,30 @@ class Operator:
             self._coordinator.synced = True
             log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
             watch = Watch(self._cache, self._queue, self._metrics)
+            namespaces = self._settings.namespaces
+            self._pulse.expect(watched(namespaces))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._events.run(), name="events")
                 group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
                 group.create_task(self._resync.run(), name="resync")
                 group.create_task(self._learning.run(), name="learning")
+                for namespace in namespaces or (None,):
+                    group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
                 # The last one: kopf takes every later task of the loop for its own and cancels it when it ends.
                 await asyncio.sleep(0)
                 watching = run_watches(
                     watch,
                     self._configuration,
-                    self._settings.namespaces,
+                    namespaces,
                     self._pulse,
                     self._settings.watch_idle_seconds,
                     on_ready,
                 )
                 group.create_task(watching, name="watches")
+
+    def _pods(self, watch: Watch, namespace: str | None) -> PodWatch:
+        idle = self._settings.watch_idle_seconds
+        return PodWatch(self._cluster, self._resync, watch, self._pulse, idle, namespace)
 
     def _not_ready(self) -> str:
         if not self._coordinator.synced:

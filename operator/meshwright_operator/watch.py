@@ -1,8 +1,8 @@
-"""The watches, by kopf, and only that: every event goes into the cache and its job's key into the queue.
+"""What watches tell: every event goes into the cache and its job's key into the queue. And the watches that kopf keeps.
 
 kopf's state-changing handlers are edge-triggered and write to the objects; `on.event` does neither. These handlers
-never fail, never write and return None (kopf would write anything else into the object's status). They are coroutines
-because kopf runs plain functions in threads.
+never fail, never write and return None (kopf would write anything else into the object's status). Those it calls are
+coroutines because kopf runs plain functions in threads; pods are followed by `podwatch`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import kopf
 from kubernetes.aio.client import Configuration
 
-from meshwright.api.labels import GROUP, LABEL_JOB, PLURAL, VERSION
-from meshwright_operator.cache import Cache, JobKey, key_of
+from meshwright.api.labels import GROUP, PLURAL, VERSION
+from meshwright_operator.cache import Cache, JobKey, Object, key_of
 from meshwright_operator.cluster import PAGE, core_path, jobs_path, pods_path
 from meshwright_operator.connection import as_kopf
 from meshwright_operator.metrics import OperatorMetrics
@@ -50,7 +50,7 @@ class Watch:
             self._cache.put_job(obj)
         self._queue.add(key_of(obj))
 
-    async def pod(self, event: Any, **_: Any) -> None:
+    def pod(self, event: Object) -> None:
         """A pod with the job label was added, changed or deleted."""
         self._metrics.last_event.labels("pods").set_to_current_time()
         pod = read_pod(event["object"])
@@ -114,7 +114,7 @@ async def run_watches(
     idle_seconds: float,
     on_ready: Callable[[], None],
 ) -> None:
-    """Watches until cancelled; raises when a watch fails for good, since a watch that died silently is worse.
+    """Watches jobs and nodes until cancelled; raises when a watch fails for good: one that died silently is worse.
 
     Args:
         watch: what to do with events.
@@ -131,9 +131,7 @@ async def run_watches(
 
     kopf.on.login(registry=registry)(login)
     kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(watch.job)
-    kopf.on.event("", "v1", "pods", registry=registry, id="pod")(watch.pod)
     kopf.on.event("", "v1", "nodes", registry=registry, id="node")(watch.node)
-    pulse.expect(_watched(namespaces))
     ready = asyncio.Event()
 
     async def tell() -> None:
@@ -156,8 +154,8 @@ async def run_watches(
     raise RuntimeError("the watches ended")
 
 
-def _watched(namespaces: Sequence[str]) -> list[str]:
-    """The path of every watch."""
+def watched(namespaces: Sequence[str]) -> list[str]:
+    """The path of every watch, that of pods too."""
     return [core_path(None, "nodes")] + [
         path for namespace in namespaces or (None,) for path in (jobs_path(namespace), pods_path(namespace))
     ]
@@ -168,9 +166,8 @@ def _settings(idle_seconds: float) -> kopf.OperatorSettings:
     keep_nothing(settings)
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    settings.watching.label_selectors["", "v1", "pods"] = LABEL_JOB
     settings.watching.inactivity_timeout = idle_seconds
-    # Ten thousand pods in one answer, and a task for each that waits for more, would be hundreds of megabytes.
+    # Thousands of jobs in one answer, and a task for each that waits for more, would be hundreds of megabytes.
     settings.watching.chunk_size = PAGE
     settings.queueing.idle_timeout = 0.2
     settings.networking.request_timeout = 30

@@ -217,6 +217,22 @@ async def test_refused_for_a_moment(coordinator: Coordinator, start_agent: Start
     assert await agent.exit_code() == 0
 
 
+async def test_a_report_that_was_overtaken_is_followed_by_the_newest_state(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    """409 is what the coordinator says to a request that a later one of the same pod overtook: ranks go on."""
+    agent = start_agent()
+    await start_generation(coordinator, 1, SLEEP, ranks_each=1)
+    await until(lambda: agent.log.count("asleep") == 1, 20)
+    coordinator.answer_all(409)
+    await asyncio.sleep(0.5)
+    coordinator.answer_all(None)
+    heard = len(coordinator.reports)
+    await until(lambda: len(coordinator.reports) > heard, 10)
+    assert len(agent.ranks_started()) == 1
+    assert coordinator.problems == [], "and none is older than one before it"
+
+
 async def test_sigterm_while_waiting_for_the_gang(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agent = start_agent()
     await coordinator.gang(1)

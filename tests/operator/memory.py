@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.api.labels import LABEL_JOB, PLURAL
 from meshwright_operator.clock import format_time
-from meshwright_operator.cluster import ApiError, Cluster
+from meshwright_operator.cluster import ApiError, Cluster, Page
 
 Object = dict[str, Any]
 Refuse = Callable[[str, Object], ApiError | None]
@@ -33,7 +33,7 @@ class MemoryCluster(Cluster):
     async def get(self, path: str) -> Object:
         return copy.deepcopy(self._at(path))
 
-    async def pages(self, path: str, **query: str) -> AsyncIterator[list[Object]]:
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
         resource = path.rsplit("/", 1)[1]
         found = list(self.of(resource))
         if "labelSelector" in query:
@@ -41,7 +41,7 @@ class MemoryCluster(Cluster):
             found = [obj for obj in found if (LABEL_JOB in (obj["metadata"].get("labels") or {})) is wanted]
         if "fieldSelector" in query:
             found = [obj for obj in found if obj["status"]["phase"] not in ("Succeeded", "Failed")]
-        yield found
+        yield Page(found, "")
 
     async def create(self, path: str, body: Object) -> Object:
         where = f"{path}/{body['metadata']['name']}"

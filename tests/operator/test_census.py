@@ -11,7 +11,7 @@ from meshwright.api import labels
 from meshwright_operator import census
 from meshwright_operator.cache import Cache
 from meshwright_operator.census import Census
-from meshwright_operator.cluster import ApiError, Cluster
+from meshwright_operator.cluster import ApiError, Cluster, Page
 from meshwright_operator.pods import read_pod
 from tests.operator.support import node
 
@@ -46,11 +46,11 @@ class Server(Cluster):
         self.forbidden = forbidden
         self.asked: list[tuple[str, str, str]] = []
 
-    async def pages(self, path: str, **query: str) -> AsyncIterator[list[Any]]:
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
         if self.forbidden and path == "/api/v1/pods":
             raise ApiError(403, "Forbidden", "no")
         self.asked.append((path, query["labelSelector"], query["fieldSelector"]))
-        yield list(self.pods)
+        yield Page(list(self.pods), "")
 
 
 def cache_with(*pods: Any) -> Cache:
@@ -100,7 +100,7 @@ async def test_a_listing_that_takes_long_serves_for_a_while(monkeypatch: pytest.
     server = Server(pod("notebook", "n1"))
     counting = Census(server, cache_with(), ())
 
-    async def slow(*_: Any, **__: Any) -> AsyncIterator[list[Any]]:
+    async def slow(*_: Any, **__: Any) -> AsyncIterator[Page]:
         now[0] += 2.0
         async for page in Server.pages(server, "/api/v1/pods", labelSelector="", fieldSelector=""):
             yield page

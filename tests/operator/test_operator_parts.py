@@ -280,7 +280,7 @@ async def test_the_client_pages_and_preconditions() -> None:
     server = Server((200, {"items": [1], "metadata": {"continue": "next"}}), (200, {"items": [2], "metadata": {}}))
 
     async def collect(cluster: Cluster) -> list[Any]:
-        return [item async for page in cluster.pages("/api/v1/pods") for item in page]
+        return [item async for page in cluster.pages("/api/v1/pods") for item in page.items]
 
     assert await with_cluster(server, collect) == [1, 2]
     assert "continue=next" in server.requests[1][1]
@@ -296,7 +296,7 @@ async def test_refusals_carry_the_servers_words() -> None:
 
 
 async def test_a_resync_drops_ghosts_and_keeps_what_came_meanwhile() -> None:
-    """kopf never tells what vanished while a watch was down."""
+    """Nobody tells what vanished while a watch was down."""
     cache, queue, metrics = Cache(), WorkQueue[JobKey](), OperatorMetrics()
     key = JobKey("default", "train")
     cache.put_node({"metadata": {"name": "gone"}})

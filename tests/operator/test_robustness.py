@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
-from yarl import URL
 
 from meshwright_operator import logs
 from meshwright_operator.cache import JobKey
@@ -184,7 +183,7 @@ def test_a_silent_watch_is_stale_and_a_bookmark_is_a_sign_of_life() -> None:
     assert pulse.stale() == []
     time.sleep(0.06)
     assert pulse.stale() == watches
-    pulse.beat(URL(f"https://host{jobs_path(None)}?watch=true"))
+    pulse.beat(jobs_path(None))
     assert pulse.stale() == [watches[0], watches[2]]
     assert 'last_contact_timestamp_seconds{resource="paralleltrainingjobs"}' in metrics.exposition().decode()
 
