@@ -37,14 +37,27 @@ class LatentSpec(ApiModel):
     """Width of the latent that queries are projected from; 0 projects them from the residual stream."""
 
 
-class RopeScalingSpec(ApiModel):
-    """Llama 3.1's rescaling of rotary frequencies for long contexts (arXiv 2407.21783, section 3.4.2)."""
+class RopeScaling(StrEnum):
+    """How rotary frequencies between the slowed and the kept ones change."""
 
+    LLAMA3 = "Llama3"
+    YARN = "YaRN"
+
+
+class RopeScalingSpec(ApiModel):
+    """Rescaling of rotary frequencies for long contexts."""
+
+    kind: RopeScaling = RopeScaling.LLAMA3
+    """`Llama3`: in between the two limits frequencies change evenly with themselves (Llama 3.1, arXiv 2407.21783,
+    section 3.4.2). `YaRN`: evenly with their number in the head (arXiv 2309.00071; Qwen, DeepSeek)."""
     factor: Annotated[float, Field(ge=1, le=4096)]
     """By how much the lowest frequencies are slowed down."""
     low_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 1.0
-    """Wavelengths above `originalLength` over this are slowed down fully."""
+    """Wavelengths above `originalLength` over this are slowed down fully; YaRN's beta slow."""
     high_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 4.0
-    """Wavelengths below `originalLength` over this stay as they are; in between it changes smoothly."""
+    """Wavelengths below `originalLength` over this stay as they are; in between it changes smoothly. YaRN's beta fast,
+    which its authors set to 32."""
+    score_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """What attention's scores are multiplied by: the square of YaRN's attention factor."""
     original_length: Annotated[int, Field(ge=1, le=16777216)] = 8192
     """Length that the model was first trained on, in tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import Field
@@ -75,6 +76,14 @@ class Architecture(ApiModel):
         if self.positions:
             return 0
         return self.latent.rope_size if self.latent else self.head_size
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor of attention's scores; None for one over the root of a key's width."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.score_factor == 1:
+            return None
+        return scaling.score_factor / math.sqrt(self.key_size)
 
     @property
     def norm_parameters(self) -> int:

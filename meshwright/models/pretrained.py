@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.api.shape import Activation, LatentSpec, Norm
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface import DEEPSEEK, ConfigError, Fields
 from meshwright.models.published_mixtures import read_mixture, write_mixture
+from meshwright.models.published_rotary import read_scaling, write_scaling
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -138,7 +139,7 @@ def _llama(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architecture
         activation=_activation(fields.text("hidden_act") or "silu"),
         attention_biases=kind == "qwen2",
         query_key_norms=kind in ("qwen3", "qwen3_moe"),
-        rope_scaling=_scaling(config),
+        rope_scaling=read_scaling(config, latent=False),
         mixture=read_mixture(fields, kind),
     )
 
@@ -167,7 +168,7 @@ def _deepseek(fields: Fields, kind: str, config: Mapping[str, Any]) -> Architect
             rope_size=fields.number("qk_rope_head_dim"),
             query_rank=fields.number("q_lora_rank", 0),
         ),
-        rope_scaling=_scaling(config),
+        rope_scaling=read_scaling(config, latent=True),
         mixture=read_mixture(fields, kind),
     )
 
@@ -184,26 +185,7 @@ def _theta(fields: Fields, config: Mapping[str, Any]) -> float:
     return Fields(inner).real("rope_theta", 10000.0) if isinstance(inner, dict) else fields.real("rope_theta", 10000.0)
 
 
-def _scaling(config: Mapping[str, Any]) -> RopeScalingSpec | None:
-    found = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(found, dict):
-        return None
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ConfigError(f"`rope_scaling` of type {kind!r} is not built by this runtime: known are default, llama3")
-    fields = Fields(found)
-    return RopeScalingSpec(
-        factor=fields.real("factor", 8.0),
-        low_frequency_factor=fields.real("low_freq_factor", 1.0),
-        high_frequency_factor=fields.real("high_freq_factor", 4.0),
-        original_length=fields.number("original_max_position_embeddings", 8192),
-    )
-
-
 def _numbers(model: Architecture) -> dict[str, Any]:
-    scaling = model.rope_scaling
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden_size,
@@ -215,15 +197,7 @@ def _numbers(model: Architecture) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
         "hidden_act": _NAMES[model.activation],
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        },
+        "rope_scaling": write_scaling(model.rope_scaling, latent=model.latent is not None),
     }
 
 

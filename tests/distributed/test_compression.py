@@ -13,7 +13,7 @@ from tests.distributed.cases import train_fully
 from tests.distributed.compressed import compress, power_sgd, sum_of, top_k, true_sums
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
-from tests.distributed.test_recovery import losses
+from tests.distributed.test_recovery import complete, losses, tensors_of
 
 RANKS, STEPS = 3, 6
 RUN = small_run(data=RANKS, batch=12)
@@ -71,6 +71,35 @@ def test_what_is_left_out_comes_later(pool: RankPool, options: dict[str, Any]) -
     got, want = compressed(pool, **options), true_sums(RANKS, STEPS)
     single = max(float((one - true).norm()) for one, true in zip(got, want, strict=True))
     assert float((sum_of(got) - sum_of(want)).norm()) < 2 * single
+
+
+@pytest.mark.parametrize("name", ["Int8", "TopK", "PowerSGD"])
+def test_a_resume_goes_on_with_what_was_left_out_to_the_bit(
+    pool: RankPool, tmp_path: Path, text: Path, name: str
+) -> None:
+    replicas = {"compression": name, "compression_density": 0.1, "bucket_elements": 4000}
+    run = small_run(data=2, steps=6, every=3, micro_batches=1, replicas=replicas)
+    (_, straight), *_ = complete(pool, run, tmp_path / "straight", text)
+    complete(pool, run, tmp_path / "broken", text, stop_rank=0, stop_after=3)
+    (_, resumed), *_ = complete(pool, run, tmp_path / "broken", text)
+    assert resumed.began_at == 3
+    assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 3}
+    want, got = tensors_of(tmp_path / "straight", 6), tensors_of(tmp_path / "broken", 6)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(tensor, got[key]) for key, tensor in want.items())
+    left = [tensor for key, tensor in want.items() if key.startswith("compression.")]
+    assert any(bool(tensor.any()) for tensor in left)
+
+
+def test_another_layout_begins_with_nothing_left_out(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    replicas = {"compression": "TopK", "compression_density": 0.1}
+    complete(pool, small_run(data=2, steps=6, every=3, replicas=replicas), tmp_path, text, stop_rank=0, stop_after=3)
+    ranks = complete(pool, small_run(data=2, tensor=2, steps=6, every=3, replicas=replicas), tmp_path, text)
+    assert [recorder.began_at for _, recorder in ranks] == [3] * 4
+    names = {key.split(".")[1] for key in tensors_of(tmp_path, 6) if key.startswith("compression.")}
+    # Of each tensor-parallel rank's buckets a digest of its own, none of them the old layout's.
+    assert names
+    assert not names & {key.split(".")[1] for key in tensors_of(tmp_path, 3) if key.startswith("compression.")}
 
 
 @pytest.mark.long

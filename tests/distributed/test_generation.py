@@ -24,13 +24,13 @@ from meshwright_worker.validate import InvalidRunError
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool, free_port
-from tests.parity.cases.models import GPT, LATENT_QUERIES, QWEN3
+from tests.parity.cases.models import GPT, LATENT_QUERIES, QWEN3, YARN
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt": {**GPT, "tie_embeddings": True},
     "qwen": QWEN3,
-    "latent": LATENT_QUERIES,
+    "latent": {**LATENT_QUERIES, **YARN},
     "lora": {"training": {"lora": {"rank": 2}, "steps": 2}},
 }
 MIXED: dict[str, dict[str, Any]] = {

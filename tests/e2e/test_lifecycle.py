@@ -1,6 +1,7 @@
 """A job from apply to Complete; suspended; too large; deleted; two at once."""
 
 import asyncio
+import math
 
 import pytest
 
@@ -16,7 +17,8 @@ async def test_apply_to_complete(stage, reference):
 
 
 async def test_status_says_what_happened(stage):
-    await stage.apply(tiny("story", training={"steps": 30}))
+    evaluated = {"everySteps": 20, "samples": 8}
+    await stage.apply(tiny("story", training={"steps": 30, "evaluation": evaluated}, data={"heldOut": 0.1}))
     await stage.until("story", lambda s: s.ready_ranks == "4/4", "4/4 ranks")
     status = await stage.complete("story")
     assert (status.step, status.total_steps, status.restart_count) == (30, 30, 0)
@@ -26,6 +28,10 @@ async def test_status_says_what_happened(stage):
     assert status.placement.straddling_tensor_groups == 0
     assert status.checkpoint is not None
     assert status.checkpoint.step == 30
+    assert status.evaluation is not None
+    assert status.evaluation.step == 30
+    assert float(status.evaluation.loss) < 5.5  # from ln 260 = 5.56
+    assert float(status.evaluation.perplexity) == pytest.approx(math.exp(float(status.evaluation.loss)), rel=1e-4)
     assert status.observed_generation == 1
     for condition in (conditions.READY, conditions.PLACED, conditions.COMPLETE):
         assert is_true(status.conditions, condition), condition

@@ -90,6 +90,9 @@ DEEPSEEK_V3: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1}
+DEEPSEEK_YARN: dict[str, Any] = {**DEEPSEEK_V3, "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
+QWEN3_YARN = {**QWEN3, "rope_scaling": _YARN}
 QWEN3_MOE = {
     **QWEN3,
     "model_type": "qwen3_moe",

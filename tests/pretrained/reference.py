@@ -125,6 +125,10 @@ def deepseek(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> 
     batch, length = tokens.shape
     x = weights["model.embed_tokens.weight"][tokens]
     steps = config["rope_theta"] ** -(torch.arange(0, rope, 2, dtype=torch.float32) / rope)
+    scaling, scores = config.get("rope_scaling"), 1.0
+    if scaling:
+        steps = _yarn(config, rope)
+        scores = (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0) ** 2
     angles = torch.outer(torch.arange(length), steps)
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[None, :, None]
 
@@ -145,7 +149,7 @@ def deepseek(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> 
         latent = _rms(latent, w["self_attn.kv_a_layernorm.weight"], eps)
         kv = F.linear(latent, w["self_attn.kv_b_proj.weight"]).view(batch, length, -1, nope + width)
         shared = turned(shared.unsqueeze(2)).expand(-1, -1, q.shape[2], -1)
-        q = torch.cat((q[..., :nope], turned(q[..., nope:])), dim=-1)
+        q = torch.cat((q[..., :nope], turned(q[..., nope:])), dim=-1) * scores
         k = torch.cat((kv[..., :nope], shared), dim=-1)
         x = x + F.linear(_attend(q, k, kv[..., nope:]), w["self_attn.o_proj.weight"])
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
@@ -164,12 +168,31 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 def _rotation(config: dict[str, Any], size: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    scaling = config.get("rope_scaling")
-    if scaling:
+    scaling, attention = config.get("rope_scaling"), 1.0
+    if scaling and scaling.get("type") == "yarn":
+        frequencies, attention = _yarn(config, size), 0.1 * math.log(scaling["factor"]) + 1.0
+    elif scaling:
         frequencies = torch.tensor([_llama3(float(f), scaling) for f in frequencies], dtype=torch.float32)
     angles = torch.outer(torch.arange(length).float(), frequencies)
     both = torch.cat((angles, angles), dim=-1)[None, :, None]
-    return both.cos().to(dtype), both.sin().to(dtype)
+    return both.cos().to(dtype) * attention, both.sin().to(dtype) * attention
+
+
+def _yarn(config: dict[str, Any], size: int) -> torch.Tensor:
+    """As in DeepSeek's `YarnRotaryEmbedding`, frequency by frequency."""
+    scaling, base = config["rope_scaling"], config["rope_theta"]
+    length = scaling["original_max_position_embeddings"]
+    low, high = (
+        size * math.log(length / (scaling[name] * 2 * math.pi)) / (2 * math.log(base))
+        for name in ("beta_fast", "beta_slow")
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+    found = []
+    for number in range(size // 2):
+        kept = 1 - min(1.0, max(0.0, (number - low) / (high - low)))
+        frequency = base ** -(2 * number / size)
+        found.append(frequency * kept + frequency / scaling["factor"] * (1 - kept))
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def _llama3(frequency: float, scaling: dict[str, Any]) -> float:

@@ -25,12 +25,14 @@ from tests.pretrained.published import (
     DEEPSEEK_LITE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_YARN,
     GPT2,
     LLAMA,
     MIXTRAL,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_YARN,
     random_weights,
     write_model,
 )
@@ -47,6 +49,8 @@ MODELS: dict[str, tuple[dict[str, Any], Forward]] = {
     "deepseek-v2": (DEEPSEEK_V2, reference.deepseek),
     "deepseek-v3": (DEEPSEEK_V3, reference.deepseek),
     "qwen3-moe": (QWEN3_MOE, reference.llama),
+    "qwen3 with YaRN": (QWEN3_YARN, reference.llama),
+    "deepseek-v3 with YaRN": (DEEPSEEK_YARN, reference.deepseek),
 }
 
 MIXED_PRESETS = [name for name, model in PRESETS.items() if model.mixture is not None]
@@ -108,7 +112,9 @@ def test_a_preset_survives_both_directions(name: str) -> None:
     ("change", "named"),
     [
         ({"model_type": "mamba"}, "`model_type` 'mamba'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "`rope_scaling` of type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "`rope_scaling` of type 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0}}, "`rope_scaling.mscale`"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "`rope_scaling.truncate: false`"),
         ({"attention_bias": True}, "`attention_bias`"),
         ({"hidden_act": "relu6"}, "activation 'relu6'"),
         ({"use_sliding_window": True, "sliding_window": 8}, "`sliding_window`"),
@@ -123,7 +129,7 @@ def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], name
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "`rope_scaling` of type 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}, "`rope_scaling` with another `mscale`"),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
         ({"topk_method": "greedy"}, "`topk_method` 'greedy'"),
         ({"scoring_func": "softmax"}, "`scoring_func` 'softmax'"),

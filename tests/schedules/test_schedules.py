@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
@@ -212,6 +212,7 @@ def test_costs_must_be_of_every_stage() -> None:
         simulate(generate("gpipe", 2, 1), [Costs()])
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 14))
 def test_the_automatic_schedule_keeps_its_limit(ranks: int, rounds: int, limit: int) -> None:
     schedule = automatic(ranks, rounds * ranks, limit)

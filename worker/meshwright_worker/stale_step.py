@@ -43,6 +43,7 @@ class StaleTrainer:
         self._replicas = replicas_of(run, shards_of(stage.module, stage.distributed, run, mesh), mesh)
         self.shards: Sequence[Shard] = self._replicas.shards
         self.outer: Outer | None = None
+        self.memory = self._replicas.memory
         self.frozen: list[Shard] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.optimizer = AdamW(self.shards, training.optimizer)

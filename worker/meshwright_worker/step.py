@@ -72,7 +72,7 @@ class Trainer:
         shards = [(s.index, shard) for s in self.stages for shard in shards_of(s.module, s.distributed, run, mesh)]
         held = self._copies.settle([s for s in shards if s[1].parameter.requires_grad])
         self.replicas = replicas_of(run, held, mesh)
-        self.shards = self.replicas.shards
+        self.shards, self.memory = self.replicas.shards, self.replicas.memory
         self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
         self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))

@@ -94,7 +94,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             begin_from_weights(trainer, architecture, training, mesh)
             state = TrainingState()
             if session is not None:
-                state = session.load(trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer)
+                state = session.load(trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer, trainer.memory)
             trainer.loaded(state.step)
         trainer.resume(state)
         events.running(state.step)
@@ -170,7 +170,9 @@ class _Loop:
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         trainer = self._trainer
         if self._session is not None:
-            self._session.save(trainer.shards, trainer.optimizer, state, trainer.buffers, trainer.outer, wait=wait)
+            self._session.save(
+                trainer.shards, trainer.optimizer, state, trainer.buffers, trainer.outer, trainer.memory, wait=wait
+            )
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
 from tests.parity.case import Case
-from tests.parity.cases.models import GPT, LATENT, LATENT_QUERIES, LLAMA31, QWEN2, QWEN3
+from tests.parity.cases.models import GPT, LATENT, LATENT_QUERIES, LLAMA31, QWEN2, QWEN3, YARN
 
 _METHODS = {
     ContextMethod.RING: "ring attention (contiguous)",
@@ -21,6 +21,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": QWEN3,
     "Llama 3.1": LLAMA31,
     "latent attention": LATENT_QUERIES,
+    "YaRN": {**LATENT_QUERIES, **YARN},
     "DeepSeek-V2": {**LATENT, "mixture": "DeepSeek-V2"},
     "DeepSeek-V3": {**LATENT_QUERIES, "mixture": "DeepSeek-V3"},
 }

@@ -17,6 +17,15 @@ GPT: dict[str, Any] = {
 QWEN2: dict[str, Any] = {"attention_biases": True}
 QWEN3: dict[str, Any] = {"query_key_norms": True, "head_size": 16, "value_size": 12}
 LLAMA31: dict[str, Any] = {"rope_scaling": {"factor": 8.0, "original_length": 8}}
+YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "kind": "YaRN",
+        "factor": 4.0,
+        "original_length": 64,
+        "high_frequency_factor": 8.0,
+        "score_factor": 1.3,
+    }
+}
 LATENT: dict[str, Any] = {"kv_heads": 4, "latent": {"kv_rank": 12, "rope_size": 4}}
 LATENT_QUERIES: dict[str, Any] = {
     "kv_heads": 4,
@@ -67,6 +76,11 @@ CASES = [
     Case(family, layout, model, smoke=(family, name) in _SMOKE, vanishing="key.bias" if model.get("positions") else "-")
     for family, model in _FAMILIES.items()
     for name, layout in _LAYOUTS.items()
+]
+CASES += [
+    Case("rotary scaling (YaRN)", layout, {**LATENT_QUERIES, **YARN}, smoke=name == "tp-sp")
+    for name, layout in _LAYOUTS.items()
+    if name in ("tp-sp", "pp", "zero3")
 ]
 CASES += [
     Case("LoRA", layout, {**_LORA, **model}, smoke=not model and name in ("tp", "tp-sp", "zero3", "pp"))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
@@ -94,6 +96,15 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
 def names_in(path: Path) -> frozenset[str]:
     """The names of all tensors of a complete checkpoint."""
     return frozenset(CheckpointReader(path).read_metadata().state_dict_metadata)
+
+
+def blanks_in(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Memory for those tensors of a complete checkpoint whose names are wanted; `load_tensors` fills it."""
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in CheckpointReader(path).read_metadata().state_dict_metadata.items()
+        if wanted(name) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _share_is_intact(path: Path, manifest: Manifest, mesh: Mesh) -> bool:

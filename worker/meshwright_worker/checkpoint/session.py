@@ -12,7 +12,7 @@ from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.loader import check_same_run, load_tensors, names_in, newest_intact
+from meshwright_worker.checkpoint.loader import blanks_in, check_same_run, load_tensors, names_in, newest_intact
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors, spread_copies
@@ -21,6 +21,7 @@ from meshwright_worker.mesh import Mesh
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.outer import Outer
 from meshwright_worker.outer.state import outer_tensors
+from meshwright_worker.parallel.compression.memory import Memory
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.task import RankEvents, RankTask
 
@@ -51,8 +52,11 @@ class CheckpointSession:
         optimizer: Optimizer,
         buffers: Mapping[str, torch.Tensor] | None = None,
         outer: Outer | None = None,
+        memory: Memory | None = None,
     ) -> TrainingState:
         """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
+
+        `memory` recalls what compressed gradients had left out, if the checkpoint has it for this layout.
 
         Raises:
             CheckpointMismatchError: it is of another run.
@@ -66,7 +70,10 @@ class CheckpointSession:
             tensors = checkpoint_tensors(shards, optimizer, buffers)
         else:
             tensors = outer_tensors(shards, outer, self._mesh.island, names_in(path))
-        load_tensors(tensors, path, self._mesh.checkpoint_group)
+        left_out = blanks_in(path, memory.holds) if memory is not None else {}
+        load_tensors({**tensors, **left_out}, path, self._mesh.checkpoint_group)
+        if memory is not None:
+            memory.recall(left_out)
         spread_copies(shards, optimizer)
         optimizer.set_steps(found.state.step - found.state.skipped)
         self._newest = found.state.step
@@ -83,6 +90,7 @@ class CheckpointSession:
         state: TrainingState,
         buffers: Mapping[str, torch.Tensor] | None = None,
         outer: Outer | None = None,
+        memory: Memory | None = None,
         *,
         wait: bool,
     ) -> None:
@@ -100,7 +108,8 @@ class CheckpointSession:
                 tensors = checkpoint_tensors(shards, optimizer, buffers)
             else:
                 tensors = outer_tensors(shards, outer, self._mesh.island)
-            self._saver.begin(tensors, manifest)
+            left_out = memory.tensors() if memory is not None else {}
+            self._saver.begin({**tensors, **left_out}, manifest)
         if wait:
             self.report(wait=True)
 

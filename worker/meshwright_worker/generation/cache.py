@@ -16,8 +16,8 @@ class CachedCore(AttentionCore):
     A rank of a tensor group keeps the heads that it holds, a stage of a pipeline its own layers.
     """
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
+    def __init__(self, capacity: int, *, scale: float | None = None) -> None:
+        super().__init__(scale=scale)
         self._capacity = capacity
         self._length = 0
         self._keys: torch.Tensor | None = None
@@ -47,6 +47,7 @@ class CachedCore(AttentionCore):
             keys[:, :length].transpose(1, 2),
             values[:, :length].transpose(1, 2),
             attn_mask=mask,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return mixed.transpose(1, 2)
@@ -63,8 +64,9 @@ def add_caches(stage: nn.Module, capacity: int) -> list[CachedCore]:
     """Let every attention of a stage keep up to `capacity` tokens; its caches, empty."""
     caches = []
     for module in list(stage.modules()):
-        if isinstance(getattr(module, "core", None), AttentionCore):
-            cache = CachedCore(capacity)
+        core = getattr(module, "core", None)
+        if isinstance(core, AttentionCore):
+            cache = CachedCore(capacity, scale=core.scale)
             module.core = cache
             caches.append(cache)
     return caches

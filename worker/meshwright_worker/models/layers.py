@@ -158,7 +158,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.key_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.rotary = rotary
-        self.core = AttentionCore()
+        self.core = AttentionCore(scale=model.score_scale)
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
@@ -197,7 +197,7 @@ class LatentAttention(nn.Module):
         self.kv = Linear(latent.kv_rank, model.heads * (model.head_size + model.value_size))
         self.output = Linear(model.heads * model.value_size, model.hidden_size)
         self.rotary = rotary
-        self.core = AttentionCore()
+        self.core = AttentionCore(scale=model.score_scale)
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.api.replicas import DataParallelSpec
+from meshwright.api.replicas import DataParallelSpec, GradientCompression
 from meshwright_worker.mesh import EXPERT_REPLICA, REPLICA, Mesh
 from meshwright_worker.parallel.buckets import BackwardOrder, buckets_of
 from meshwright_worker.parallel.compression.choose import compressor_of
 from meshwright_worker.parallel.compression.compressor import Reduction
+from meshwright_worker.parallel.compression.memory import Memory
 from meshwright_worker.parallel.shards import Shard
 
 
@@ -45,6 +46,8 @@ class BucketedAllReduce:
         summed = [shard for shard in shards if shard.replicated and _group(shard, mesh).size() > 1]
         self._buckets = buckets_of(summed, spec.bucket_elements)
         self._compressors = [compressor_of(spec, _group(bucket[0], mesh)) for bucket in self._buckets]
+        compresses = spec.compression is not GradientCompression.NONE
+        self.memory = Memory(self._compressors, self._buckets, spec, mesh) if compresses else None
         self._pending: list[_InFlight] = []
         watched = self._buckets if overlap else []
         self._order = BackwardOrder(watched, micro_batches, 1, self._start)

@@ -49,6 +49,8 @@ class FlatShards:
         watch: whether hooks see all of a gradient; if not, gradients are reduced after the last pass alone.
     """
 
+    memory = None
+
     def __init__(
         self,
         shards: Sequence[Shard],

@@ -10,6 +10,7 @@ import torch
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import Mesh
+from meshwright_worker.parallel.compression.memory import Memory
 from meshwright_worker.parallel.ddp import BucketedAllReduce
 from meshwright_worker.parallel.engine import Engine, engine_of
 from meshwright_worker.parallel.flat import FlatShards
@@ -22,6 +23,10 @@ class Replicas(Protocol):
     @property
     def shards(self) -> Sequence[Shard]:
         """What this rank updates, norms, clips and saves: its parameters, or its parts of them."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """What compressed sums left out and a checkpoint must hold; None without compression."""
 
     def reduce(self) -> list[torch.Tensor]:
         """The gradients of the shards, summed over replicas, after the step's last backward pass. Collective."""
@@ -36,6 +41,8 @@ class Reduced:
     Args:
         shards: of all stages.
     """
+
+    memory = None
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,8 +28,25 @@ class Compressor(Protocol):
             shapes: of those gradients.
         """
 
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What is remembered of the buckets seen so far, by name."""
 
-class Whole:
+    def recall(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Remember what `memory` said, in place of everything else."""
+
+
+class Forgetful:
+    """A compressor that leaves nothing out, or what it leaves out for good."""
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """See `Compressor.memory`."""
+        return {}
+
+    def recall(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """See `Compressor.recall`."""
+
+
+class Whole(Forgetful):
     """Sends everything: one all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,3 +79,12 @@ class Feedback:
     def keep(self, bucket: int, left: torch.Tensor) -> None:
         """Remember what is left out now."""
         self._left[bucket] = left
+
+    def memory(self, name: str) -> dict[str, torch.Tensor]:
+        """See `Compressor.memory`; `name` tells it from other feedback of the same compressor."""
+        return {f"{name}.{bucket}": left for bucket, left in self._left.items()}
+
+    def recall(self, name: str, memory: Mapping[str, torch.Tensor]) -> None:
+        """See `Compressor.recall`."""
+        own = f"{name}."
+        self._left = {int(key.removeprefix(own)): left for key, left in memory.items() if key.startswith(own)}

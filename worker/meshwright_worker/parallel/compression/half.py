@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.parallel.compression.compressor import Reduction
+from meshwright_worker.parallel.compression.compressor import Forgetful, Reduction
 
 _TOP = 14
 """fp16 ends below 2^16: the largest sum is brought to between 2^13 and 2^14."""
 
 
-class Half:
+class Half(Forgetful):
     """Rounds to `dtype` and all-reduces that.
 
     fp16 has few exponents and a mean gradient may be below all of them, so the ranks first agree on a power of two that

@@ -9,7 +9,7 @@ the ring all-reduce of fp32. Both roundings are fed back into the next step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,15 @@ class Int8:
         dist.all_to_all_single(their_scales, scales, group=self._group)
         work = dist.all_to_all_single(theirs, numbers, group=self._group, async_op=True)
         return _Sum(self._group, self._summed, bucket, theirs, their_scales, work)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """See `Compressor.memory`."""
+        return self._sent.memory("sent") | self._summed.memory("summed")
+
+    def recall(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """See `Compressor.recall`."""
+        self._sent.recall("sent", memory)
+        self._summed.recall("summed", memory)
 
 
 class _Sum:

@@ -10,7 +10,7 @@ its next gradient. What would not become smaller, such as norms, is sent whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,17 @@ class PowerSGD:
         right = [self._start_of(bucket, index, matrix) for index, matrix in matrices.items()]
         left = [matrix @ factor for matrix, factor in zip(matrices.values(), right, strict=True)]
         return _Iteration(self, bucket, own, matrices, left, whole)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """See `Compressor.memory`."""
+        right = {f"right.{bucket}.{index}": factor for (bucket, index), factor in self._right.items()}
+        return self._feedback.memory("left") | right
+
+    def recall(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """See `Compressor.recall`."""
+        self._feedback.recall("left", memory)
+        factors = {tuple(key.split(".")): factor for key, factor in memory.items() if key.startswith("right.")}
+        self._right = {(int(bucket), int(index)): factor for (_, bucket, index), factor in factors.items()}
 
     def _pays(self, shape: torch.Size) -> bool:
         if len(shape) < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,14 @@ class TopK:
         values = corrected[places]
         self._feedback.keep(bucket, corrected.index_fill(0, places, 0.0))
         return _Gathered(self._group, places, values)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """See `Compressor.memory`."""
+        return self._feedback.memory("left")
+
+    def recall(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """See `Compressor.recall`."""
+        self._feedback.recall("left", memory)
 
 
 class _Gathered:
