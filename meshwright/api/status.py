@@ -113,6 +113,8 @@ class PlacementStatus(ApiModel):
     """Tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0
     """Replicas whose pipeline leaves its rack."""
+    spares: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=64)] = []
+    """Nodes kept free for workers that are lost, the most useful first."""
 
 
 class MeshStatus(ApiModel):

@@ -14,7 +14,7 @@ from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.job import CHECKPOINTING, SCHEDULES
-from meshwright.planner.placement import Placement, PlacingOptions, cost_of_fragmentation, nodes_to_free
+from meshwright.planner.placement import Placement, PlacingOptions, cost_of_fragmentation, nodes_to_free, with_spares
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.pricing import Pricer, pricer_for
 from meshwright.planner.propose import proposed, wide_request
@@ -94,7 +94,7 @@ def answer(
     plan, placement, pending = plans[0], None, ""
     pricer = pricer_for(spec, plan.architecture, inventory)
     try:
-        placement = place_best(plans, inventory, pricer)
+        placement = with_spares(place_best(plans, inventory, pricer), inventory, spec.recovery.spare_nodes)
         plan = placement.plan
     except DoesNotFitError as error:
         pending = "; ".join(filter(None, (str(error), _to_free(plan, inventory))))
