@@ -45,6 +45,13 @@ REFUSED = (
 )
 """What the rules of `rules/transition.py` guard."""
 
+ONCE_DEFAULTS = {
+    "parallelism.context": 1,
+    "parallelism.schedule": "1F1B",
+    "training.activationCheckpointing": "None",
+}
+"""Defaults that are chosen by the planner today. Stored objects have them, and mean what a running job has anyway."""
+
 
 def effect_of(path: str) -> Effect:
     """The effect of editing the field at a dotted path below `spec`."""
@@ -67,10 +74,17 @@ def restarting_parts(spec: ParallelTrainingJobSpec) -> dict[str, object]:
     """
     parts: dict[str, object] = json.loads(spec.model_dump_json(by_alias=True, exclude_defaults=True))
     for entry in (*LIVE, *NEXT_START, "managedBy"):
-        *parents, last = entry.split(".")
-        holder: object = parts
-        for name in parents:
-            holder = holder.get(name) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            holder.pop(last, None)
+        _drop(parts, entry)
+    for entry, value in ONCE_DEFAULTS.items():
+        _drop(parts, entry, value)
     return parts
+
+
+def _drop(parts: dict[str, object], path: str, value: object = None) -> None:
+    """Removes a field; only where it has a value, if one is given."""
+    *parents, last = path.split(".")
+    holder: object = parts
+    for name in parents:
+        holder = holder.get(name) if isinstance(holder, dict) else None
+    if isinstance(holder, dict) and (value is None or holder.get(last) == value):
+        holder.pop(last, None)

@@ -63,8 +63,9 @@ class ParallelismSpec(ApiModel):
     parameters. Must divide `replicas` times `context`, and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
-    context: Annotated[int, Field(ge=1, le=1024)] = 1
+    context: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
+    When left out: 1, or the fewest with which a layout fits. Rules about it take it for 1 until it is chosen.
     `training.sequenceLength` must be at least twice `context` times `tensor`."""
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
     """How attention goes over the GPUs of `context`. `RingZigZag`: keys and values go round them, causal work is even.
@@ -74,12 +75,14 @@ class ParallelismSpec(ApiModel):
     ulysses: Degree | None = None
     """With `contextMethod: RingUlysses`, and only then: how many neighbours exchange heads; it divides `context`, and
     times `tensor` it divides `model.heads`."""
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    """Order in which a pipeline runs its micro-batches. `Naive`: one at a time. `GPipe` (arXiv 1811.06965), `1F1B`
-    (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473), `LoopedBFS` (arXiv 2211.05953). Backward
-    in halves: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched for the costs of the model's own stages), `ZBV`
-    (arXiv 2405.15362). Forward and backward overlapped: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush,
-    and so with stale weights: `PipeDream` (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
+    schedule: PipelineSchedule | None = None
+    """Order in which a pipeline runs its micro-batches. When left out: `1F1B`, or a synchronous one that is estimated
+    to be faster by more than 2 % and fits; rules about it take it for `1F1B` until it is chosen. `Naive`: one at a
+    time. `GPipe` (arXiv 1811.06965), `1F1B` (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473),
+    `LoopedBFS` (arXiv 2211.05953). Backward in halves: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched for the
+    costs of the model's own stages), `ZBV` (arXiv 2405.15362). Forward and backward overlapped: `DualPipe`,
+    `DualPipeV` (arXiv 2412.19437). Without a flush, and so with stale weights: `PipeDream` (arXiv 1806.03377),
+    `PipeDream2BW` (arXiv 2006.09503)."""
     virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
     """Stages of one rank with `Interleaved1F1B` and `LoopedBFS`, the only schedules that allow it; 2 when left out."""
     layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (
@@ -103,3 +106,13 @@ class ParallelismSpec(ApiModel):
     """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
     data_parallel: DataParallelSpec = DataParallelSpec()
     """How replicas are kept equal."""
+
+    @property
+    def order(self) -> PipelineSchedule:
+        """The schedule; the one that is taken for it where it is left out."""
+        return self.schedule or PipelineSchedule.ONE_F_ONE_B
+
+    @property
+    def sharing(self) -> int:
+        """The context degree; 1 where it is left out."""
+        return self.context or 1

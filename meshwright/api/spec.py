@@ -71,6 +71,10 @@ class RecoverySpec(ApiModel):
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
     """What becomes of workers on a node that is cordoned or got a taint that they do not tolerate. `Move`: they save a
     checkpoint and move, once there is room for them elsewhere. `Stay`: they run on until somebody evicts them."""
+    spare_nodes: Annotated[int, Field(ge=0, le=64)] = 0
+    """Nodes to keep free of this operator's other jobs while the job runs, near the workers that they would replace:
+    `status.placement.spares` names them. As many as are free when workers are placed; a raised number takes effect when
+    workers are placed next. Pods of others are not kept off."""
     restart_window_seconds: Annotated[int, Field(ge=60, le=2592000)] | None = None
     """Only restarts of the last so many seconds count toward `maxRestarts`, which may then be at most 100; all of them
     when left out."""

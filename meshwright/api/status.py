@@ -7,6 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing
 
 Text = Annotated[str, Field(max_length=1024)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
@@ -48,6 +50,10 @@ class PlanStatus(ApiModel):
     """Expert-parallel degree: over how many of the ranks with the same dense parameters experts are spread."""
     micro_batches: Count
     """Micro-batches per replica and step."""
+    schedule: PipelineSchedule | None = None
+    """Order in which a pipeline runs them; none without a pipeline."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """What the backward pass computes again; none for a command of the user's."""
     world_size: Count
     """Number of ranks."""
     workers: Count
@@ -107,6 +113,8 @@ class PlacementStatus(ApiModel):
     """Tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0
     """Replicas whose pipeline leaves its rack."""
+    spares: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=64)] = []
+    """Nodes kept free for workers that are lost, the most useful first."""
 
 
 class MeshStatus(ApiModel):

@@ -136,8 +136,9 @@ class TrainingSpec(ApiModel):
     loss_chunk_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
     """Tokens whose logits exist at a time: output projection and loss are then computed in chunks, and gradients of the
     loss with them (arXiv 2410.10989). Whole logits of a micro-batch when left out."""
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
-    """What the backward pass computes again, layer by layer, to save memory; gradients are the same. `Full`: each
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """What the backward pass computes again, layer by layer, to save memory; gradients are the same. When left out:
+    `None`, or where no layout fits the first of `Selective`, `Full` and `Sqrt` with which one does. `Full`: each
     layer from its input. `Selective`: all but matrix products and attention. `EveryK`: groups of `checkpointEvery`
     layers from their input. `Sqrt`: groups of the square root of a stage's layers (arXiv 1604.06174)."""
     checkpoint_every: Annotated[int, Field(ge=1, le=1024)] = 2
@@ -159,3 +160,8 @@ class TrainingSpec(ApiModel):
     """Train low-rank adapters alone; every parameter when left out."""
     evaluation: EvaluationSpec | None = None
     """Evaluate while training; needs `data.heldOut`. Not at all when left out."""
+
+    @property
+    def checkpointing(self) -> ActivationCheckpointing:
+        """What is computed again; nothing where that is left out."""
+        return self.activation_checkpointing or ActivationCheckpointing.NONE

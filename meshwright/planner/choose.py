@@ -90,6 +90,7 @@ def place_plan(
     """
     if pricer is None:
         return place_again(plan, inventory, keep, before)
+    pricer = plan.pricer(pricer)
     weights = weights_for(pricer, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
     placement = place_again(plan, inventory, keep, before, PlacingOptions(weights))
     return replace(placement, plan=replace(plan, estimate=estimate_as_placed(placement, pricer)))

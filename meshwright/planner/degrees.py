@@ -1,4 +1,4 @@
-"""Choosing what a spec leaves out: tensor and pipeline degree, and the number of micro-batches.
+"""Choosing what a spec leaves out: degrees, micro-batches, the pipeline's schedule, activation checkpointing.
 
 A small search that can be explained. A tensor-parallel group talks in every layer but over NVLink; a pipeline talks
 little but idles (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503). So: one stage as long as the
@@ -9,21 +9,22 @@ many GPUs a replica takes, `replicas` being the user's; among layouts of so many
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import gcd
 
-from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.rules.context import exchanging, heads_are_shared
 from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
-from meshwright.api.training import TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.job import Job
 from meshwright.planner.pricing import Pricer
+from meshwright.planner.savings import TRIED, checkpointings, contexts, runs
 from meshwright.planner.search.search import AS_GOOD
 from meshwright.planner.search.shapes import divisors
 from meshwright.schedules.division import ASYNCHRONOUS, stages_of_rank, takes_micro_batches
@@ -42,6 +43,8 @@ class Candidate:
     layout: Layout
     micro_batches: int
     memory: Memory | None
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
 
     @property
     def needed(self) -> int:
@@ -61,57 +64,111 @@ class Search:
     hardware: Hardware
     pricer: Pricer | None = None
     """What tells layouts of as many GPUs apart; without it the order of preference does."""
+    asked: Job | None = None
+    """The job of the search that this one comes from."""
 
     @cached_property
     def job(self) -> Job:
         """What is asked, in the cost model's terms."""
-        return Job.made(self.architecture, self.training, self.parallelism, self.replicas)
+        asked = self.asked or Job.made(self.architecture, self.training, self.parallelism, self.replicas)
+        return asked.decided(self.parallelism.order, self.training.checkpointing)
 
     def best(self) -> Candidate | None:
         """The first of `ranked`; None when no GPU holds any candidate."""
         return next(iter(self.ranked()), None)
 
+    def decided(self, chosen: Candidate) -> Search:
+        """The search with what a candidate decided beside its degrees, as if the spec had said it."""
+        return self.saving(chosen.layout.context, chosen.checkpointing).running(chosen.schedule)
+
+    def saving(self, context: int, checkpointing: ActivationCheckpointing) -> Search:
+        """The search with these savings decided."""
+        parallelism = self.parallelism.model_copy(update={"context": context})
+        training = self.training.model_copy(update={"activation_checkpointing": checkpointing})
+        return replace(self, parallelism=parallelism, training=training, asked=self.job)
+
+    def running(self, schedule: PipelineSchedule) -> Search:
+        """The search with the schedule decided."""
+        parallelism = self.parallelism.model_copy(update={"schedule": schedule})
+        return replace(self, parallelism=parallelism, asked=self.job)
+
     def ranked(self) -> list[Candidate]:
-        """The candidates of fewest GPUs whose every rank finds a GPU that holds it, best first.
+        """The candidates of fewest GPUs whose every rank finds a GPU that holds it, best first, one for each layout.
 
         The best is the first, in order of preference, that takes at most 2 % longer than the fastest; without a price
-        the first in order of preference is the only one. Where the cluster has too few such GPUs for any candidate, the
-        first that some GPU holds: the placement then says what is short.
+        the first in order of preference is the only one. Sequences are shared only where nothing holds without. Where
+        the cluster has too few such GPUs for any candidate, the first that some GPU holds: the placement then says what
+        is short.
         """
         fallback: list[Candidate] = []
-        holding: list[Candidate] = []
-        for candidate in self.candidates():
-            if holding and candidate.layout.world_size != holding[0].layout.world_size:
+        for context in contexts(self.architecture, self.training, self.parallelism):
+            found: list[Candidate] = []
+            for checkpointing in checkpointings(self.training):
+                world = found[0].layout.world_size if found else None
+                holding, held_by_some = self.saving(context, checkpointing).holding(world)
+                found += holding
+                fallback = fallback or held_by_some
+                if found and (self.pricer is None or not self.hardware.known):
+                    return found
+            if found:
+                first: dict[Layout, Candidate] = {}
+                for one in self.by_price(found):
+                    first.setdefault(one.layout, one)
+                return list(first.values())
+        return fallback
+
+    def holding(self, world: int | None = None) -> tuple[list[Candidate], list[Candidate]]:
+        """(candidates of the fewest GPUs, or of `world`, that all find room, the first that some GPU holds).
+
+        Savings are decided.
+        """
+        fallback: list[Candidate] = []
+        found: list[Candidate] = []
+        for layout in self.layouts():
+            if world is not None and layout.world_size != world:
                 continue
-            gpus = self.hardware.gpus_that_hold(candidate.needed)
+            candidate = self.with_micro_batches(layout)
             if not self.hardware.known:
-                return [candidate]
-            if gpus >= candidate.layout.world_size:
-                holding.append(candidate)
+                return [candidate], []
+            gpus = self.hardware.gpus_that_hold(candidate.needed)
+            if gpus >= layout.world_size:
+                found.append(candidate)
+                world = layout.world_size
                 if self.pricer is None:
                     break
             if gpus and not fallback:
                 fallback = [candidate]
-        return self._by_price(holding) if holding else fallback
+        return found, fallback
 
-    def _by_price(self, candidates: list[Candidate]) -> list[Candidate]:
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step; 0 without a price."""
+        if self.pricer is None:
+            return 0.0
+        pricer = self.pricer.on(self.job.decided(candidate.schedule, candidate.checkpointing))
+        return pricer.price(candidate.layout, candidate.micro_batches).seconds
+
+    def by_price(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The preferred of those that are as good as the fastest, then the others by time."""
         if self.pricer is None or len(candidates) == 1:
             return candidates
-        pricer = self.pricer
-        seconds = {id(one): pricer.price(one.layout, one.micro_batches).seconds for one in candidates}
+        seconds = {id(one): self.seconds(one) for one in candidates}
         limit = AS_GOOD * min(seconds.values())
         first = next(one for one in candidates if seconds[id(one)] <= limit)
         others = sorted((one for one in candidates if one is not first), key=lambda one: seconds[id(one)])
         return [first, *others]
 
     def candidates(self) -> Iterator[Candidate]:
+        """Every layout that is allowed with the savings that stand, with its micro-batches."""
+        return (self.with_micro_batches(layout) for layout in self.layouts())
+
+    def layouts(self) -> Iterator[Layout]:
         """Every allowed combination, in order of preference: fewest stages, tensor-parallel ranks, parts of experts."""
         for pipeline in self.pipelines():
             for tensor in self.tensors():
                 for expert in self.experts():
-                    layout = Layout(tensor, pipeline, self.replicas, self.parallelism.context, expert)
+                    layout = Layout(tensor, pipeline, self.replicas, self.parallelism.sharing, expert)
                     if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
-                        yield self.with_micro_batches(layout)
+                        yield layout
 
     def tensors(self) -> list[int]:
         """Tensor-parallel degrees that split the model evenly and stay in an NVLink domain."""
@@ -124,7 +181,7 @@ class Search:
         if self.parallelism.sequence:
             common = gcd(common, self.training.sequence_length)
         asked = self.parallelism
-        ranks = exchanging(asked.context_method, asked.context, asked.ulysses)
+        ranks = exchanging(asked.context_method, asked.sharing, asked.ulysses)
         widest = self.hardware.domain_gpus or common
         gpus = self.gpus_per_worker
         fitting = [t for t in divisors(common) if t <= widest and (t % gpus == 0 or gpus % t == 0)]
@@ -132,7 +189,7 @@ class Search:
 
     def _rows_split(self, tensor: int) -> bool:
         """Whether the ranks that share a row have two parts of it each."""
-        context, unit = self.parallelism.context, tensor if self.parallelism.sequence else 1
+        context, unit = self.parallelism.sharing, tensor if self.parallelism.sequence else 1
         return context == 1 or self.training.sequence_length >= 2 * context * unit
 
     def experts(self) -> list[int]:
@@ -140,16 +197,23 @@ class Search:
         if self.parallelism.expert is not None:
             return [self.parallelism.expert]
         mixture = self.architecture.mixture
-        return divisors(gcd(mixture.experts, self.replicas * self.parallelism.context)) if mixture is not None else [1]
+        return divisors(gcd(mixture.experts, self.replicas * self.parallelism.sharing)) if mixture is not None else [1]
 
     def pipelines(self) -> list[int]:
         """Pipeline degrees that leave each stage a layer."""
         if self.parallelism.pipeline is not None:
             return [self.parallelism.pipeline]
         layers, tied = self.architecture.layers, self.architecture.tie_embeddings
-        if tied and self.parallelism.schedule in ASYNCHRONOUS:
+        if tied and self.parallelism.order in ASYNCHRONOUS:
             return [1]
         return [p for p in range(1, layers + 1) if p * stages_of_rank(self.parallelism, p) <= layers]
+
+    def schedules(self, layout: Layout) -> list[PipelineSchedule]:
+        """Schedules to try for a layout, the simplest first; the one that is given, or that a pipeline of one needs."""
+        asked = self.parallelism
+        if asked.schedule is not None or layout.pipeline == 1 or self.pricer is None:
+            return [asked.order]
+        return [one for one in TRIED if runs(one, asked, layout, self.architecture)]
 
     def micro_batch_counts(self, pipeline: int) -> list[int]:
         """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy.
@@ -159,27 +223,40 @@ class Search:
         batch = self.training.global_batch_size // self.replicas
         stated = self.parallelism.micro_batches
         wanted = divisors(batch) if stated is None else [stated]
-        schedule = self.parallelism.schedule
+        schedule = self.parallelism.order
         possible = [m for m in wanted if m <= MAX_MICRO_BATCHES and takes_micro_batches(schedule, pipeline, m)]
         if pipeline == 1:
             return possible
         return [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline] or possible[-1:]
 
     def with_micro_batches(self, layout: Layout) -> Candidate:
-        """The layout with the first number of micro-batches that fits; with the last, which needs least, if none."""
+        """The layout with the first number of micro-batches that fits, or with the best, and with its schedule.
+
+        Where none fits, with the last number, which needs least.
+        """
         counts = self.micro_batch_counts(layout.pipeline)
         least = self._candidate(layout, counts[-1])
+        if not self.hardware.known:
+            return self._candidate(layout, counts[0])
         if self.hardware.gpus_that_hold(least.needed) == 0:
-            return self._candidate(layout, counts[0]) if not self.hardware.known else least
-        fitting = (self._candidate(layout, count) for count in counts)
-        held = (c for c in fitting if self.hardware.gpus_that_hold(c.needed) >= layout.world_size)
-        if self.pricer is None:
-            return next(held, least)
-        several = list(islice(held, MAX_PRICED))
-        return self._by_price(several)[0] if several else least
+            return least
+        several = [
+            one
+            for schedule in self.schedules(layout)
+            for one in islice(self.running(schedule).held(layout), MAX_PRICED if self.pricer else 1)
+        ]
+        return self.by_price(several)[0] if several else least
+
+    def held(self, layout: Layout) -> Iterator[Candidate]:
+        """The layout with each number of micro-batches for which enough GPUs hold it, the schedule being decided."""
+        for count in self.micro_batch_counts(layout.pipeline):
+            candidate = self._candidate(layout, count)
+            if self.hardware.gpus_that_hold(candidate.needed) >= layout.world_size:
+                yield candidate
 
     def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:
-        return Candidate(layout, micro_batches, self.job.memory(layout, micro_batches))
+        memory = self.job.memory(layout, micro_batches)
+        return Candidate(layout, micro_batches, memory, self.parallelism.order, self.training.checkpointing)
 
     def _fits_workers(self, layout: Layout) -> bool:
         workers, rest = divmod(layout.world_size, self.gpus_per_worker)

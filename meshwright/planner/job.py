@@ -40,7 +40,7 @@ CHECKPOINTING = {
     ActivationCheckpointing.EVERY_K: Recompute.FULL,
     ActivationCheckpointing.SQRT: Recompute.SQRT,
 }
-_OFFLOAD = {
+OFFLOAD = {
     OptimizerOffload.NONE: Offload.NONE,
     OptimizerOffload.CPU: Offload.CPU,
     OptimizerOffload.FILE: Offload.NVME,
@@ -89,6 +89,14 @@ class Job:
             _runtime(training),
         )
 
+    def decided(self, schedule: PipelineSchedule, checkpointing: ActivationCheckpointing) -> Job:
+        """The job with what a plan decided, as if its spec had said it."""
+        return replace(
+            self,
+            parallelism=self.parallelism.model_copy(update={"schedule": schedule}),
+            training=self.training.model_copy(update={"activation_checkpointing": checkpointing}),
+        )
+
     def choices(self, layout: Layout, micro_batches: int) -> Choices:
         """The job in a layout.
 
@@ -104,7 +112,7 @@ class Job:
             context_method=asked.context_method,
             ulysses=asked.ulysses or 1,
             pipeline=layout.pipeline,
-            schedule=SCHEDULES[asked.schedule] if pipelined else Schedule.ONE_F_ONE_B,
+            schedule=SCHEDULES[asked.order] if pipelined else Schedule.ONE_F_ONE_B,
             virtual_stages=stages_of_rank(asked, layout.pipeline),
             layer_split=layer_split(asked, layout.pipeline, self.architecture, training.sequence_length),
             expert=layout.expert,
@@ -112,11 +120,11 @@ class Job:
             zero_stage=asked.zero_stage if layout.replicas > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
-            recompute=CHECKPOINTING[training.activation_checkpointing],
+            recompute=CHECKPOINTING[training.checkpointing],
             recompute_every=(
-                training.checkpoint_every if training.activation_checkpointing is ActivationCheckpointing.EVERY_K else 1
+                training.checkpoint_every if training.checkpointing is ActivationCheckpointing.EVERY_K else 1
             ),
-            offload_optimizer=_OFFLOAD[training.optimizer.offload],
+            offload_optimizer=OFFLOAD[training.optimizer.offload],
             offload_activations=Offload.CPU if training.activation_offload else Offload.NONE,
             numbers=self.numbers,
             settings=self.settings,
@@ -142,9 +150,9 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
     if ranks == 1 or (even and (stages == ranks or model.layers % stages == 0) and stages <= model.layers):
         return None
     sizes = [len(layers) for layers in layers_of_stages(parallelism, ranks, model, length)]
-    if parallelism.schedule in FOLDED:
+    if parallelism.order in FOLDED:
         return tuple(sizes[rank] + sizes[-1 - rank] for rank in range(ranks))
-    if parallelism.schedule in CHUNKED:
+    if parallelism.order in CHUNKED:
         return tuple(sum(sizes[rank::ranks]) for rank in range(ranks))
     return tuple(sizes)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.api.model import ModelSpec
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
-from meshwright.api.training import TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.api.validation import check_spec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
@@ -45,6 +46,10 @@ class Plan:
     global_batch_size: int | None = None
     reasons: tuple[str, ...] = ()
     """Why each degree is what it is, in sentences."""
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    """Order of a pipeline's micro-batches."""
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    """What the backward pass computes again."""
     estimate: Estimate | None = None
     """What a step takes; None when the model or the cluster's GPUs are not known."""
 
@@ -60,6 +65,10 @@ class Plan:
         context = f"CP {layout.context} x " if layout.context > 1 else ""
         experts = f", EP {layout.expert}" if layout.expert > 1 else ""
         return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
+
+    def pricer(self, pricer: Pricer) -> Pricer:
+        """The pricer of the job, with what the plan decided."""
+        return pricer.on(pricer.job.decided(self.schedule, self.checkpointing))
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
@@ -82,6 +91,8 @@ class Plan:
             context=self.layout.context,
             expert=self.layout.expert,
             micro_batches=self.micro_batches,
+            schedule=self.schedule if self.layout.pipeline > 1 and self.architecture else None,
+            activation_checkpointing=self.checkpointing if self.architecture else None,
             world_size=self.layout.world_size,
             workers=self.layout.world_size // self.gpus_per_worker,
             memory_per_rank_bytes=int(self.memory.total) if self.memory else None,
@@ -99,6 +110,9 @@ class Plan:
             checkpoint = checkpoint.model_copy(
                 update={"every_steps": checkpoint.interval, "keep": checkpoint.retained},
             )
+        training = spec.training
+        if training is not None:
+            training = training.model_copy(update={"activation_checkpointing": self.checkpointing})
         return RunConfig(
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
@@ -110,13 +124,15 @@ class Plan:
                 update={
                     "tensor": self.layout.tensor,
                     "pipeline": self.layout.pipeline,
+                    "context": self.layout.context,
+                    "schedule": self.schedule,
                     "expert": self.layout.expert,
                     "micro_batches": self.micro_batches,
                 },
             ),
             architecture=self.architecture,
             data=spec.data,
-            training=spec.training,
+            training=training,
             checkpoint=checkpoint,
             command=spec.runtime.command,
         )
@@ -212,14 +228,18 @@ def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None
         update={
             "tensor": asked.tensor or keep.tensor,
             "pipeline": asked.pipeline or keep.pipeline,
+            "context": asked.context or keep.context or 1,
+            "schedule": asked.schedule or keep.schedule or PipelineSchedule.ONE_F_ONE_B,
             "expert": asked.expert or keep.expert,
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
     )
-    same = spec.model_copy(update={"parallelism": kept})
+    again = spec.training.activation_checkpointing or keep.activation_checkpointing or ActivationCheckpointing.NONE
+    training = spec.training.model_copy(update={"activation_checkpointing": again})
+    same = spec.model_copy(update={"parallelism": kept, "training": training})
     if not (kept.tensor and kept.pipeline and kept.micro_batches) or check_spec(_in_numbers(same, architecture)):
         return None
-    chosen = _search(same, architecture, spec.training, Hardware()).best()
+    chosen = _search(same, architecture, training, Hardware()).best()
     return _plan(spec, architecture, chosen, tuple(keep.reasons)) if chosen is not None else None
 
 
@@ -236,7 +256,7 @@ def _search(
 
 def _priced(plan: Plan, pricer: Pricer | None) -> Plan:
     """The plan with its estimate, where there is a price."""
-    return replace(plan, estimate=pricer.price(plan.layout, plan.micro_batches)) if pricer else plan
+    return replace(plan, estimate=plan.pricer(pricer).price(plan.layout, plan.micro_batches)) if pricer else plan
 
 
 def _check_reach(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
@@ -274,7 +294,7 @@ def _check_choices(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
     asked = spec.parallelism
-    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context)
+    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.sharing)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
     return _plan(spec, None, Candidate(layout, 1, None), (reason,))
 
@@ -291,6 +311,8 @@ def _plan(
         worker_request=Amount(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
         architecture=architecture,
         memory=chosen.memory,
+        schedule=chosen.schedule,
+        checkpointing=chosen.checkpointing,
         global_batch_size=spec.training.global_batch_size if spec.training else None,
         reasons=reasons,
     )

@@ -54,6 +54,10 @@ class Pricer:
         """What a step must do."""
         return self.job.work
 
+    def on(self, job: Job) -> Pricer:
+        """The same machine for a job of which more is decided."""
+        return replace(self, job=job)
+
     def choices(self, layout: Layout, micro_batches: int) -> Choices:
         """The layout in the cost model's terms."""
         return self.job.choices(layout, micro_batches)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.degrees import MICRO_BATCHES_PER_STAGE, Candidate, Search
 from meshwright.planner.errors import PlanError
+from meshwright.planner.savings import checkpointings, contexts
 from meshwright.planner.search.explain import step_text
+from meshwright.schedules.division import takes_micro_batches
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -39,27 +43,30 @@ def memory_text(memory: Memory) -> str:
 
 
 def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
-    """One sentence for each degree, and one for memory."""
+    """One sentence for each degree, one for what else was chosen, and one for memory."""
+    decided = search.decided(chosen)
     sentences = (
-        _tensor_reason(search, chosen),
+        _tensor_reason(search, decided, chosen),
         _pipeline_reason(search, chosen),
+        _schedule_reason(search, chosen),
         _context_reason(search, chosen),
         f"DP {chosen.layout.data}: set by `replicas`",
         _expert_reason(search, chosen),
         _micro_batches_reason(search, chosen),
+        _checkpointing_reason(search, chosen),
         _memory_reason(search, chosen.memory),
     )
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _tensor_reason(search: Search, chosen: Candidate) -> str:
+def _tensor_reason(search: Search, decided: Search, chosen: Candidate) -> str:
     tensor = chosen.layout.tensor
     if search.parallelism.tensor is not None:
         return f"TP {tensor}: set by `parallelism.tensor`"
-    smaller = [t for t in search.tensors() if t < tensor]
+    smaller = [t for t in decided.tensors() if t < tensor]
     if not smaller:
         return f"TP {tensor}: the smallest degree that splits the model evenly and fills workers"
-    rejected = search.with_micro_batches(replace(chosen.layout, tensor=smaller[-1]))
+    rejected = decided.with_micro_batches(replace(chosen.layout, tensor=smaller[-1]))
     limit = search.hardware.largest_memory
     if limit is not None and rejected.needed > limit:
         need = f"TP {smaller[-1]} needs {amount_text(rejected.needed)} per GPU, usable are {amount_text(limit)}"
@@ -79,7 +86,43 @@ def _pipeline_reason(search: Search, chosen: Candidate) -> str:
 
 def _context_reason(search: Search, chosen: Candidate) -> str:
     context, method = chosen.layout.context, search.parallelism.context_method
-    return f"CP {context} ({method}): set by `parallelism.context`" if context > 1 else ""
+    if context == 1:
+        return ""
+    if search.parallelism.context is not None:
+        return f"CP {context} ({method}): set by `parallelism.context`"
+    tokens = search.training.sequence_length // context
+    return f"CP {context} ({method}): the fewest ranks to a sequence with which a layout fits, {tokens} tokens each"
+
+
+def _schedule_reason(search: Search, chosen: Candidate) -> str:
+    if chosen.layout.pipeline == 1:
+        return ""
+    name = chosen.schedule.value
+    if search.parallelism.schedule is not None:
+        return f"schedule {name}: set by `parallelism.schedule`"
+    plain = search.saving(chosen.layout.context, chosen.checkpointing).running(PipelineSchedule.ONE_F_ONE_B)
+    if chosen.schedule is PipelineSchedule.ONE_F_ONE_B:
+        return f"schedule {name}: no other is estimated to be faster by more than 2 %, and fits"
+    if not takes_micro_batches(PipelineSchedule.ONE_F_ONE_B, chosen.layout.pipeline, chosen.micro_batches):
+        return f"schedule {name}: the fastest that fits"
+    seconds = search.seconds(replace(chosen, schedule=PipelineSchedule.ONE_F_ONE_B))
+    memory = plain.job.memory(chosen.layout, chosen.micro_batches)
+    return (
+        f"schedule {name}: {seconds / search.seconds(chosen) - 1:.0%} faster than 1F1B, which needs "
+        f"{amount_text(memory.total)} per GPU"
+    )
+
+
+def _checkpointing_reason(search: Search, chosen: Candidate) -> str:
+    if search.training.activation_checkpointing is not None or chosen.checkpointing is ActivationCheckpointing.NONE:
+        return ""
+    name = f"activation checkpointing {chosen.checkpointing.value}"
+    plain = search.saving(chosen.layout.context, ActivationCheckpointing.NONE).running(chosen.schedule)
+    needed = plain.job.memory(chosen.layout, chosen.micro_batches).total
+    limit = search.hardware.largest_memory
+    if limit is not None and needed > limit:
+        return f"{name}: without it a rank needs {amount_text(needed)}, usable are {amount_text(limit)}"
+    return f"{name}: other layouts of as many GPUs fit without it and are slower"
 
 
 def _expert_reason(search: Search, chosen: Candidate) -> str:
@@ -98,7 +141,8 @@ def _micro_batches_reason(search: Search, chosen: Candidate) -> str:
     count, pipeline = chosen.micro_batches, chosen.layout.pipeline
     name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
     idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
-    tail = f"; the pipeline idles {idle} % of a step" if pipeline > 1 else ""
+    plain = pipeline > 1 and chosen.schedule is PipelineSchedule.ONE_F_ONE_B
+    tail = f"; the pipeline idles {idle} % of a step" if plain else ""
     if search.parallelism.micro_batches is not None:
         return f"{name}: set by `parallelism.microBatches`{tail}"
     if pipeline == 1:
@@ -130,7 +174,12 @@ def time_reasons(search: Search, estimate: Estimate | None) -> tuple[str, ...]:
 
 def nothing_fits(search: Search) -> PlanError:
     """The error for a search without a result: no candidate at all, or none that a GPU holds."""
-    candidates = list(search.candidates())
+    candidates = [
+        one
+        for context in contexts(search.architecture, search.training, search.parallelism)
+        for again in checkpointings(search.training)
+        for one in search.saving(context, again).candidates()
+    ]
     if not candidates:
         return _no_candidate(search)
     closest = min(candidates, key=lambda c: c.needed)

@@ -45,9 +45,9 @@ def stages_of_rank(parallelism: ParallelismSpec, ranks: int) -> int:
     """How many of the model's stages, each with layers of its own, fall to one of so many pipeline ranks on average."""
     if ranks == 1:
         return 1
-    if parallelism.schedule in CHUNKED:
+    if parallelism.order in CHUNKED:
         return parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES
-    return 2 if parallelism.schedule in FOLDED else 1
+    return 2 if parallelism.order in FOLDED else 1
 
 
 def takes_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> bool:
@@ -79,7 +79,7 @@ def schedule_of(
     Raises:
         ValueError: there is none for these numbers; the text says why.
     """
-    kind = parallelism.schedule if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
+    kind = parallelism.order if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
     if kind is PipelineSchedule.AUTOMATIC:
         return automatic(ranks, micro_batches, parallelism.activation_limit or ranks, costs)
     name = "1f1b" if kind in ASYNCHRONOUS else GENERATED[kind]

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from math import isclose
 
 from meshwright.api.job import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cost.constants import Constants
@@ -94,6 +96,8 @@ class Learning:
         pricer = pricer_for(spec, resolve(spec.model), known[wishes])
         if pricer is None:
             return None
+        order, again = plan.schedule or PipelineSchedule.ONE_F_ONE_B, plan.activation_checkpointing
+        pricer = pricer.on(pricer.job.decided(order, again or ActivationCheckpointing.NONE))
         layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
         whole = plan.micro_batches > 0 and pricer.work.global_batch % (layout.data * plan.micro_batches) == 0
         if not whole or pricer.price(layout, plan.micro_batches).seconds <= 0:

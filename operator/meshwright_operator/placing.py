@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement
+from meshwright.planner.placement import Placement, with_spares
 from meshwright.planner.pricing import Calibration
 from meshwright_operator.cache import Cache
 from meshwright_operator.census import Census
@@ -23,6 +23,7 @@ from meshwright_operator.freeing import advice, holders
 from meshwright_operator.inventories import Inventories, wishes_of
 from meshwright_operator.line import Line, Waiting, enough, nodes_for, placement_for, turn, without
 from meshwright_operator.metrics import OperatorMetrics
+from meshwright_operator.spares import Kept, kept_free, off_limits
 
 AVOID_SECONDS = 900.0
 """How long a job keeps off a node that did not take its pod: what was in the way may be gone by then."""
@@ -40,6 +41,7 @@ class Placer:
     """Finds nodes for workers, and keeps the line of jobs for which there are none."""
 
     def __init__(self, cluster: Cluster, cache: Cache, metrics: OperatorMetrics, namespaces: Sequence[str]) -> None:
+        self._cache = cache
         self._census = Census(cluster, cache, namespaces)
         self._inventories = Inventories(cache)
         self._metrics = metrics
@@ -52,6 +54,8 @@ class Placer:
         """What was strange about the nodes and pods that the last placement saw; read it with the lock held."""
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
         self._promised: dict[str, list[Claim]] = {}
+        self._spared: dict[str, Kept] = {}
+        """Spares of those that were promised something: their pods do not hold them yet."""
 
     def nodes(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The nodes as the job sees them, as if nothing ran on them: enough to plan."""
@@ -79,7 +83,7 @@ class Placer:
             ahead = self.line.ahead_of(wish)
             avoided = {waiting.uid: self.avoided(waiting.uid) for waiting in (wish, *ahead)}
             empty = {waiting.uid: self._inventories.empty(waiting.spec) for waiting in (wish, *ahead)}
-            view = _View(avoided, empty, claims)
+            view = _View(avoided, empty, claims, [*kept_free(self._cache), *self._spared.values()])
             result = "no_room"
             try:
                 placement = await asyncio.to_thread(view.place, wish, ahead)
@@ -96,6 +100,7 @@ class Placer:
         """Keeps for the job what these workers were given, until `fulfilled`. Call it with the lock held."""
         ask = ask_for(wish.plan.worker_request, wish.spec.workers.gpu_resource)
         name, namespace = wish.key.name, wish.key.namespace
+        self._spared[wish.uid] = Kept.by(wish.key, wish.uid, placement.spares)
         self._promised[wish.uid] = [
             Claim(f"{name}-w{worker}", namespace, placement.nodes[worker], ask, name, wish.uid) for worker in workers
         ]
@@ -103,6 +108,7 @@ class Placer:
     def fulfilled(self, uid: str) -> None:
         """The job's pods are made and hold their room themselves, or they will be placed anew."""
         self._promised.pop(uid, None)
+        self._spared.pop(uid, None)
 
     async def fits_elsewhere(self, wish: Waiting) -> bool:
         """Whether the workers that are not in `wish.keep` find other nodes, without taking anybody's turn."""
@@ -142,7 +148,9 @@ class _View:
         avoided: Mapping[str, Mapping[str, str]],
         empty: Mapping[str, Inventory],
         claims: Sequence[Claim],
+        kept: Sequence[Kept],
     ) -> None:
+        self._kept = kept
         self._avoided = avoided
         self._empty = empty
         self._claims = claims
@@ -163,7 +171,8 @@ class _View:
         own = self._free(wish)
         self.warnings = own.warnings
         try:
-            return placement_for(wish, without(own, left.reserved))
+            rest = without(own, left.reserved)
+            return with_spares(placement_for(wish, rest), rest, wish.spec.recovery.spare_nodes)
         except DoesNotFitError as error:
             if left.yield_to is not None and nodes_for(wish, own):
                 raise TurnError(left.yield_to) from None
@@ -176,7 +185,7 @@ class _View:
     def _free(self, waiting: Waiting) -> Inventory:
         holding = waiting.uid if waiting.holds else ""
         found = self._inventory(waiting, "free", holding)
-        return without(found, self._avoided[waiting.uid])
+        return without(found, {**off_limits(self._kept, waiting.uid), **self._avoided[waiting.uid]})
 
     def _whole(self, waiting: Waiting) -> Inventory:
         return self._inventory(waiting, "whole", "")

@@ -177,7 +177,8 @@ def test_files_that_are_not_there_and_gpus_that_are_not_known(manifest: Path, tm
 def test_the_layout_that_fits_what_is_free_is_taken(tmp_path: Path, manifest: Path) -> None:
     wanted = yaml.safe_load(manifest.read_text())
     wanted["spec"].update(replicas=4, workers={"image": "worker", "gpusPerWorker": 1})
-    wanted["spec"]["training"]["sequenceLength"] = 2048
+    wanted["spec"]["parallelism"]["schedule"] = "1F1B"
+    wanted["spec"]["training"].update(sequenceLength=2048, activationCheckpointing="None")
     manifest.write_text(yaml.safe_dump(wanted))
     nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "free": 1, "product": H100, "count": 64}])
     result = run("-f", manifest, "--inventory", nodes)

@@ -206,8 +206,14 @@ async def test_what_is_left_out_is_chosen_by_what_is_free_as_the_dry_run_does() 
         "train",
         replicas=4,
         model={"preset": "llama-3-8b"},
-        training={"steps": 10**6, "globalBatchSize": 64, "sequenceLength": 2048, "precision": "bf16"},
-        parallelism={"zeroStage": 2},
+        training={
+            "steps": 10**6,
+            "globalBatchSize": 64,
+            "sequenceLength": 2048,
+            "precision": "bf16",
+            "activationCheckpointing": "None",
+        },
+        parallelism={"zeroStage": 2, "schedule": "1F1B"},
         workers={"image": "worker", "gpusPerWorker": 1},
     )
     told = answer(copy.deepcopy(wanted), list(world.nodes.values()), pods)

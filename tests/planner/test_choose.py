@@ -72,8 +72,14 @@ def test_on_a_free_cluster_the_plan_is_the_one_without_placing() -> None:
 
 
 def test_where_single_gpus_are_free_a_layout_that_fits_them_is_taken() -> None:
-    short = {"steps": 10, "globalBatchSize": 64, "sequenceLength": 2048, "precision": "bf16"}
-    small = spec(model={"preset": "llama-3-8b"}, training=short, workers={"image": "worker", "gpusPerWorker": 1})
+    length = {"steps": 10, "globalBatchSize": 64, "sequenceLength": 2048}
+    short = {**length, "precision": "bf16", "activationCheckpointing": "None"}
+    small = spec(
+        model={"preset": "llama-3-8b"},
+        training=short,
+        workers={"image": "worker", "gpusPerWorker": 1},
+        parallelism={"zeroStage": 2, "schedule": "1F1B"},
+    )
     singles = cluster({f"n{i}": 1 for i in range(64)}, {f"n{i}": f"r{i // 4}" for i in range(64)})
     at_large = make_plan(small, singles)
     plan, placement = choose_plan(small, singles)

@@ -221,7 +221,7 @@ def test_a_job_is_admitted_by_what_it_will_really_hold() -> None:
         "model": {"preset": "llama-3-8b"},
         "replicas": 8,
         "workers": {"image": "worker", "gpusPerWorker": 8},
-        "parallelism": {"tensor": 1, "pipeline": 1, "microBatches": 1, "zeroStage": 3},
+        "parallelism": {"tensor": 1, "pipeline": 1, "microBatches": 1, "zeroStage": 3, "context": 1},
     }
     training: dict[str, Any] = {"steps": 1, "globalBatchSize": 8, "sequenceLength": 16384, "precision": "bf16"}
     with pytest.raises(PlanError, match="does not fit") as refused:

@@ -19,6 +19,7 @@ from meshwright.planner.placement import (
     place,
     repair_ranks,
     spare_nodes,
+    with_spares,
 )
 from meshwright.planner.placement.crossings import crossings
 from meshwright.planner.placement.fragmentation import cost_of_fragmentation, nodes_to_free
@@ -174,6 +175,16 @@ def test_spares_are_shared_out_by_what_racks_hold() -> None:
     assert not set(spares) & set(placement.nodes.values())
     assert spare_nodes(placement, nodes, 0) == []
     assert len(spare_nodes(placement, nodes, 100)) == 14
+    kept = with_spares(placement, nodes, 16)
+    assert len(kept.to_status("j", {}).spares) == 14
+    assert "14 of 16 spare nodes: no more are free and hold a worker" in kept.notes
+
+
+def test_a_node_that_runs_a_worker_is_no_spare_of_its_job() -> None:
+    nodes = inventory(*racks(1, 3, 8))
+    placement = place(plan_of(4, 1, 2, 4), nodes)
+    assert len(set(placement.nodes.values())) == 1
+    assert not set(spare_nodes(placement, nodes, 3)) & set(placement.nodes.values())
 
 
 def test_one_kind_of_gpu_is_used_where_one_has_room_and_a_mix_is_said() -> None:

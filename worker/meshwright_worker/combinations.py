@@ -50,8 +50,8 @@ def _outer_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         )
     if optimizer.name is not OptimizerName.ADAMW or optimizer.offload is not OptimizerOffload.NONE:
         yield "`training.outer` needs `training.optimizer.name: AdamW` and `training.optimizer.offload: None`"
-    if run.pipeline > 1 and run.parallelism.schedule in ASYNCHRONOUS:
+    if run.pipeline > 1 and run.parallelism.order in ASYNCHRONOUS:
         yield (
-            f"`training.outer` needs another `parallelism.schedule` than {run.parallelism.schedule.value}: islands "
+            f"`training.outer` needs another `parallelism.schedule` than {run.parallelism.order.value}: islands "
             "meet between steps, which it has none of"
         )

@@ -54,7 +54,7 @@ class StaleTrainer:
             place,
             places,
             micro_batches=run.micro_batches,
-            double_buffered=run.parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW,
+            double_buffered=run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW,
             tokens=tokens_of_step(training),
             channels=Channels(mesh, pairs),
             width=model.hidden_size,

@@ -78,7 +78,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
             samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
-            stale = task.run.parallelism.schedule in ASYNCHRONOUS and task.run.pipeline > 1
+            stale = task.run.parallelism.order in ASYNCHRONOUS and task.run.pipeline > 1
             trainer: Trainer | StaleTrainer = (
                 StaleTrainer(task.run, architecture, training, mesh)
                 if stale

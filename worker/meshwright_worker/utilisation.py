@@ -35,7 +35,7 @@ def work_of(architecture: Architecture, training: TrainingSpec, ranks: int, devi
     tokens = training.global_batch_size * training.sequence_length
     model = flops_per_token(architecture, training.sequence_length)
     again = 0
-    if training.activation_checkpointing in _COUNTED_AGAIN:
+    if training.checkpointing in _COUNTED_AGAIN:
         again = recomputed_flops_per_token(architecture, training.sequence_length)
     known = accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Work(float(tokens * model), float(tokens * (model + again)), known.half * ranks if known else None)

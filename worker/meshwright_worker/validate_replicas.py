@@ -45,7 +45,7 @@ def _flat_problems(run: RunConfig) -> Iterator[str]:
         yield f"`parallelism.zeroStage: {stage}` on flat shards does not go with experts that are split: {instead}"
     if run.pipeline > 1 and model.tie_embeddings:
         yield f"`model.tieEmbeddings: true` in a pipeline does not go with flat shards: {instead}"
-    if run.pipeline > 1 and run.parallelism.schedule is PipelineSchedule.DUAL_PIPE:
+    if run.pipeline > 1 and run.parallelism.order is PipelineSchedule.DUAL_PIPE:
         yield f"`parallelism.schedule: DualPipe` does not go with flat shards: {instead}"
 
 

@@ -30,21 +30,21 @@ def exchanging(method: ContextMethod, context: int, ulysses: int | None) -> int:
 def _long_enough(spec: Spec) -> bool:
     p = spec.parallelism
     unit = (p.tensor or 1) if p.sequence else 1
-    return p.context == 1 or spec.training is None or spec.training.sequence_length >= 2 * p.context * unit
+    return p.sharing == 1 or spec.training is None or spec.training.sequence_length >= 2 * p.sharing * unit
 
 
 def _inner_degree(spec: Spec) -> bool:
     p = spec.parallelism
     if p.ulysses is None:
         return p.context_method is not ContextMethod.RING_ULYSSES
-    return p.context_method is ContextMethod.RING_ULYSSES and p.context % p.ulysses == 0
+    return p.context_method is ContextMethod.RING_ULYSSES and p.sharing % p.ulysses == 0
 
 
 def _heads_exchange(spec: Spec) -> bool:
     p, model = spec.parallelism, spec.model
     if model is None or model.heads is None:
         return True
-    ranks = exchanging(p.context_method, p.context, p.ulysses)
+    ranks = exchanging(p.context_method, p.sharing, p.ulysses)
     return ranks == 1 or heads_are_shared(model.heads, model.kv_heads or model.heads, p.tensor or 1, ranks)
 
 

@@ -126,7 +126,7 @@ MIXTURE_RULES = (
         "parallelism.expert",
         "must divide `replicas` times `context`: experts are spread over ranks that hold the same dense parameters",
         "!has(self.parallelism.expert) || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
-        lambda spec: divides(spec.parallelism.expert, spec.replicas * spec.parallelism.context),
+        lambda spec: divides(spec.parallelism.expert, spec.replicas * spec.parallelism.sharing),
     ),
     Rule(
         "parallelism.expert",

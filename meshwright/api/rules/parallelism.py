@@ -27,7 +27,7 @@ _SPARSE = "self.parallelism.schedule in ['Naive', 'PipeDream']"
 def least_world_size(spec: Spec) -> int:
     """The number of ranks, a degree that is left out counted as 1."""
     p = spec.parallelism
-    return (p.tensor or 1) * (p.pipeline or 1) * p.context * spec.replicas
+    return (p.tensor or 1) * (p.pipeline or 1) * p.sharing * spec.replicas
 
 
 def _world_size(spec: Spec) -> int | None:
@@ -69,11 +69,11 @@ def _vocabulary_splits(spec: Spec) -> bool:
 
 def _stages_have_micro_batches(spec: Spec) -> bool:
     count, pipeline = spec.parallelism.micro_batches, spec.parallelism.pipeline
-    return spec.parallelism.schedule in SPARSE or count is None or pipeline is None or count >= pipeline
+    return spec.parallelism.order in SPARSE or count is None or pipeline is None or count >= pipeline
 
 
 def _stages_have_sequences(spec: Spec) -> bool:
-    if spec.training is None or spec.parallelism.schedule in SPARSE:
+    if spec.training is None or spec.parallelism.order in SPARSE:
         return True
     return spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
 
@@ -81,7 +81,7 @@ def _stages_have_sequences(spec: Spec) -> bool:
 def _tied_on_one_stage(spec: Spec) -> bool:
     tied = spec.model is not None and bool(spec.model.tie_embeddings)
     one_stage = (spec.parallelism.pipeline or 1) == 1
-    return not tied or one_stage or spec.parallelism.schedule not in STALE
+    return not tied or one_stage or spec.parallelism.order not in STALE
 
 
 def _sequence_splits(spec: Spec) -> bool:

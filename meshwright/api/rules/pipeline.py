@@ -21,21 +21,21 @@ def _ranks(spec: Spec) -> int:
 
 
 def _virtual_stages_belong(spec: Spec) -> bool:
-    return spec.parallelism.virtual_stages is None or spec.parallelism.schedule in _CHUNKED
+    return spec.parallelism.virtual_stages is None or spec.parallelism.order in _CHUNKED
 
 
 def _limit_belongs(spec: Spec) -> bool:
     p = spec.parallelism
-    return p.activation_limit is None or p.schedule is PipelineSchedule.AUTOMATIC
+    return p.activation_limit is None or p.order is PipelineSchedule.AUTOMATIC
 
 
 def _stages(spec: Spec) -> int:
     p = spec.parallelism
     if _ranks(spec) == 1:
         return 1
-    if p.schedule in _CHUNKED:
+    if p.order in _CHUNKED:
         return _ranks(spec) * (p.virtual_stages or 2)
-    return _ranks(spec) * (2 if p.schedule in _FOLDED else 1)
+    return _ranks(spec) * (2 if p.order in _FOLDED else 1)
 
 
 def _split_is_of_stages(spec: Spec) -> bool:
@@ -50,49 +50,49 @@ def _chunks_have_layers(spec: Spec) -> bool:
 
 def _whole_rounds(spec: Spec) -> bool:
     p, ranks = spec.parallelism, _ranks(spec)
-    return p.schedule is not PipelineSchedule.INTERLEAVED or p.micro_batches is None or p.micro_batches % ranks == 0
+    return p.order is not PipelineSchedule.INTERLEAVED or p.micro_batches is None or p.micro_batches % ranks == 0
 
 
 def _even_ranks(spec: Spec) -> bool:
-    return spec.parallelism.schedule is not PipelineSchedule.DUAL_PIPE or _ranks(spec) == 1 or _ranks(spec) % 2 == 0
+    return spec.parallelism.order is not PipelineSchedule.DUAL_PIPE or _ranks(spec) == 1 or _ranks(spec) % 2 == 0
 
 
 def _enough_for_both_ways(spec: Spec) -> bool:
     p, ranks = spec.parallelism, _ranks(spec)
-    if ranks == 1 or p.micro_batches is None or p.schedule not in _DUAL:
+    if ranks == 1 or p.micro_batches is None or p.order not in _DUAL:
         return True
-    even = p.schedule is not PipelineSchedule.DUAL_PIPE or p.micro_batches % 2 == 0
+    even = p.order is not PipelineSchedule.DUAL_PIPE or p.micro_batches % 2 == 0
     return even and p.micro_batches >= 2 * ranks
 
 
 def _one_at_a_time(spec: Spec) -> bool:
     p = spec.parallelism
-    return p.schedule is not PipelineSchedule.PIPEDREAM or _ranks(spec) == 1 or p.micro_batches in (None, 1)
+    return p.order is not PipelineSchedule.PIPEDREAM or _ranks(spec) == 1 or p.micro_batches in (None, 1)
 
 
 def _stale_is_not_clipped(spec: Spec) -> bool:
-    if spec.training is None or _ranks(spec) == 1 or spec.parallelism.schedule not in _STALE:
+    if spec.training is None or _ranks(spec) == 1 or spec.parallelism.order not in _STALE:
         return True
     return spec.training.optimizer.gradient_clip == 0
 
 
 def _stale_is_not_computed_again(spec: Spec) -> bool:
-    return spec.parallelism.schedule not in _STALE or not spec.parallelism.rematerialize
+    return spec.parallelism.order not in _STALE or not spec.parallelism.rematerialize
 
 
 def _stale_is_plain(spec: Spec) -> bool:
-    if spec.training is None or spec.parallelism.schedule not in _STALE:
+    if spec.training is None or spec.parallelism.order not in _STALE:
         return True
-    return spec.parallelism.context == 1 and spec.training.lora is None and spec.training.evaluation is None
+    return spec.parallelism.sharing == 1 and spec.training.lora is None and spec.training.evaluation is None
 
 
 def _stale_is_not_mixed(spec: Spec) -> bool:
     mixed = spec.model is not None and spec.model.mixture is not None
-    return not mixed or spec.parallelism.schedule not in _STALE
+    return not mixed or spec.parallelism.order not in _STALE
 
 
 def _stale_is_not_sharded(spec: Spec) -> bool:
-    return spec.parallelism.schedule not in _STALE or spec.parallelism.zero_stage == 0
+    return spec.parallelism.order not in _STALE or spec.parallelism.zero_stage == 0
 
 
 _STAGES_CEL = (

@@ -13,9 +13,11 @@ from meshwright.planner.communication import weights_for
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Placement, PlacingOptions, cost_of_fragmentation, nodes_to_free
+from meshwright.planner.job import CHECKPOINTING, SCHEDULES
+from meshwright.planner.placement import Placement, PlacingOptions, cost_of_fragmentation, nodes_to_free, with_spares
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.pricing import Pricer, pricer_for
+from meshwright.planner.propose import proposed, wide_request
 from meshwright.planner.search.errors import NothingFitsError
 from meshwright.planner.search.explain import Lost, neighbours
 from meshwright.planner.search.found import Found
@@ -48,6 +50,8 @@ class Answer:
     wider: Result | None = None
     """The best layout if the whole cluster were the job's and every degree free."""
     what_if: tuple[WhatIf, ...] = ()
+    proposal: ParallelTrainingJobSpec | None = None
+    """The job in the layout of `wider`; None where other runtimes' techniques were allowed."""
 
     @property
     def gpus(self) -> int:
@@ -90,7 +94,7 @@ def answer(
     plan, placement, pending = plans[0], None, ""
     pricer = pricer_for(spec, plan.architecture, inventory)
     try:
-        placement = place_best(plans, inventory, pricer)
+        placement = with_spares(place_best(plans, inventory, pricer), inventory, spec.recovery.spare_nodes)
         plan = placement.plan
     except DoesNotFitError as error:
         pending = "; ".join(filter(None, (str(error), _to_free(plan, inventory))))
@@ -98,7 +102,7 @@ def answer(
     if pricer is None:
         return Answer(spec, inventory, plan, placement, pending, leftovers)
     techniques = EVERY_TECHNIQUE if every_technique else MESHWRIGHT_RUNTIME
-    drawn = pricer.price(plan.layout, plan.micro_batches)
+    drawn = plan.pricer(pricer).price(plan.layout, plan.micro_batches)
     wider = _wider(spec, inventory, pricer, objective, techniques)
     return Answer(
         spec,
@@ -111,6 +115,7 @@ def answer(
         lost=_lost(spec, plan, drawn, pricer, techniques),
         wider=wider,
         what_if=what_ifs(wider) if with_what_if and wider else (),
+        proposal=proposed(spec, wider.best.choices) if wider and not every_technique else None,
     )
 
 
@@ -126,7 +131,7 @@ def _leftovers(placement: Placement, inventory: Inventory, pricer: Pricer | None
     plan = placement.plan
     if pricer is None:
         return cost_of_fragmentation(placement, inventory)
-    weights = weights_for(pricer, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    weights = weights_for(plan.pricer(pricer), plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
     return cost_of_fragmentation(placement, inventory, PlacingOptions(weights, effort=QUICK_EFFORT))
 
 
@@ -134,7 +139,7 @@ def _lost(
     spec: ParallelTrainingJobSpec, plan: Plan, drawn: Estimate, pricer: Pricer, techniques: Techniques
 ) -> tuple[Lost, ...]:
     """What else there was, as `drawn` was: neither it nor the others placed."""
-    chosen = Found(pricer.choices(plan.layout, plan.micro_batches), drawn, pricer.machine.gpu.node)
+    chosen = Found(plan.pricer(pricer).choices(plan.layout, plan.micro_batches), drawn, pricer.machine.gpu.node)
     request = Request(
         pricer.work,
         pricer.machine,
@@ -142,6 +147,7 @@ def _lost(
         techniques=techniques,
         pins=_given(spec),
         numbers=pricer.job.numbers,
+        settings=pricer.job.settings,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
     return neighbours(request, chosen)
@@ -150,12 +156,15 @@ def _lost(
 def _given(spec: ParallelTrainingJobSpec) -> Pins:
     """What the job states itself: nothing else is worth comparing it with."""
     asked = spec.parallelism
+    again = spec.training.activation_checkpointing if spec.training is not None else None
     return Pins(
         tensor=asked.tensor,
         pipeline=asked.pipeline,
         zero_stage=asked.zero_stage,
         context=asked.context,
         context_method=asked.context_method,
+        schedule=SCHEDULES[asked.schedule] if asked.schedule is not None else None,
+        recompute=CHECKPOINTING[again] if again is not None else None,
     )
 
 
@@ -163,15 +172,7 @@ def _wider(
     spec: ParallelTrainingJobSpec, inventory: Inventory, pricer: Pricer, objective: Objective, techniques: Techniques
 ) -> Result | None:
     gpus = sum(node.capacity.gpus for node in inventory.usable)
-    request = Request(
-        pricer.work,
-        pricer.machine,
-        gpus,
-        objective=objective,
-        techniques=techniques,
-        numbers=pricer.job.numbers,
-        gpus_per_worker=spec.workers.gpus_per_worker,
-    )
+    request = wide_request(spec, pricer, gpus, objective, techniques)
     try:
         return search(request)
     except NothingFitsError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.cli.plan.answer import Answer
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.plan import Plan
@@ -40,6 +41,7 @@ def document(answer: Answer) -> dict[str, Any]:
                 "reasons": list(reasons(wider)),
                 "asGood": [_found(one) for one in wider.as_good[1:8]],
                 "alternatives": [_found(one) for one in wider.alternatives],
+                "spec": _changes(answer.proposal) if answer.proposal else None,
             }
             if wider
             else None
@@ -51,6 +53,20 @@ def document(answer: Answer) -> dict[str, Any]:
 
 def _plan(plan: Plan) -> dict[str, Any]:
     return plan.to_status().model_dump(by_alias=True, exclude_none=True)
+
+
+def _changes(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
+    """What to write into the job's spec to get the layout."""
+    fields: dict[str, Any] = spec.model_dump(
+        mode="json", by_alias=True, exclude_none=True, include={"replicas", "parallelism"}
+    )
+    if spec.training is not None:
+        again = spec.training.checkpointing.value
+        fields["training"] = {
+            "activationCheckpointing": again,
+            "optimizer": {"offload": spec.training.optimizer.offload.value},
+        }
+    return fields
 
 
 def _found(found: Found) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def _placement(answer: Answer) -> Iterator[str]:
     if len(set(placement.nodes.values())) <= MAX_DRAWN:
         gpus = {node.name: node.capacity.gpus for node in answer.inventory.nodes.values()}
         yield from (f"  {line}" for line in placement_lines(plan, status, gpus))
+    if placement.spares:
+        yield f"  spare nodes: {', '.join(placement.spares)}"
     yield from (f"  note: {note}" for note in placement.notes)
 
 

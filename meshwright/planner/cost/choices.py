@@ -60,10 +60,7 @@ class Numbers(StrEnum):
     @property
     def bytes(self) -> float:
         """Bytes of a number between products; fp8 is for products alone."""
-        return _BYTES[self]
-
-
-_BYTES = {Numbers.FP64: 8.0, Numbers.FP32: 4.0, Numbers.BF16: 2.0, Numbers.FP16: 2.0, Numbers.FP8: 2.0}
+        return 4.0 if self is Numbers.FP32 else 8.0 if self is Numbers.FP64 else 2.0
 
 
 class Offload(StrEnum):

@@ -41,6 +41,6 @@ def versions(choices: Choices, rank: int) -> float:
     return 2.0 if choices.schedule is Schedule.PIPEDREAM_2BW else float(choices.pipeline - rank)
 
 
-def splits_backward(choices: Choices) -> bool:
+def splits_backward(schedule: Schedule, ranks: int) -> bool:
     """Whether hooks on gradients miss a part of the backward pass, so that nothing is reduced before its end."""
-    return choices.pipeline > 1 and (choices.schedule in HALVES or choices.schedule is Schedule.AUTOMATIC)
+    return ranks > 1 and (schedule in HALVES or schedule is Schedule.AUTOMATIC)

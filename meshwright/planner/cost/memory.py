@@ -7,10 +7,11 @@ The one account of memory: the search, the operator's admission of a job and `me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.activations import LayerActivations, kept_bytes, layer_activations, working_bytes
-from meshwright.planner.cost.choices import Choices, ContextMethod, Numbers, Offload, Recompute, Work
+from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Offload, Recompute, Work
 from meshwright.planner.cost.flight import held
 from meshwright.planner.cost.runtime import Runtime
 from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
@@ -86,18 +87,19 @@ def worst_stage(work: Work, choices: Choices, runtime: Runtime) -> Memory:
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, choices, runtime)
+    common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
     listed = [_parts(work, choices, runtime, stage, common) for stage in stages_of(work.model, choices).heaviest]
     return Memory(*max(listed, key=_total))
 
 
 def every_stage(work: Work, choices: Choices, runtime: Runtime) -> list[Memory]:
     """All stages in order."""
-    common = _common(work, choices, runtime)
+    common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
     return [Memory(*_parts(work, choices, runtime, stage, common)) for stage in stages_of(work.model, choices).every]
 
 
-def _common(work: Work, choices: Choices, runtime: Runtime) -> _Common:
+@lru_cache(maxsize=65536)
+def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: Runtime) -> _Common:
     model, tensor, numbers = work.model, choices.tensor, choices.numbers
     rest = (work.sequence_length, tensor, choices.sequence_parallel, numbers, runtime, choices.expert > 1)
     dense = layer_activations(model, False, *rest)
@@ -117,17 +119,16 @@ def _common(work: Work, choices: Choices, runtime: Runtime) -> _Common:
         sends=2 * tokens * dense.boundary,
         layer=whole + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
         experts=experts,
-        logits=_logits(work, choices, runtime, tokens),
+        logits=_logits(work, choices, loss_chunk, runtime, tokens),
     )
 
 
-def _logits(work: Work, choices: Choices, runtime: Runtime, tokens: int) -> float:
+def _logits(work: Work, choices: LayerLayout, chunk: int | None, runtime: Runtime, tokens: int) -> float:
     """Bytes of one micro-batch's logits, or of a chunk's beside the gradients that a chunked loss makes at once."""
     width = work.model.vocab / choices.tensor
     per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
     if choices.numbers is Numbers.FP64:
         per_logit *= 2.0
-    chunk = choices.settings.loss_chunk
     if chunk is None or chunk >= tokens:
         return tokens * width * per_logit
     gradients = max(FP32, choices.numbers.bytes) * width * work.model.hidden
@@ -173,8 +174,8 @@ def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common:
 
 
 def _total(parts: _Parts) -> float:
-    _, parameters, master, gradients, optimizer, activations, working, logits, *rest = parts
-    return parameters + master + gradients + optimizer + activations + max(working, logits) + sum(rest)
+    working, logits = parts[6], parts[7]
+    return sum(parts) - parts[0] - (logits if working > logits else working)
 
 
 def _casts(own: StageParameters, choices: Choices, states: States, stage: Stage) -> tuple[float, float]:
@@ -207,7 +208,7 @@ def _activations(work: Work, choices: Choices, runtime: Runtime, stage: Stage, c
     return common.tokens * kept, common.tokens * working
 
 
-def _context_buffers(work: Work, choices: Choices, tokens: int, element: float) -> float:
+def _context_buffers(work: Work, choices: LayerLayout, tokens: int, element: float) -> float:
     """Other ranks' keys and values of one layer: all of them when gathered, one neighbour's and the next in a ring.
 
     `element` is what a number takes, its gradient included where that travels too.

@@ -11,7 +11,7 @@ from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
 from meshwright.planner.placement.repair import keep_when_resized, repair_ranks
 from meshwright.planner.placement.result import Placement
-from meshwright.planner.placement.spares import spare_nodes
+from meshwright.planner.placement.spares import spare_nodes, with_spares
 
 __all__ = [
     "Before",
@@ -25,4 +25,5 @@ __all__ = [
     "place_again",
     "repair_ranks",
     "spare_nodes",
+    "with_spares",
 ]

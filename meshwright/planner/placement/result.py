@@ -26,6 +26,8 @@ class Placement:
     """No placement of this plan on these nodes costs less."""
     notes: tuple[str, ...] = ()
     """What is worth knowing about it, in sentences."""
+    spares: tuple[str, ...] = ()
+    """Nodes to keep free for workers that are lost, the most useful first."""
 
     @property
     def cost(self) -> float:
@@ -58,6 +60,7 @@ class Placement:
             cost=f"{self.cost:g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,
+            spares=list(self.spares),
         )
 
 

@@ -6,17 +6,31 @@ A spare in the rack of the worker that fails keeps every group's crossings as th
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.room import too_small
 
 
+def with_spares(placement: Placement, inventory: Inventory, count: int) -> Placement:
+    """The placement with up to `count` spare nodes, and a note where there are fewer.
+
+    Raises:
+        ValueError: `count` is negative.
+    """
+    spares = tuple(spare_nodes(placement, inventory, count))
+    few = f"{len(spares)} of {count} spare nodes: no more are free and hold a worker"
+    notes = (*placement.notes, few) if len(spares) < count else placement.notes
+    return replace(placement, spares=spares, notes=notes)
+
+
 def spare_nodes(placement: Placement, inventory: Inventory, count: int) -> list[str]:
     """Up to `count` nodes to keep free, the most useful first.
 
-    Each is the node that most workers per spare share a place with, the closest level first (so racks get spares in
-    proportion to the workers they hold); between equal ones the fullest, so that whole nodes stay whole for others.
+    Nodes that hold a worker of the job are none: they would be lost together. Each is the node that most workers per
+    spare share a place with, the closest level first (so racks get spares in proportion to the workers they hold);
+    between equal ones the fullest, so that whole nodes stay whole for others.
 
     Raises:
         ValueError: `count` is negative.
@@ -26,9 +40,9 @@ def spare_nodes(placement: Placement, inventory: Inventory, count: int) -> list[
     plan = placement.plan
     held = Counter(placement.nodes.values())
     room = {
-        node.name: node.free.fits(plan.worker_request) - held[node.name]
+        node.name: node.free.fits(plan.worker_request)
         for node in inventory.usable
-        if not too_small(plan, node)
+        if not held[node.name] and not too_small(plan, node)
     }
     candidates = [name for name, places in room.items() if places > 0]
     levels = inventory.levels

@@ -28,7 +28,7 @@ def uneven(request: Request, one: Found) -> Iterator[Found]:
     head = 6.0 * model.hidden * model.vocab
     split = balanced(per_layer, choices.pipeline, first=0.0, last=head)
     changed = replace(choices, layer_split=split)
-    if fits_in(request, changed):
+    if request.techniques.allow(request.work, changed) and fits_in(request, changed):
         better = Found(changed, price(request, changed), request.node)
         if better.seconds < one.seconds:
             yield better

@@ -174,6 +174,8 @@ def _impossible(request: Request, choices: Choices) -> str:
         return f"has more stages than {model.layers} layers"
     if choices.micro_batches < choices.pipeline:
         return f"leaves {choices.micro_batches} micro-batches for {choices.pipeline} stages"
+    if not request.techniques.allow(request.work, choices):
+        return "is a combination that the runtime does not execute"
     return ""
 
 

@@ -29,7 +29,9 @@ def choices_of(request: Request, shape: Shape, size: int, **more: object) -> Cho
         micro_batch_size=size,
         micro_batches=request.work.global_batch // shape.data // size,
         numbers=request.numbers,
-        **more,  # type: ignore[arg-type]
+        settings=request.settings,
+        offload_activations=request.offload_activations,
+        **{"offload_optimizer": request.offload_optimizer, **more},  # type: ignore[arg-type]
     )
 
 
@@ -113,16 +115,19 @@ def savings(request: Request, base: Choices) -> Iterator[Choices]:
             continue
         for again in recompute:
             choices = replace(base, zero_stage=zero, recompute=again)
+            if not techniques.allow(request.work, choices):
+                break
             if fits_in(request, choices):
                 fitted = True
                 whole = whole or again is Recompute.NONE
                 yield choices
                 break
-    if fitted:
+    if fitted or request.offload_optimizer is not Offload.NONE:
         return
     for offload in techniques.offload:
         choices = replace(base, zero_stage=stages[-1], recompute=recompute[-1], offload_optimizer=offload)
-        if offload is not Offload.NONE and fits_in(request, choices):
+        allowed = offload is not Offload.NONE and techniques.allow(request.work, choices)
+        if allowed and fits_in(request, choices):
             yield choices
             return
 
@@ -141,7 +146,7 @@ def can_fit(request: Request, shape: Shape, size: int) -> bool:
 def thriftiest(request: Request, shape: Shape, size: int) -> Iterator[Choices]:
     """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
     pins, techniques = request.pins, request.techniques
-    one = Schedule.ONE_F_ONE_B
+    one, wanted = Schedule.ONE_F_ONE_B, request.offload_optimizer
     schedule = pins.schedule or (one if one in techniques.schedules else techniques.schedules[0])
     for again in (pins.recompute,) if pins.recompute else techniques.recompute[-2:]:
         yield choices_of(
@@ -151,5 +156,5 @@ def thriftiest(request: Request, shape: Shape, size: int) -> Iterator[Choices]:
             schedule=schedule,
             zero_stage=pins.zero_stage if pins.zero_stage is not None else techniques.zero_stages[-1],
             recompute=again,
-            offload_optimizer=techniques.offload[-1],
+            offload_optimizer=wanted if wanted is not Offload.NONE else techniques.offload[-1],
         )

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from meshwright.planner.cost.choices import SEARCHED, ContextMethod, Numbers, Offload, Recompute, Schedule, Work
+from meshwright.planner.cost.choices import (
+    SEARCHED,
+    Choices,
+    ContextMethod,
+    Numbers,
+    Offload,
+    Recompute,
+    Schedule,
+    Work,
+)
+from meshwright.planner.cost.settings import DEFAULT, Settings
 from meshwright.planner.cost.step import Machine
+from meshwright.planner.search import own
 
 
 class Objective(StrEnum):
@@ -44,22 +56,22 @@ class Techniques:
     """Whether a vocabulary is padded to a multiple of the tensor-parallel degree."""
     replicates_kv_heads: bool = True
     """Whether there may be more tensor-parallel ranks than key-value heads."""
+    runs: Callable[[Work, Choices], bool] | None = None
+    """Which combinations the runtime executes; every one where left out."""
+
+    def allow(self, work: Work, choices: Choices) -> bool:
+        """Whether a layout may be proposed."""
+        return self.runs is None or self.runs(work, choices)
 
 
 EVERY_TECHNIQUE = Techniques()
 MESHWRIGHT_RUNTIME = Techniques(
-    schedules=(Schedule.ONE_F_ONE_B,),
-    virtual_stages=(),
-    context=(ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER),
-    zero_stages=(0, 2, 3),
-    recompute=(Recompute.NONE,),
-    offload=(Offload.NONE,),
-    uneven_split=False,
-    ties_over_stages=False,
+    offload=(Offload.NONE, Offload.CPU),
     pads_vocabulary=False,
     replicates_kv_heads=False,
+    runs=own.runs,
 )
-"""What the operator's search proposes for this repository's worker, which executes more schedules and savings."""
+"""What this repository's worker executes. Offload to files needs a path, which only a person can name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,12 @@ class Request:
     techniques: Techniques = EVERY_TECHNIQUE
     pins: Pins = field(default_factory=Pins)
     numbers: Numbers = Numbers.BF16
+    settings: Settings = DEFAULT
+    """What is fixed beside the layout."""
+    offload_optimizer: Offload = Offload.NONE
+    """Where the job wants optimizer state anyway."""
+    offload_activations: Offload = Offload.NONE
+    """Where it wants activations."""
     gpus_per_worker: int = 1
     """Tensor-parallel groups fill workers or share them evenly."""
     usable: float = 0.97

@@ -13,7 +13,7 @@ from meshwright_worker.models.llama import DecoderStage
 
 def save_memory(stage: DecoderStage, training: TrainingSpec, device: torch.device) -> None:
     """Checkpoint, then offload: what is recomputed is not kept, so it is not offloaded either."""
-    how, every = training.activation_checkpointing, training.checkpoint_every
+    how, every = training.checkpointing, training.checkpoint_every
     checkpoint_activations(stage, how, every)
     if training.activation_offload:
         offload_activations(stage, group_size(how, every, len(stage.layers)), device)

@@ -70,7 +70,7 @@ def replicas_of(run: RunConfig, shards: Sequence[Shard], mesh: Mesh) -> Replicas
     if mesh.replicas.size() == 1 or engine is Engine.FSDP:
         return Reduced(shards)
     # Other schedules compute gradients of weights apart, past autograd's hooks, or a part of them on another rank.
-    hooks = run.pipeline == 1 or run.parallelism.schedule in _WHOLE_BACKWARD
+    hooks = run.pipeline == 1 or run.parallelism.order in _WHOLE_BACKWARD
     if engine is Engine.FLAT:
         return FlatShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
     spec = run.parallelism.data_parallel

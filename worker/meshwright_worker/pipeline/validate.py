@@ -26,12 +26,12 @@ def pipeline_problems(run: RunConfig, model: Architecture, training: TrainingSpe
 
 def _misplaced_fields(run: RunConfig) -> Iterator[str]:
     parallelism = run.parallelism
-    if parallelism.virtual_stages is not None and parallelism.schedule not in CHUNKED:
+    if parallelism.virtual_stages is not None and parallelism.order not in CHUNKED:
         yield (
             f"`parallelism.virtualStages: {parallelism.virtual_stages}` needs `parallelism.schedule` to be "
             f"{' or '.join(sorted(CHUNKED))}"
         )
-    if parallelism.activation_limit is not None and parallelism.schedule is not PipelineSchedule.AUTOMATIC:
+    if parallelism.activation_limit is not None and parallelism.order is not PipelineSchedule.AUTOMATIC:
         yield (
             f"`parallelism.activationLimit: {parallelism.activation_limit}` needs `parallelism.schedule: "
             f"{PipelineSchedule.AUTOMATIC.value}`"
@@ -54,7 +54,7 @@ def _split_problems(run: RunConfig, model: Architecture, training: TrainingSpec)
 
 
 def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
-    schedule, ranks, count = run.parallelism.schedule, run.pipeline, run.micro_batches
+    schedule, ranks, count = run.parallelism.order, run.pipeline, run.micro_batches
     if schedule is PipelineSchedule.INTERLEAVED and count % ranks:
         fits = nearest(count, lambda n: n % ranks == 0, count + ranks)
         multiple = f"a multiple of `parallelism.pipeline: {ranks}`"
@@ -76,7 +76,7 @@ def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _asynchronous_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
-    schedule = run.parallelism.schedule
+    schedule = run.parallelism.order
     if schedule not in ASYNCHRONOUS:
         return
     if schedule is PipelineSchedule.PIPEDREAM and run.micro_batches != 1:

@@ -1,0 +1,135 @@
+"""Between a job's spec and a search over every degree: what the search may do for it, and its result as a spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.api.parallelism import ContextMethod, ParallelismSpec
+from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, TrainingSpec
+from meshwright.planner.cost.choices import Choices, Offload, Recompute, Work
+from meshwright.planner.job import OFFLOAD, SCHEDULES, Job
+from meshwright.planner.pricing import Pricer
+from meshwright.planner.search.own import runs
+from meshwright.planner.search.request import MESHWRIGHT_RUNTIME, Objective, Pins, Request, Techniques
+from meshwright.schedules.division import CHUNKED
+
+_SCHEDULES = {schedule: name for name, schedule in SCHEDULES.items()}
+_CHECKPOINTING = {
+    Recompute.NONE: ActivationCheckpointing.NONE,
+    Recompute.SELECTIVE: ActivationCheckpointing.SELECTIVE,
+    Recompute.FULL: ActivationCheckpointing.FULL,
+    Recompute.SQRT: ActivationCheckpointing.SQRT,
+}
+
+
+def wide_request(
+    spec: ParallelTrainingJobSpec,
+    pricer: Pricer,
+    gpus: int,
+    objective: Objective = Objective.TIME,
+    techniques: Techniques = MESHWRIGHT_RUNTIME,
+) -> Request:
+    """A search in which `replicas` and every degree are free, and what trains stays as the job says.
+
+    Raises:
+        ValueError: there is no GPU to plan for.
+    """
+    job, own = pricer.job, techniques.runs is not None
+    return Request(
+        job.work,
+        pricer.machine,
+        min(gpus, MAX_WORLD_SIZE, MAX_WORKERS * spec.workers.gpus_per_worker) if own else gpus,
+        objective=objective,
+        techniques=techniques_for(job, techniques) if own else techniques,
+        pins=_fixed(spec, job) if own else Pins(),
+        numbers=job.numbers,
+        settings=replace(
+            job.settings,
+            flat=False,
+            shard_size=None,
+            reshard_size=None,
+            feedback=False,
+            rematerialize=False,
+            activation_limit=None,
+        ),
+        offload_optimizer=OFFLOAD[job.training.optimizer.offload],
+        offload_activations=Offload.CPU if job.training.activation_offload else Offload.NONE,
+        gpus_per_worker=spec.workers.gpus_per_worker,
+    )
+
+
+def techniques_for(job: Job, techniques: Techniques = MESHWRIGHT_RUNTIME) -> Techniques:
+    """Of the worker's techniques, those that go with what the job trains and how."""
+    training = job.training
+    plain = training.optimizer.name is OptimizerName.ADAMW and training.master_weights
+    if not plain:
+        # Flat shards cut matrices anywhere and round by place; moments are only offloaded beside masters.
+        techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(Offload.NONE,))
+    if training.outer is not None:
+        techniques = replace(techniques, offload=(Offload.NONE,), expert=False)
+    if training.parameter_offload:
+        techniques = replace(techniques, zero_stages=(3,), runs=_sharded)
+    return techniques
+
+
+def _sharded(work: Work, choices: Choices) -> bool:
+    """Offloaded parameters are FSDP's shards: there must be someone to share with."""
+    return choices.replicas > 1 and choices.zero_stage == 3 and runs(work, choices)
+
+
+def _fixed(spec: ParallelTrainingJobSpec, job: Job) -> Pins:
+    """What a search may not change: islands are made of the replicas there are, and some jobs need whole rows."""
+    mixture, training = job.architecture.mixture, job.training
+    whole_rows = training.attention_dropout > 0 or (mixture is not None and mixture.capacity_factor is not None)
+    return Pins(
+        context=1 if whole_rows else None,
+        data=spec.replicas if training.outer is not None else None,
+        expert=1 if training.outer is not None else None,
+        sequence_parallel=False if training.parameter_offload else None,
+    )
+
+
+def proposed(spec: ParallelTrainingJobSpec, choices: Choices) -> ParallelTrainingJobSpec:
+    """The job in a layout that a search found: its spec with everything written out.
+
+    Raises:
+        ValueError: the spec has no `training`.
+    """
+    if spec.training is None:
+        raise ValueError("`training` is required")
+    return spec.model_copy(
+        update={
+            "replicas": choices.data,
+            "parallelism": _parallelism(spec, choices),
+            "training": _training(spec.training, choices),
+        }
+    )
+
+
+def _parallelism(spec: ParallelTrainingJobSpec, choices: Choices) -> ParallelismSpec:
+    piped = choices.pipeline > 1
+    schedule = _SCHEDULES[choices.schedule]
+    return ParallelismSpec(
+        tensor=choices.tensor,
+        pipeline=choices.pipeline,
+        expert=choices.expert,
+        sequence=choices.sequence_parallel if choices.tensor > 1 else spec.parallelism.sequence,
+        context=choices.context,
+        context_method=choices.context_method if choices.context > 1 else ContextMethod.RING_ZIG_ZAG,
+        schedule=schedule if piped else None,
+        virtual_stages=choices.virtual_stages if piped and schedule in CHUNKED else None,
+        layer_split=list(choices.layer_split) if choices.layer_split is not None else None,
+        micro_batches=choices.micro_batches,
+        zero_stage=choices.zero_stage,
+    )
+
+
+def _training(training: TrainingSpec, choices: Choices) -> TrainingSpec:
+    optimizer = training.optimizer
+    if choices.offload_optimizer is Offload.CPU:
+        optimizer = optimizer.model_copy(update={"offload": OptimizerOffload.CPU, "offload_path": None})
+    return training.model_copy(
+        update={"activation_checkpointing": _CHECKPOINTING[choices.recompute], "optimizer": optimizer}
+    )
