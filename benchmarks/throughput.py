@@ -108,12 +108,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="GPU: which shapes")
     args = parser.parse_args()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    known = circumstances(device)
+
+    def save(results: dict[str, Any]) -> None:
+        write_json(args.json, {"circumstances": known, "results": results})
+
     slow: list[str] = []
     if device == "cuda":
-        results: dict[str, Any] = measure_models(args.models, args.steps, quick=args.quick)
+        measure_models(args.models, args.steps, quick=args.quick, save=save)
     else:
         results, slow = on_cpu(args)
-    write_json(args.json, {"circumstances": circumstances(device), "results": results})
+        save(results)
     if slow and not args.quick:
         print(f"more than {LIMIT:.0%} slower: {', '.join(slow)}")
         sys.exit(1)
