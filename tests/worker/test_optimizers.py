@@ -86,7 +86,7 @@ def test_a_part_of_a_tensor_is_rounded_as_it_is_in_the_whole() -> None:
     ],
 )
 def test_every_part_knows_its_place_in_the_whole(box: tuple[slice, ...], shape: tuple[int, ...], count: int) -> None:
-    want = torch.arange(math.prod(shape)).view(shape)[box]
+    want = torch.arange(math.prod(shape)).view(shape)[box].contiguous()
     found = matrices(box, shape)
     assert len(found) == count
     for matrix in found:

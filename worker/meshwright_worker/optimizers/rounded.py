@@ -78,7 +78,7 @@ class RoundedAdamW:
         salt = torch.tensor(key(self._seed, "rounding", shard.name, self._steps))
         betas = (spec.beta1, spec.beta2)
         for matrix in matrices(box, shape):
-            views = [_matrix(tensor, matrix) for tensor in (*stored, gradient)]
+            views = [_matrix(tensor, matrix) for tensor in (*stored, gradient.contiguous())]
             rows, columns = views[0].shape
             step = rows if self._compiled else max(1, _ELEMENTS // columns)
             for first in range(0, rows, step):
@@ -88,11 +88,11 @@ class RoundedAdamW:
 
 
 def _matrix(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """One of a local part's matrices, in its memory."""
+    """One of a local part's matrices, in its memory: a copy would be updated for nothing, so none is made."""
     if tensor.ndim == 1:
         return tensor.unsqueeze(0)
     leading = len(matrix.index)
-    return tensor.flatten(leading + 1)[matrix.index]
+    return tensor.view(*tensor.shape[: leading + 1], -1)[matrix.index]
 
 
 def _update_rows(
