@@ -16,6 +16,7 @@ import argparse
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def measure(run: RunConfig, pairs: int, steps: int, clock: str) -> tuple[Ratio, 
     return ratio_of(ours, theirs), sorted(ours)[middle] / steps * 1e3, sorted(theirs)[middle] / steps * 1e3
 
 
-def on_cpu(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Every comparison; its numbers, and the names of those that are too slow for certain."""
+def on_cpu(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> list[str]:
+    """Every comparison, its numbers saved as soon as they are known; the names of those too slow for certain."""
     pairs, steps = (FEWEST, 2) if args.quick else (args.pairs, args.steps)
     numbers: dict[str, Any] = {}
     rows, slow = [], []
@@ -77,9 +78,11 @@ def on_cpu(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             "milliseconds": ours,
             "baseline milliseconds": theirs,
         }
+        print(f"{name}: {overheads[0]} ({' to '.join(overheads[1:])})", flush=True)
+        save(numbers)
     columns = ["run", "baseline", "ms a step", "baseline", "overhead", "95 % interval", f"of {LIMIT:.0%}"]
     table(f"Training step, {pairs} pairs of {steps} steps, one thread a rank, {args.clock} time", columns, rows)
-    return numbers, slow
+    return slow
 
 
 def circumstances(device: str) -> dict[str, object]:
@@ -108,12 +111,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="GPU: which shapes")
     args = parser.parse_args()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    known = circumstances(device)
+
+    def save(results: dict[str, Any]) -> None:
+        write_json(args.json, {"circumstances": known, "results": results})
+
     slow: list[str] = []
     if device == "cuda":
-        results: dict[str, Any] = measure_models(args.models, args.steps, quick=args.quick)
+        measure_models(args.models, args.steps, quick=args.quick, save=save)
     else:
-        results, slow = on_cpu(args)
-    write_json(args.json, {"circumstances": circumstances(device), "results": results})
+        slow = on_cpu(args, save)
     if slow and not args.quick:
         print(f"more than {LIMIT:.0%} slower: {', '.join(slow)}")
         sys.exit(1)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+from torch import nn
 
+from meshwright.api.precision import Fp8Spec, Fp8Update
+from meshwright.api.training import OptimizerSpec
 from meshwright.models.architecture import Architecture
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.compiled import compile_layers
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.optimizers.rounded import RoundedAdamW, _update_rows
+from meshwright_worker.parallel.shards import Shard
 
 MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=64)
 
@@ -30,3 +40,72 @@ def test_compiled_layers_give_the_same_gradients() -> None:
     for got, want in zip(run(compiled=True), run(compiled=False), strict=True):
         # Compiled cosines of the fp32 rotary table differ in the last digit.
         assert float((got - want).abs().max() / want.abs().max()) < 1e-6
+
+
+class Graphs:
+    """A back end of torch.compile that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    torch.compiler.reset()
+    yield Graphs()
+    torch.compiler.reset()
+
+
+def losses(spec: Fp8Spec, graphs: Graphs | None, layers: int = 2) -> list[float]:
+    model = MODEL.model_copy(update={"layers": layers})
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.bfloat16).float()
+    use_fp8(stage, spec, None)
+    initialize(stage, model, 0, torch.device("cpu"))
+    if graphs is not None:
+        compile_layers(stage, graphs)
+    batch = Batch.of(torch.arange(34).view(2, 17))
+    found = []
+    for _ in range(2):
+        loss = stage(batch.tokens, targets=batch.targets, places=batch.places)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter -= 1e-3 * parameter.grad
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_one_graph_serves_all_layers_and_batches(graphs: Graphs) -> None:
+    # A graph a layer would take hours to compile, and torch gives up on a function after eight of them.
+    assert losses(Fp8Spec(), graphs) == pytest.approx(losses(Fp8Spec(), None), rel=1e-3)
+    assert graphs.count == 1
+
+
+def test_delayed_scales_stay_out_of_graphs(graphs: Graphs) -> None:
+    spec = Fp8Spec(update=Fp8Update.DELAYED)
+    assert losses(spec, graphs, layers=1) == pytest.approx(losses(spec, None, layers=1), rel=1e-3)
+    assert graphs.count > 1
+
+
+def test_one_graph_serves_the_updates_of_all_matrices(graphs: Graphs) -> None:
+    def optimizer() -> tuple[list[Shard], RoundedAdamW]:
+        shapes = {"a": (12, 8), "b": (8, 20), "c": (30, 4)}
+        made = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape) for name, shape in shapes.items()}
+        parameters = {name: nn.Parameter(tensor.bfloat16()) for name, tensor in made.items()}
+        found = [Shard(name, p, p.detach(), None, True, False, False) for name, p in parameters.items()]
+        return found, RoundedAdamW(found, OptimizerSpec(), seed=0)
+
+    (ours, compiled), (theirs, plain) = optimizer(), optimizer()
+    compiled._compiled = True
+    compiled._update_rows = torch.compile(_update_rows, backend=graphs, dynamic=True, fullgraph=True)
+    for step in range(1, 5):
+        gradients = [torch.linspace(1, -2, s.local.numel()).view(s.shape).bfloat16() * step for s in ours]
+        for one in (compiled, plain):
+            one.step([gradient.clone() for gradient in gradients], 1e-2 / step)
+    assert all(torch.equal(mine.local, other.local) for mine, other in zip(ours, theirs, strict=True))
+    assert graphs.count == 1

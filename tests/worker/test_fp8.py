@@ -48,8 +48,8 @@ def test_a_layer_stays_near_the_exact_one(name: str) -> None:
     assert linear.weight.grad is not None
     exact = [linear(x).detach(), x.grad.clone(), linear.weight.grad.clone()]
     x.grad = linear.weight.grad = None
-    eight = Fp8Product(linear, SPECS[name], None, inputs=False)
-    result = eight(x)
+    eight = Fp8Product(SPECS[name], None, inputs=False)
+    result = eight(x, linear.weight)
     result.backward(upstream)
     for got, want in zip([result.detach(), x.grad, linear.weight.grad], exact, strict=True):
         assert got is not None
@@ -59,12 +59,12 @@ def test_a_layer_stays_near_the_exact_one(name: str) -> None:
 
 def test_delayed_scales_see_the_largest_of_their_step() -> None:
     linear = Linear(16, 16)
-    eight = Fp8Product(linear, SPECS["delayed"], None, inputs=False)
+    eight = Fp8Product(SPECS["delayed"], None, inputs=False)
     for factor in (1.0, 3.0, 2.0):
         x = torch.full((2, 16), factor, requires_grad=True)
-        eight(x).backward(torch.full((2, 16), factor / 10))
+        eight(x, linear.weight).backward(torch.full((2, 16), factor / 10))
     assert eight.seen is not None
     assert eight.seen.tolist() == pytest.approx([3.0, float(linear.weight.detach().abs().max()), 0.3])
     eight.expected = torch.tensor([1.5, 1.0, 1.0])
-    clamped = eight(torch.full((2, 16), 3.0))
-    assert torch.equal(clamped, eight(torch.full((2, 16), 1.5)))
+    clamped = eight(torch.full((2, 16), 3.0), linear.weight)
+    assert torch.equal(clamped, eight(torch.full((2, 16), 1.5), linear.weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from meshwright_worker.counters import key, mixed, uniform
 from meshwright_worker.optimizer import AdamW, Optimizer
 from meshwright_worker.optimizers.muon import Muon, orthogonal
 from meshwright_worker.optimizers.offloaded import OffloadedAdamW
-from meshwright_worker.optimizers.rounded import RoundedAdamW
-from meshwright_worker.optimizers.rounding import places, round_to_bf16
+from meshwright_worker.optimizers.rounded import RoundedAdamW, _matrix
+from meshwright_worker.optimizers.rounding import matrices, places, round_to_bf16
 from meshwright_worker.optimizers.state import FileState, HostState
 from meshwright_worker.parallel.shards import Shard
 
@@ -56,21 +57,42 @@ def test_bits_are_uniform_and_a_function_of_key_and_counter() -> None:
 
 def test_stochastic_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
     x = torch.full((40_000,), 1.0 + 2**-9)
-    rounded = round_to_bf16(x, torch.arange(40_000), key("x")).double()
+    rounded = round_to_bf16(x, mixed(torch.arange(40_000), key("x"))).double()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.mean()) == pytest.approx(1 + 2**-9, abs=2e-4)
     exact = torch.tensor([0.0, -1.5, 3e38, float("inf"), float("nan"), float("-inf")]).to(torch.bfloat16)
-    kept = round_to_bf16(exact.float(), torch.arange(6), key("x"))
+    kept = round_to_bf16(exact.float(), mixed(torch.arange(6), key("x")))
     assert torch.equal(kept.nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
 def test_a_part_of_a_tensor_is_rounded_as_it_is_in_the_whole() -> None:
     whole = torch.randn(8, 6)
-    numbers = places((slice(0, 8), slice(0, 6)), (8, 6), CPU)
+    numbers = places(8, 6, 6, 0, CPU)
     assert torch.equal(numbers.flatten(), torch.arange(48))
     box = (slice(2, 5), slice(3, 6))
-    part = round_to_bf16(whole[box], places(box, (8, 6), CPU), 5)
-    assert torch.equal(part, round_to_bf16(whole, numbers, 5)[box])
+    (part,) = matrices(box, (8, 6))
+    bits = mixed(places(3, 3, part.stride, part.offset, CPU), 5)
+    assert torch.equal(round_to_bf16(whole[box], bits), round_to_bf16(whole, mixed(numbers, 5))[box])
+
+
+@pytest.mark.parametrize(
+    ("box", "shape", "count"),
+    [
+        ((slice(3, 7),), (9,), 1),
+        ((slice(2, 4), slice(0, 5), slice(0, 6)), (8, 5, 6), 1),
+        ((slice(2, 4), slice(1, 3), slice(0, 6)), (8, 5, 6), 1),
+        ((slice(2, 4), slice(0, 5), slice(2, 6)), (8, 5, 6), 2),
+        ((slice(1, 3), slice(0, 3), slice(0, 2), slice(0, 2)), (4, 3, 2, 2), 1),
+    ],
+)
+def test_every_part_knows_its_place_in_the_whole(box: tuple[slice, ...], shape: tuple[int, ...], count: int) -> None:
+    want = torch.arange(math.prod(shape)).view(shape)[box].contiguous()
+    found = matrices(box, shape)
+    assert len(found) == count
+    for matrix in found:
+        part = _matrix(want, matrix)
+        assert torch.equal(places(*part.shape, matrix.stride, matrix.offset, CPU), part)
+    assert sum(_matrix(want, matrix).numel() for matrix in found) == want.numel()
 
 
 def test_updates_too_small_for_bf16_add_up_when_rounded_stochastically() -> None:

@@ -40,6 +40,10 @@ def stored_dtype(training: TrainingSpec) -> torch.dtype:
     return parameter_dtype(training.precision) if training.master_weights else torch.bfloat16
 
 
+WIDE = (torch.float32, torch.float64)
+"""The formats of sums over many numbers."""
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """`x` in fp32, or in fp64 where it is that already: for sums over many numbers."""
     return x if x.dtype == torch.float64 else x.float()

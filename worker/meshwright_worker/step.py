@@ -22,6 +22,7 @@ from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.outer.choose import outer_of
 from meshwright_worker.outer.outer import Outer, Rounds
 from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.collectives import sum_over
 from meshwright_worker.parallel.context import own_slice
 from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert_load import ExpertLoads
@@ -158,7 +159,7 @@ class Trainer:
             if tensor == 0:
                 sums[0] += loss.double()
                 sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
-        dist.all_reduce(sums)
+        sum_over(sums, dist.group.WORLD)
         total, targets = sums.tolist()
         return float(total / max(1.0, targets))
 
@@ -194,6 +195,6 @@ class Trainer:
         loss = replica_loss.double() if tensor == 0 else zero
         targets = (batch.targets != IGNORED).sum().double() if pipeline == tensor == 0 else zero
         sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
-        dist.all_reduce(sums, group=self._mesh.together)
+        sum_over(sums, self._mesh.together)
         total_loss, total_squares, tokens, stops = sums.tolist()
         return total_loss, math.sqrt(total_squares), tokens, stops > 0

@@ -25,6 +25,7 @@ from meshwright.protocol import RunConfig
 from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
+from meshwright_worker.data.ahead import Read, ReadAhead
 from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
@@ -143,9 +144,16 @@ class _Loop:
         self._work = work
         self._events = events
         self._digest = SampleDigest()
+        self._samples = ReadAhead(self._read, mesh.device)
 
     def run(self, state: TrainingState) -> Outcome:
         """Train until the last step, or until any rank is asked to stop; what was done is durable on return."""
+        try:
+            return self._run(state)
+        finally:
+            self._samples.close()
+
+    def _run(self, state: TrainingState) -> Outcome:
         # One rank carries what earlier generations fed; each adds its own part, and saving sums them up.
         if self._mesh.rank == 0:
             self._digest.value = state.digest
@@ -178,14 +186,12 @@ class _Loop:
         began = time.monotonic()
         coordinates = self._mesh.coordinates
         batch = self._training.global_batch_size
-        mine = self._share(range(state.samples, state.samples + batch))
-        samples = self._stream.rows(mine)
-        read = time.monotonic()
-        packed = batch_of(samples, self._data, self._stream.separator, mine)
-        result = self._trainer.step(number, packed, stop=self._events.stop_requested())
-        if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
-            self._digest.add(mine, samples)
         consumed = state.samples + batch
+        mine = self._samples.take(state.samples, consumed if number < self._training.steps else None)
+        read = time.monotonic()
+        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
+        if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
+            self._digest.add(mine.numbers, mine.samples)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
         if result is None:
             return after, False
@@ -203,6 +209,12 @@ class _Loop:
             return state
         self._events.step(self._report(state.step, results[-1], state.samples, time.monotonic() - began, 0.0))
         return state.model_copy(update={"loss": results[-1].loss.hex()})
+
+    def _read(self, first: int) -> Read:
+        """What this replica trains on in the step that begins with sample `first`."""
+        mine = self._share(range(first, first + self._training.global_batch_size))
+        samples = self._stream.rows(mine)
+        return Read(mine, samples, batch_of(samples, self._data, self._stream.separator, mine))
 
     def _share(self, step: range) -> Sequence[int]:
         """The numbers of the samples that this replica takes of a step's."""

@@ -44,10 +44,10 @@ def quantised(x: torch.Tensor, amax: torch.Tensor, form: torch.dtype) -> Quantis
     return Quantised((x.float() / scale).clamp(-limit, limit).to(form), scale)
 
 
-def product(a: Quantised, b: Quantised, form: torch.dtype) -> torch.Tensor:
-    """A [m, k] times the rows of b [n, k] -> [m, n] in `form`."""
+def product(a: Quantised, b: Quantised, form: torch.dtype, *, hardware: bool = False) -> torch.Tensor:
+    """A [m, k] times the rows of b [n, k] -> [m, n] in `form`, by the `hardware` if it can and sizes allow it."""
     sizes = (*a.values.shape, b.values.shape[0])
-    if a.values.is_cuda and _has_kernel(a.values.device) and not any(size % _TILE for size in sizes):
+    if hardware and a.values.is_cuda and not any(size % _TILE for size in sizes):
         return scaled(a, b, form)
     return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(form)
 
@@ -61,5 +61,6 @@ def scaled(a: Quantised, b: Quantised, form: torch.dtype) -> torch.Tensor:
     return result.to(form)
 
 
-def _has_kernel(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def hardware_multiplies() -> bool:
+    """Whether this rank's GPU has products of fp8. To be asked outside of what is compiled."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -7,6 +7,8 @@ steps (delayed: nothing waits for a maximum) or given (static).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedAlong
 
 from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
-from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, product, quantised
+from meshwright_worker.fp8.formats import (
+    BACKWARD,
+    FORWARD,
+    Quantised,
+    hardware_multiplies,
+    largest,
+    product,
+    quantised,
+)
 from meshwright_worker.models.layers import Linear, local
 from meshwright_worker.models.llama import DecoderStage
 
@@ -23,35 +33,35 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 class Fp8Product:
-    """Takes the place of a `Linear`'s forward.
+    """The product of a `Linear`. Layers that are split alike share one, so that compiled layers are alike too; with
+    delayed scaling each has its own, for its maxima.
 
     Args:
-        linear: whose weight it multiplies with.
         spec: how scales come about.
         group: the ranks that the weight is split over; None where there are none.
         inputs: whether the weight's inputs are split; otherwise, in a group, its outputs are.
     """
 
-    def __init__(self, linear: Linear, spec: Fp8Spec, group: dist.ProcessGroup | None, *, inputs: bool) -> None:
-        self._linear = linear
+    def __init__(self, spec: Fp8Spec, group: dist.ProcessGroup | None, *, inputs: bool) -> None:
         self.spec = spec
         self._group = group
         self._split = (group is not None and inputs, group is not None and not inputs)
         self.rowwise = spec.scaling is Fp8Scaling.ROWWISE
+        self.hardware = hardware_multiplies()
         self.seen: torch.Tensor | None = None
         """Delayed scaling: the largest input, weight and gradient of the step so far, fp32 [3]."""
         self.expected: torch.Tensor | None = None
         """Delayed scaling: the largest of the last steps, fp32 [3]; None in the first."""
+        self._multiply: Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor] = _multiply
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs]."""
-        weight = local(self._linear.weight).to(x.dtype)
-        flat: torch.Tensor = _Fp8Linear.apply(x.flatten(0, -2), weight, self)  # type: ignore[no-untyped-call]
-        result = flat.view(*x.shape[:-1], -1)
-        bias = self._linear.bias
-        if bias is None or not getattr(self._linear, "adds_bias", True):
-            return result
-        return result + local(bias).to(x.dtype)
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] times the rows of weight [outputs, inputs] -> [..., outputs]."""
+        return self._multiply(x, weight, self)
+
+    def compile(self) -> None:
+        """Get ready for torch.compile: it cannot trace maxima that backward passes leave here."""
+        if self.spec.update is Fp8Update.DELAYED:
+            self._multiply = _untraced()
 
     def whole(self, x: torch.Tensor, role: int) -> Quantised:
         """A tensor with one scale."""
@@ -81,17 +91,33 @@ class Fp8Product:
         return amax
 
 
+def _multiply(x: torch.Tensor, weight: torch.Tensor, how: Fp8Product) -> torch.Tensor:
+    flat: torch.Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), local(weight).to(x.dtype), how
+    )
+    return flat.view(*x.shape[:-1], -1)
+
+
+@cache
+def _untraced() -> Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor]:
+    """One for all products, so that layers stay alike. When first asked for: it brings the compiler along."""
+    untraced: Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor]
+    untraced = torch.compiler.disable(_multiply)  # type: ignore[no-untyped-call]
+    return untraced
+
+
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Fp8Product) -> torch.Tensor:
         ctx.how = how
         if how.rowwise:
             ctx.save_for_backward(x, weight)
-            return product(how.rows(x, INPUT, along_inputs=True), how.rows(weight, WEIGHT, along_inputs=True), x.dtype)
+            a, b = how.rows(x, INPUT, along_inputs=True), how.rows(weight, WEIGHT, along_inputs=True)
+            return product(a, b, x.dtype, hardware=how.hardware)
         small, matrix = how.whole(x, INPUT), how.whole(weight, WEIGHT)
         # One scale serves both directions: a byte an element is kept of the input.
         ctx.save_for_backward(small.values, small.scale, weight, matrix.scale)
-        return product(small, matrix, x.dtype)
+        return product(small, matrix, x.dtype, hardware=how.hardware)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -104,12 +130,14 @@ class _Fp8Linear(torch.autograd.Function):
             # These sums run over tokens, which no group splits.
             outputs = how.rows(gradient.t().contiguous(), GRADIENT)
             inputs = how.rows(x.t().contiguous(), INPUT)
-            return product(incoming, columns, x.dtype), product(outputs, inputs, weight.dtype), None
+            back = product(incoming, columns, x.dtype, hardware=how.hardware)
+            return back, product(outputs, inputs, weight.dtype, hardware=how.hardware), None
         values, scale, weight, weight_scale = ctx.saved_tensors
         incoming = how.whole(gradient, GRADIENT)
         matrix = quantised(weight, weight_scale * torch.finfo(FORWARD).max, FORWARD)
-        back = product(incoming, matrix.transposed, gradient.dtype)
-        return back, product(incoming.transposed, Quantised(values, scale).transposed, weight.dtype), None
+        back = product(incoming, matrix.transposed, gradient.dtype, hardware=how.hardware)
+        inputs = Quantised(values, scale).transposed
+        return back, product(incoming.transposed, inputs, weight.dtype, hardware=how.hardware), None
 
 
 def use_fp8(stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None) -> None:
@@ -120,16 +148,19 @@ def use_fp8(stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None)
         spec: how scales come about.
         group: the tensor group; None where there is none.
     """
+    shared: dict[tuple[dist.ProcessGroup | None, bool], Fp8Product] = {}
     for module in stage.layers.modules():
         if isinstance(module, Linear):
             weight = module.weight
             split = weight.placements[0] if isinstance(weight, DTensor) else None
             along = split.dim if isinstance(split, ShardedAlong) else None
-            own = group if along is not None else None
-            module.forward = Fp8Product(module, spec, own, inputs=along == 1)  # type: ignore[method-assign]
+            kind = (group if along is not None else None, along == 1)
+            if spec.update is Fp8Update.DELAYED or kind not in shared:
+                shared[kind] = Fp8Product(spec, kind[0], inputs=kind[1])
+            module.product = shared[kind]
 
 
 def products_of(stage: DecoderStage) -> list[Fp8Product]:
     """Every fp8 product of a stage, in the order of its layers."""
-    found = [module.__dict__.get("forward") for module in stage.layers.modules()]
-    return [forward for forward in found if isinstance(forward, Fp8Product)]
+    found = [module.product for module in stage.layers.modules() if isinstance(module, Linear)]
+    return [product for product in found if isinstance(product, Fp8Product)]

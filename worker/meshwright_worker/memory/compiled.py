@@ -6,12 +6,18 @@ break the graph in pieces: each matrix product and its neighbours are still fuse
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from meshwright_worker.fp8.linear import products_of
 from meshwright_worker.models.llama import DecoderStage
 
 
-def compile_layers(stage: DecoderStage) -> None:
-    """Let the blocks of a stage run compiled code from their first batch on."""
+def compile_layers(stage: DecoderStage, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Let the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's."""
+    for product in products_of(stage):
+        product.compile()
     for block in stage.layers.values():
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, backend=backend)

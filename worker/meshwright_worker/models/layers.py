@@ -6,6 +6,8 @@ holds: head counts are read from the tensors, so the same code runs on all heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +18,7 @@ from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import IGNORED, Places
 from meshwright_worker.models.deferred import linear
 from meshwright_worker.models.rotary import RotaryEmbedding
-from meshwright_worker.precision import wide
+from meshwright_worker.precision import WIDE, wide
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -29,13 +31,15 @@ class Linear(nn.Linear):
 
     adds_bias = True
     """False where ranks hold parts of a sum: whoever adds the parts up adds the bias, once."""
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """Multiplies input and weight in another way (`fp8`)."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
-        product = linear(x, self.weight)
+        product = linear(x, self.weight) if self.product is None else self.product(x, self.weight)
         if self.bias is None or not self.adds_bias:
             return product
         return product + local(self.bias).to(x.dtype)
@@ -66,8 +70,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> [..., width]."""
-        normed = F.rms_norm(wide(x), x.shape[-1:], eps=self.epsilon)
-        return normed.to(x.dtype) * local(self.weight).to(x.dtype)
+        weight = local(self.weight).to(x.dtype)
+        if x.dtype in WIDE:
+            return F.rms_norm(x, x.shape[-1:], weight, self.epsilon)
+        return F.rms_norm(wide(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * weight
 
 
 class LayerNorm(nn.Module):
@@ -81,8 +87,12 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> [..., width]."""
-        normed = F.layer_norm(wide(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * local(self.weight).to(x.dtype)
-        return normed if self.bias is None else normed + local(self.bias).to(x.dtype)
+        weight = local(self.weight).to(x.dtype)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        if x.dtype in WIDE:
+            return F.layer_norm(x, x.shape[-1:], weight, bias, self.epsilon)
+        normed = F.layer_norm(wide(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * weight
+        return normed if bias is None else normed + bias
 
 
 def norm_of(model: Architecture) -> nn.Module:

@@ -63,6 +63,7 @@ class DecoderStage(nn.Module):
         self.chunked_loss: nn.Module | None = None
         rotates = model.rope_size > 0
         rotary = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling) if rotates else None
+        self.rotary = rotary
         if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
         if self.is_first:
@@ -99,6 +100,9 @@ class DecoderStage(nn.Module):
         places = places or Places()
         if self.is_first:
             x = self._embedded(x, places)
+        if self.rotary is not None and places.positions is None and places.serials is not None:
+            # Before the layers: compiled ones would make the table a part of their graph, and compile twice.
+            self.rotary.table(places.serials.shape[1], x)
         x = self.through([*self.layers.values()], x, places)  # type: ignore[list-item]
         if not self.is_last:
             return x

@@ -25,15 +25,15 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate x, [batch, length, heads, head_size], by `positions`, int64 [batch, length]; None for 0, 1, ..."""
-        cosine, sine = self._for(x) if positions is None else self._at(positions, x)
+        cosine, sine = self.table(x.shape[1], x) if positions is None else self._at(positions, x)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
-    def _for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = x.shape[1]
+    def table(self, length: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions 0 to `length - 1`, in the format of `x` and on its device."""
         table = self._table
-        if table is None or table[0].shape[0] != positions or table[0].dtype != x.dtype or table[0].device != x.device:
-            table = self._table = self._at(torch.arange(positions, device=x.device), x)
+        if table is None or table[0].shape[0] != length or table[0].dtype != x.dtype or table[0].device != x.device:
+            table = self._table = self._at(torch.arange(length, device=x.device), x)
         return table
 
     def _at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ def build_optimizer(shards: Sequence[Shard], training: TrainingSpec, mesh: Mesh)
     if spec.name is OptimizerName.MUON:
         return Muon(shards, spec, _ORTHOGONALISES_IN.get(training.precision, torch.bfloat16))
     if not training.master_weights:
-        return RoundedAdamW(shards, spec, training.seed)
+        return RoundedAdamW(shards, spec, training.seed, compiled=training.compile)
     if spec.offload is OptimizerOffload.NONE:
         return AdamW(shards, spec)
     locals_ = [shard.local for shard in shards]

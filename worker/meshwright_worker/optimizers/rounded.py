@@ -13,23 +13,34 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.counters import key
+from meshwright_worker.counters import key, mixed
 from meshwright_worker.optimizer import EPSILON, MOMENTS, decays, forget
-from meshwright_worker.optimizers.rounding import places, round_to_bf16
+from meshwright_worker.optimizers.rounding import Matrix, matrices, places, round_to_bf16
 from meshwright_worker.parallel.shards import Shard
 
 _ELEMENTS = 1 << 22
-"""Of one piece of the update."""
+"""Of one piece of the update: what its steps make in fp32 should be small beside what is kept."""
+_NOISE_BITS = 16
 
 
 class RoundedAdamW:
-    """The optimizer of one rank where there are no master weights."""
+    """The optimizer of one rank where there are no master weights.
 
-    def __init__(self, shards: Sequence[Shard], spec: OptimizerSpec, seed: int) -> None:
+    Args:
+        shards: what it updates.
+        spec: the rule.
+        seed: of the rounding.
+        compiled: whether the update of a shard runs as one compiled kernel, which reads and writes each number once.
+    """
+
+    def __init__(self, shards: Sequence[Shard], spec: OptimizerSpec, seed: int, *, compiled: bool = False) -> None:
         self._shards = shards
         self._spec = spec
         self._seed = seed
         self._steps = 0
+        self._compiled = compiled
+        # One kernel for all shapes. Numbers that change from step to step are tensors: a value would be compiled in.
+        self._update_rows = torch.compile(_update_rows, dynamic=True) if compiled else _update_rows
         self._moments = {
             id(shard): {moment: torch.zeros_like(shard.local) for moment in MOMENTS} for shard in self._shards
         }
@@ -58,26 +69,62 @@ class RoundedAdamW:
         local, box, shape = shard.local, shard.box, shard.shape
         if not local.numel():
             return
-        salts = [key(self._seed, "rounding", shard.name, self._steps, what) for what in ("parameter", *MOMENTS)]
+        spec = self._spec
         stored = [local, *self._moments[id(shard)].values()]
-        decay = self._spec.weight_decay if decays(shard) else 0.0
-        rows = max(1, _ELEMENTS // (local.numel() // local.shape[0]))
-        for first in range(0, local.shape[0], rows):
-            part = slice(first, min(first + rows, local.shape[0]))
-            start = box[0].start
-            where = places((slice(start + part.start, start + part.stop), *box[1:]), shape, local.device)
-            updated = self._adamw([tensor[part].float() for tensor in stored], gradient[part].float(), rate, decay)
-            for tensor, new, salt in zip(stored, updated, salts, strict=True):
-                tensor[part] = round_to_bf16(new, where, salt)
+        decay = spec.weight_decay if decays(shard) else 0.0
+        first_correction, second_correction = 1 - spec.beta1**self._steps, 1 - spec.beta2**self._steps
+        numbers = [1 - rate * decay, rate / first_correction, math.sqrt(second_correction)]
+        rule = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        salt = torch.tensor(key(self._seed, "rounding", shard.name, self._steps))
+        betas = (spec.beta1, spec.beta2)
+        for matrix in matrices(box, shape):
+            views = [_matrix(tensor, matrix) for tensor in (*stored, gradient.contiguous())]
+            rows, columns = views[0].shape
+            step = rows if self._compiled else max(1, _ELEMENTS // columns)
+            for first in range(0, rows, step):
+                *state, own = (view[first : first + step] for view in views)
+                offset = torch.tensor(matrix.offset + first * matrix.stride)
+                self._update_rows(state, own, matrix.stride, offset, salt, rule, betas)
 
-    def _adamw(
-        self, state: list[torch.Tensor], gradient: torch.Tensor, rate: float, decay: float
-    ) -> list[torch.Tensor]:
-        parameter, first, second = state
-        beta1, beta2 = self._spec.beta1, self._spec.beta2
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        size = rate / (1 - beta1**self._steps)
-        divisor = second.sqrt().div_(math.sqrt(1 - beta2**self._steps)).add_(EPSILON)
-        parameter.mul_(1 - rate * decay).addcdiv_(first, divisor, value=-size)
-        return [parameter, first, second]
+
+def _matrix(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """One of a local part's matrices, in its memory: a copy would be updated for nothing, so none is made."""
+    if tensor.ndim == 1:
+        return tensor.unsqueeze(0)
+    leading = len(matrix.index)
+    return tensor.view(*tensor.shape[: leading + 1], -1)[matrix.index]
+
+
+def _update_rows(
+    stored: list[torch.Tensor],
+    gradient: torch.Tensor,
+    stride: int,
+    offset: torch.Tensor,
+    salt: torch.Tensor,
+    rule: list[torch.Tensor],
+    betas: tuple[float, float],
+) -> None:
+    """Update a parameter and its moments in place.
+
+    Args:
+        stored: the parameter and both moments, bf16, [rows, columns].
+        gradient: of the same shape.
+        stride: elements of the whole parameter from one row to the next.
+        offset: int64 [], the number of the first element among those of the whole.
+        salt: int64 [], of the step's noise.
+        rule: what the parameter shrinks by, the size of the step, the divisor of the second moment's root; fp64 [].
+        betas: decays of the moments.
+    """
+    parameter, first, second = (tensor.float() for tensor in stored)
+    gradient = gradient.float()
+    kept, size, correction = rule
+    beta1, beta2 = betas
+    first = first.lerp(gradient, 1 - beta1)
+    second = second.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+    divisor = second.sqrt().div(correction).add(EPSILON)
+    parameter = parameter.mul(kept).sub(first.div(divisor).mul(size))
+    # One draw an element serves all three: its bits are independent.
+    rows, columns = gradient.shape
+    bits = mixed(places(rows, columns, stride, offset, gradient.device), salt)
+    for number, (tensor, new) in enumerate(zip(stored, (parameter, first, second), strict=True)):
+        tensor.copy_(round_to_bf16(new, bits >> (_NOISE_BITS * number)))

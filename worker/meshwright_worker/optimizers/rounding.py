@@ -6,31 +6,58 @@ it counts in the mean (Zamirai et al., "Revisiting BFloat16 Training", arXiv 201
 
 from __future__ import annotations
 
-import torch
+import math
+from dataclasses import dataclass
+from itertools import product
+from operator import mul
 
-from meshwright_worker.counters import mixed
+import torch
 
 _LOST = 0xFFFF
 
 
-def places(box: tuple[slice, ...], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64, of the box's shape: the number of each element of a part in the whole tensor, row by row.
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A part of a parameter as a matrix, and where it lies among the parameter's elements, counted row by row."""
 
-    Args:
-        box: where in the whole the part lies.
-        shape: of the whole.
-        device: where to make it.
+    index: tuple[int, ...]
+    """Which one of those that the local part's leading dimensions count."""
+    offset: int
+    """Number of its first element."""
+    stride: int
+    """Elements of the whole from one row to the next."""
+
+
+def matrices(box: tuple[slice, ...], shape: tuple[int, ...]) -> list[Matrix]:
+    """The part of a whole of `shape` that `box` cuts out, as few matrices; dimensions that are whole become columns.
+
+    A vector is one row. The local part has to be reshaped to [*leading, rows, columns], of which each matrix is one.
     """
-    numbers = torch.zeros((), dtype=torch.int64, device=device)
-    for extent, size in zip(box, shape, strict=True):
-        numbers = numbers.unsqueeze(-1) * size + torch.arange(extent.start, extent.stop, device=device)
-    return numbers
+    spans, sizes = [(extent.start, extent.stop) for extent in box], list(shape)
+    while len(sizes) > 2 and spans[-1] == (0, sizes[-1]):
+        inner = sizes.pop()
+        spans.pop()
+        spans[-1] = (spans[-1][0] * inner, spans[-1][1] * inner)
+        sizes[-1] *= inner
+    strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    leading = [range(stop - start) for start, stop in spans[:-2]]
+    first = sum(start * stride for (start, _), stride in zip(spans, strides, strict=True))
+    return [
+        Matrix(index, first + sum(map(mul, index, strides)), strides[-2] if len(strides) > 1 else 1)
+        for index in product(*leading)
+    ]
 
 
-def round_to_bf16(x: torch.Tensor, places: torch.Tensor, salt: int) -> torch.Tensor:
-    """fp32 `x` in bf16, each element rounded by the bits of its place and `salt`. What is not finite stays so."""
-    bits = x.float().contiguous().view(torch.int32)
-    noise = (mixed(places, salt) & _LOST).to(torch.int32)
+def places(rows: int, columns: int, stride: int, offset: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """int64 [rows, columns]: the number of each element of a matrix among those of the whole."""
+    along = torch.arange(rows, device=device).unsqueeze(-1) * stride + torch.arange(columns, device=device)
+    return along + offset
+
+
+def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """fp32 `x` in bf16, each element rounded by the lowest 16 of its random bits, int64. Not-finite ones stay so."""
+    pattern = x.float().contiguous().view(torch.int32)
+    noise = (bits & _LOST).to(torch.int32)
     # The upper half of an fp32 number is a bf16 number: what is added to the lower half carries, or is cut off.
-    rounded = ((bits + noise) & ~_LOST).view(torch.float32)
+    rounded = ((pattern + noise) & ~_LOST).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)

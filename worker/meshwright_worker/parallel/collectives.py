@@ -34,6 +34,12 @@ def reduce_scatter_into(
     return work
 
 
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum over ranks in place; nothing is issued where there is only one."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(x, group=group)
+
+
 def gather_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
     parts = x.new_empty((group.size(), *x.shape))

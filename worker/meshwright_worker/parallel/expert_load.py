@@ -15,6 +15,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import mixture_layers
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.models.experts import MixtureOfExperts, mixtures_of
+from meshwright_worker.parallel.collectives import sum_over
 from meshwright_worker.task import ExpertLoad
 
 
@@ -56,7 +57,7 @@ class ExpertLoads:
             # Ranks that route the same tokens count them once.
             if mixture.copies == 1 or self._mesh.coordinates.tensor == 0:
                 table[row] += tally
-        dist.all_reduce(table)
+        sum_over(table, dist.group.WORLD)
         for row, mixture in self._own.items():
             self._move_bias(mixture, table[row, :count])
         return tuple(self._load(layer, row) for layer, row in zip(self._layers, table.tolist(), strict=True))
