@@ -20,6 +20,7 @@ def ranks_of(coordinator: Coordinator, generation: int) -> dict[int, RankProcess
     return {process.rank: process for report in reports for process in report.ranks}
 
 
+@pytest.mark.long
 async def test_a_stopped_rank_shows_and_is_replaced(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agents = [start_agent(worker) for worker in range(2)]
     await announce(coordinator, 1, LONG)

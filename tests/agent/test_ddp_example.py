@@ -31,6 +31,7 @@ def test_the_manifest_holds_the_script() -> None:
     assert (spec.replicas, spec.workers.gpus_per_worker) == (4, 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_drained_pod_stops_all_ranks_and_the_run_resumes(
     coordinator: Coordinator, start_agent: StartAgent

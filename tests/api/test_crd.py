@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -235,6 +236,7 @@ def test_the_crd_file_is_the_definition_and_fits_an_annotation() -> None:
     assert len(text) < 200 * 1024
 
 
+@cache
 def version() -> dict[str, Any]:
     """The served version."""
     return custom_resource_definition()["spec"]["versions"][0]

@@ -82,6 +82,7 @@ async def test_readiness_fails_while_watches_are_silent(
     await until(ready, "ready again")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 3 * FINISHED + 2 * SECONDS)
 async def test_an_idle_operator_writes_the_lease_and_the_progress_of_what_runs_and_nothing_else(

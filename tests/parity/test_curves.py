@@ -6,6 +6,7 @@ from tests.distributed.pool import RankPool
 from tests.parity import curves
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_layout_learns_as_one_process_does() -> None:

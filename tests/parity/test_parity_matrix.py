@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,16 @@ def oracle(pool: RankPool) -> Oracle:
     return Oracle(pool)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.smoke and not case.refused], ids=lambda c: c.name)
+def _smoke() -> Iterator[Any]:
+    """The smoke cases: of a technique the first one always, its others in the long tier."""
+    seen: set[str] = set()
+    for case in CASES:
+        if case.smoke and not case.refused:
+            yield pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.technique in seen else [])
+            seen.add(case.technique)
+
+
+@pytest.mark.parametrize("case", _smoke())
 def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
     precision = Precision.FP64 if case.exact else Precision.FP32
     errors = measure(case, pool, oracle, [precision])[precision]

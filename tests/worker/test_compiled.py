@@ -35,6 +35,7 @@ def run(*, compiled: bool) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad for parameter in stage.parameters() if parameter.grad is not None)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_gradients() -> None:
     for got, want in zip(run(compiled=True), run(compiled=False), strict=True):
