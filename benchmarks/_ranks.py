@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,35 +10,11 @@ from typing import Any
 
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import RankTask
+from tests.distributed.pool import tasks_of
 
 
 class RankError(RuntimeError):
     """A rank raised, or its process ended without an answer."""
-
-
-def tasks_of(run: RunConfig) -> list[RankTask]:
-    """The ranks' tasks, all on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = run.layout.world_size
-    return [
-        RankTask(
-            run=run,
-            generation=1,
-            rank=rank,
-            world_size=world,
-            local_rank=rank,
-            local_world_size=world,
-            worker=0,
-            master_address="127.0.0.1",
-            master_port=port,
-            pod_address="127.0.0.1",
-            checkpoint_dir=None,
-            data_dir=None,
-        )
-        for rank in range(world)
-    ]
 
 
 def on_ranks(function: Callable[..., Any], run: RunConfig, *arguments: Any) -> list[Any]:
