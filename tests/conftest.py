@@ -1,6 +1,7 @@
 """Options of the whole test suite."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests of clusters on the embedded API server, on the binaries of KUBEBUILDER_ASSETS, or on the cluster of"
         " KUBECONFIG, which should be one to throw away",
     )
+
+
+MANY_PROCESSES = ("e2e", "distributed", "parity", "agent", "local")
+"""Directories whose tests start pods or ranks: two of them at once would wait for each other's processors."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Which tests share a process when there are several, those of many processes first: they take longest."""
+    root = Path(__file__).parent
+
+    def group(item: pytest.Item) -> str:
+        first, *_ = item.path.relative_to(root).parts
+        return "many-processes" if first in MANY_PROCESSES else str(item.path.relative_to(root))
+
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(group(item)))
+        if getattr(config.option, "dist", "no") != "no":
+            items.sort(key=lambda item: group(item) != "many-processes")
 
 
 def pytest_configure(config: pytest.Config) -> None:

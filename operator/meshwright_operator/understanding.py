@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 
 from meshwright.api.edits import with_live_fields
 from meshwright.api.job import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.labels import MANAGER
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
 from meshwright.api.validation import check_edit
 from meshwright.planner.errors import PlanError
 from meshwright.planner.inventory import Inventory
@@ -25,6 +26,9 @@ from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.placing import Placer
 from meshwright_operator.pods import Pod
 from meshwright_operator.words import with_remarks
+
+
+NO_NODES = Inventory()
 
 
 class RefusedError(Exception):
@@ -157,14 +161,20 @@ def _plans(
     """The plan that runs; where none does for this revision of the spec, those to choose from, the best first."""
     same = status.plan is not None and status.plan.revision in ("", revision)
     kept = status.plan if same and has_started(status) else None
-    inventory = placer.nodes(spec) if kept is None else Inventory()
+    inventory = placer.nodes(spec) if kept is None else NO_NODES
     try:
         if kept is not None:
-            return [make_plan(spec, inventory, kept, placer.calibration)]
+            return [_running(spec.model_dump_json(), kept.model_dump_json())]
         return make_plans(spec, inventory, placer.calibration)
     except PlanError as error:
         strange = inventory.warnings if error.depends_on_cluster else ()
         raise RefusedError(error.reason, with_remarks(str(error), strange), waits=error.depends_on_cluster) from None
+
+
+@lru_cache(maxsize=4096)
+def _running(spec: str, kept: str) -> Plan:
+    """The plan of a job that runs, both as JSON: nodes do not change it, so it is made once, not at every look."""
+    return make_plan(ParallelTrainingJobSpec.model_validate_json(spec), NO_NODES, PlanStatus.model_validate_json(kept))
 
 
 def _workers(

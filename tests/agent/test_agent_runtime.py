@@ -49,6 +49,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.long
 async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
     port = free_port()
     first, second = start_agent(0, MESHWRIGHT_METRICS_PORT=str(port)), start_agent(1)

@@ -26,7 +26,7 @@ async def main():
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-ROUNDS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "4"))
+ROUNDS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "2"))
 """How often the server is killed; 50 are worth it before a release."""
 MAPS = "/api/v1/namespaces/default/configmaps"
 

@@ -71,7 +71,7 @@ async def create(directory, body):
         await client.create(PODS, body, "default")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 async def test_no_process_outlives_the_daemon(tmp_path, number):
     daemon = start(tmp_path)
     try:

@@ -292,16 +292,17 @@ def alive(pod, station) -> bool:
 
 
 @pytest.mark.parametrize("node", ["mounted", "plain"])
-async def test_a_partitioned_node_keeps_its_processes_and_catches_up(station, node):
-    agent = station.agents[node]
+async def test_a_partitioned_node_keeps_its_processes_and_catches_up(station, node, tmp_path):
+    agent, told = station.agents[node], tmp_path / "told"
     for name in ("stays", "ends", "goes"):
-        script = "sleep 0.4; exit 3" if name == "ends" else "sleep 60"
+        script = f"while [ ! -e {told} ]; do sleep 0.05; done; exit 3" if name == "ends" else "sleep 60"
         await station.pod(f"{name}-{node}", script, spec={"nodeName": node})
     stays, goes, _ = [await station.running(f"{name}-{node}") for name in ("stays", "goes", "ends")]
     await agent.partition()
     before = await lease(station, node)
     await station.delete(f"goes-{node}", grace_seconds=0)
     await station.pod(f"late-{node}", "true", spec={"nodeName": node})
+    told.touch()
     await asyncio.sleep(1)
     assert await lease(station, node) == before
     assert alive(stays, station)

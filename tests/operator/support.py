@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,15 @@ def job(name: str, **spec: Any) -> Object:
     }
 
 
+@lru_cache
+def _crd() -> Object:
+    found: Object = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
+    return found
+
+
 async def install(api: Api) -> None:
     """The CRD and four nodes in two racks."""
-    definition = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
+    definition = _crd()
     await api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition, ok=False)
     for name, rack in (("n0", "r0"), ("n1", "r0"), ("n2", "r1"), ("n3", "r1")):
         await put_node(api, node(name, rack))
@@ -179,7 +186,7 @@ class OperatorThread:
             **{
                 "metrics_listen": Address("127.0.0.1", 0),
                 "identity": "test",
-                "lease_seconds": 6.0,
+                "lease_seconds": 15.0,
                 "resync_seconds": 5.0,
                 **settings,
             },

@@ -16,6 +16,7 @@ from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
 
 # What may be asked of a job of two workers on four nodes of two GPUs, and what kstatus then reads.
+SERIES = range(int(os.environ.get("MESHWRIGHT_EDIT_SERIES", "12")))
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "contradiction": ({"parallelism": {"tensor": 3, "pipeline": 1}}, FAILED),
     "immutable": ({"training": {"steps": 50, "globalBatchSize": 24, "sequenceLength": 64, "seed": 3}}, FAILED),
@@ -89,7 +90,7 @@ async def test_an_impossible_edit_costs_nothing_but_the_fault(kind: str, fault: 
         assert world.status("edited")["mesh"]["generation"] == generation, "nobody was restarted"
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("MESHWRIGHT_EDIT_SERIES", "12"))))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] if seed > 2 else []) for seed in SERIES])
 async def test_any_series_of_edits_ends_with_the_last_one(seed: int) -> None:
     await series(seed)
 

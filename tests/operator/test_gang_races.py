@@ -26,7 +26,7 @@ def small(name: str, workers: int, **fields: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 10))])
 async def test_pairs_of_jobs_that_race_for_too_few_nodes_all_complete(block: int) -> None:
     for seed in range(block * PAIRS // 10, (block + 1) * PAIRS // 10):
         await race(seed)

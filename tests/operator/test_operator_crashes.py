@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -14,10 +13,13 @@ from tests.operator.conftest import StartOperator
 from tests.operator.support import JOBS, PODS, Api, condition, job, until
 
 # A start takes about twenty writes (status, service, secret, four pods, four gates ...), a recovery about ten more.
-# Every point takes seconds: some are tried always, all of them with MESHWRIGHT_TEST_ALL_CRASHES=1.
-EVERY = [(number, when) for number in range(1, 31) for when in ("before", "after")]
-SOME = [(1, "after"), (6, "after"), (12, "before"), (19, "after"), (22, "after")]
-POINTS = EVERY if os.environ.get("MESHWRIGHT_TEST_ALL_CRASHES") else SOME
+# Every point takes seconds: some are tried always, all of them in the long tier.
+OFTEN = {(6, "after"), (12, "before"), (22, "after")}
+POINTS = [
+    pytest.param(number, when, marks=[] if (number, when) in OFTEN else [pytest.mark.long])
+    for number in range(1, 31)
+    for when in ("before", "after")
+]
 
 
 class Died(BaseException):

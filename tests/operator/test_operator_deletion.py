@@ -52,9 +52,11 @@ async def seen(api: Api) -> bool:
     return (await api.status("going")).get("observedGeneration") == 1
 
 
-@pytest.mark.parametrize(
-    "state", ["starting", "gathering", "training", "failed", "suspended", "stalled", "waiting for room"]
-)
+STATES = ["starting", "gathering", "training", "failed", "suspended", "stalled", "waiting for room"]
+OFTEN = {"gathering", "training", "failed"}
+
+
+@pytest.mark.parametrize("state", [pytest.param(s, marks=[] if s in OFTEN else [pytest.mark.long]) for s in STATES])
 async def test_a_job_that_is_being_deleted_gets_nothing_more(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, state: str
 ) -> None:
