@@ -27,7 +27,6 @@ from meshwright_operator.placing import Placer
 from meshwright_operator.pods import Pod
 from meshwright_operator.words import with_remarks
 
-
 NO_NODES = Inventory()
 
 
