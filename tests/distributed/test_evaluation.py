@@ -15,6 +15,7 @@ from meshwright_worker.task import StepReport
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
+from tests.tiers import mostly_long
 
 EVERY = {"evaluation": {"every_steps": 2, "samples": 10}}
 
@@ -40,12 +41,15 @@ def alone(pool: RankPool, text: Path) -> list[StepReport]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"data": 2, "zero": 2},
-        {"tensor": 2, "data": 2, "zero": 3},
-        {"tensor": 2, "pipeline": 2},
-        {"pipeline": 2, "sequence": False},
-    ],
+    mostly_long(
+        [
+            {"data": 2, "zero": 2},
+            {"tensor": 2, "data": 2, "zero": 3},
+            {"tensor": 2, "pipeline": 2},
+            {"pipeline": 2, "sequence": False},
+        ],
+        lambda layout: "data" not in layout or "tensor" in layout,
+    ),
     ids=str,
 )
 def test_every_layout_evaluates_alike(

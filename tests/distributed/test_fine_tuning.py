@@ -24,6 +24,7 @@ from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
 from tests.pretrained import reference
 from tests.pretrained.published import LLAMA, random_weights, write_model
+from tests.tiers import mostly_long
 
 LENGTH, STEPS, BATCH = 16, 12, 8
 # Answers of different lengths: ranks and micro-batches predict different numbers of tokens.
@@ -65,7 +66,7 @@ def exported(checkpoints: Path, output: Path) -> Path:
     return output
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", mostly_long([None, LORA], bool), ids=["full", "lora"])
 def test_a_job_fine_tunes_resumes_and_exports(pool: RankPool, tmp_path: Path, lora: dict[str, Any] | None) -> None:
     model = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA), files=2)
     data, saved = tmp_path / "data", tmp_path / "checkpoints"

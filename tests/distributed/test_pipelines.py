@@ -25,6 +25,7 @@ from tests.distributed.cases import load_only, train_fully, whole_of
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankFailedError, RankPool
 from tests.parity.cases.pipeline import SCHEDULES
+from tests.tiers import mostly_long
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -227,7 +228,13 @@ class _Saved:
         self.live.release(self.key)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if "zero bubble" not in name and "ZB" not in name])
+@pytest.mark.parametrize(
+    "name",
+    mostly_long(
+        (name for name in SCHEDULES if "zero bubble" not in name and "ZB" not in name),
+        lambda name: name in ("1F1B", "interleaved 1F1B", "DualPipeV"),
+    ),
+)
 def test_a_rank_holds_as_many_activations_as_its_schedule_says(pool: RankPool, name: str) -> None:
     fields, _ = SCHEDULES[name]
     middle = {"pipeline": 4, "micro_batches": 8, "layers": 8, "parallelism": fields, "hidden_size": 64}

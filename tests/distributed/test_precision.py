@@ -13,6 +13,7 @@ from tests.distributed.cases import Trained, train_fully, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
 from tests.distributed.test_parity import largest_error
+from tests.tiers import mostly_long
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp-sp": {"tensor": 2},
@@ -29,7 +30,7 @@ def one_process(pool: RankPool, steps: int, **options: Any) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_long(LAYOUTS, lambda name: name == "tp-pp-zero2"))
 def test_fp16_skips_the_same_steps_in_every_layout(pool: RankPool, name: str) -> None:
     want = one_process(pool, 6, **OVERFLOWS)
     skipped = [result.skipped for result in want.results]
@@ -59,7 +60,7 @@ def test_fp16_resumes_with_its_scale(pool: RankPool, tmp_path: Path, text: Path)
     assert {step: losses[0][step] for step in losses[1]} == losses[1]
 
 
-@pytest.mark.parametrize("name", ["tp-sp", "zero3", "tp-pp-zero2"])
+@pytest.mark.parametrize("name", mostly_long(["tp-sp", "zero3", "tp-pp-zero2"], lambda name: name == "tp-sp"))
 def test_bf16_without_masters_follows_one_process(pool: RankPool, name: str) -> None:
     options: dict[str, Any] = {"precision": Precision.BF16, "training": {"master_weights": False}}
     want = one_process(pool, 5, **options)

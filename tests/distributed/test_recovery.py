@@ -23,6 +23,7 @@ from meshwright_worker.task import Outcome
 from tests.distributed.cases import Recorder, load_only, lose_a_rank, train_fully, train_on_own_text
 from tests.distributed.configs import small_run
 from tests.distributed.pool import DEATH, RankFailedError, RankPool
+from tests.tiers import mostly_long
 
 
 def losses(recorder: Recorder) -> dict[int, float]:
@@ -82,7 +83,15 @@ def test_a_run_from_start_to_end(pool: RankPool, tmp_path: Path, text: Path) -> 
     assert manifest_of(tmp_path, 8).state.loss == recorder.reports[-1].loss.hex()
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 0), (2, 1, 1, 0), (1, 1, 2, 3), (2, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, marks=pytest.mark.long) for layout in ((1, 1, 1, 0), (2, 1, 1, 0))),
+        (1, 1, 2, 3),
+        (2, 2, 1, 0),
+    ],
+    ids=str,
+)
 def test_an_interrupted_run_ends_bitwise_where_an_uninterrupted_one_does(
     pool: RankPool, tmp_path: Path, text: Path, layout: tuple[int, int, int, int]
 ) -> None:
@@ -163,7 +172,9 @@ def test_another_seed_feeds_other_samples(pool: RankPool, tmp_path: Path, text: 
     assert manifest_of(tmp_path / "1", 2).state.digest != manifest_of(tmp_path / "2", 2).state.digest
 
 
-@pytest.mark.parametrize("victim", ["rank-00001.safetensors", "tensors.json", MANIFEST])
+@pytest.mark.parametrize(
+    "victim", mostly_long(["rank-00001.safetensors", "tensors.json", MANIFEST], lambda file: file != "tensors.json")
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     pool: RankPool, tmp_path: Path, text: Path, victim: str
 ) -> None:

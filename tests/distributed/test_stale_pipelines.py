@@ -22,6 +22,7 @@ from meshwright_worker.validate import validate
 from tests.distributed.cases import Trained, samples_of, train_fully, whole_of
 from tests.distributed.configs import small_run
 from tests.distributed.pool import RankPool
+from tests.tiers import mostly_long
 
 STEPS = 7
 Weights = dict[str, torch.Tensor]
@@ -94,16 +95,19 @@ def _stages(module: DecoderStage, layers: int, stages: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("schedule", "layout"),
-    [
-        ("PipeDream", {"pipeline": 2, "micro_batches": 1}),
-        ("PipeDream", {"pipeline": 3, "micro_batches": 1}),
-        ("PipeDream", {"pipeline": 2, "micro_batches": 1, "data": 2}),
-        ("PipeDream", {"pipeline": 2, "micro_batches": 1, "tensor": 2}),
-        ("PipeDream2BW", {"pipeline": 2, "micro_batches": 2}),
-        ("PipeDream2BW", {"pipeline": 3, "micro_batches": 4}),
-        ("PipeDream2BW", {"pipeline": 2, "micro_batches": 4, "data": 2}),
-        ("PipeDream2BW", {"pipeline": 2, "micro_batches": 2, "tensor": 2}),
-    ],
+    mostly_long(
+        [
+            ("PipeDream", {"pipeline": 2, "micro_batches": 1}),
+            ("PipeDream", {"pipeline": 3, "micro_batches": 1}),
+            ("PipeDream", {"pipeline": 2, "micro_batches": 1, "data": 2}),
+            ("PipeDream", {"pipeline": 2, "micro_batches": 1, "tensor": 2}),
+            ("PipeDream2BW", {"pipeline": 2, "micro_batches": 2}),
+            ("PipeDream2BW", {"pipeline": 3, "micro_batches": 4}),
+            ("PipeDream2BW", {"pipeline": 2, "micro_batches": 4, "data": 2}),
+            ("PipeDream2BW", {"pipeline": 2, "micro_batches": 2, "tensor": 2}),
+        ],
+        lambda case: case[1]["pipeline"] == 3,
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("drain_after", [STEPS, 4])
