@@ -43,7 +43,7 @@ def alone(islands: int, layout: dict[str, Any]) -> Any:
     return small_run(**{**EXACT, "micro_batches": micro_batches}, batch=BATCH // islands)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_long(LAYOUTS, lambda name: name in ("two", "tensor", "ZeRO-3 in an island")))
 def test_diloco_takes_a_nesterov_step_on_the_mean_change(pool: RankPool, name: str) -> None:
     islands, layout = LAYOUTS[name]
     outer = {"method": "DiLoCo", "islands": islands, "every_steps": EVERY, "learning_rate": 0.6, "momentum": 0.8}
@@ -53,7 +53,7 @@ def test_diloco_takes_a_nesterov_step_on_the_mean_change(pool: RankPool, name: s
     check_same(ranks, want)
 
 
-@pytest.mark.parametrize("name", ["two", "tensor", "ZeRO-1 in an island"])
+@pytest.mark.parametrize("name", mostly_long(["two", "tensor", "ZeRO-1 in an island"], lambda name: name != "two"))
 def test_local_sgd_averages_parameters(pool: RankPool, name: str) -> None:
     islands, layout = LAYOUTS[name]
     outer = {"method": "LocalSGD", "islands": islands, "every_steps": EVERY}

@@ -22,7 +22,7 @@ from meshwright.local.nodeagent.volumes import claim_directory
 from meshwright.local.resources import CLAIMS, JOBS
 from tests.e2e.stage import NAMESPACE, Stage, eventually, holds, processes, tiny
 
-KILLS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "2"))
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "7"))
 AT_ONCE = 4
 """Jobs of two workers each on four nodes that take one worker each: half of them wait for room."""
