@@ -58,8 +58,8 @@ def exhaustive(request: Request) -> tuple[float, int]:
     for shape in shapes(request):
         for size in micro_batch_sizes(request, shape):
             for base in bases(request, shape, size):
-                for choices in savings(request, base):
-                    price(request, choices)
+                for choices, memory in savings(request, base):
+                    price(request, choices, memory)
                     priced += 1
     return time.perf_counter() - started, priced
 

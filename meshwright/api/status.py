@@ -109,6 +109,9 @@ class PlacementStatus(ApiModel):
     cost: Annotated[str, Field(max_length=64)] = ""
     """Cost of the placement, lower is better, 0 crosses nothing: milliseconds per step that crossing domains, racks and
     zones is estimated to add, summed over all groups of ranks; a relative number where model or GPUs are not known."""
+    gap: Annotated[str, Field(max_length=64)] = ""
+    """Part of the cost that the best placement on the same free nodes, or the best map of ranks onto the nodes that
+    another scheduler gave, might save at most; 0 is proved best."""
     straddling_tensor_groups: Count = 0
     """Tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0

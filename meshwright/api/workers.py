@@ -105,6 +105,18 @@ class WorkersSpec(ApiModel):
     """Further environment variables of the worker container."""
     volumes: Annotated[list[VolumeSpec], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})] = []
     """Further volumes of the worker container: claims, ConfigMaps, Secrets and scratch space."""
+    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
+    """Further labels of the pods, such as the queue of another scheduler. Keys that begin with `meshwright.dev/` or
+    `app.kubernetes.io/` are the operator's own."""
+    annotations: Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=32)] = {}
+    """Further annotations of the pods, such as the pod group of another scheduler. Keys that begin with
+    `meshwright.dev/` or `prometheus.io/` are the operator's own."""
+    scheduler_name: (
+        Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")] | None
+    ) = None
+    """Scheduler that decides where the pods go, such as `volcano`, `kai-scheduler`, or `default-scheduler` under Kueue.
+    The operator then neither gates nor pins pods: when all are bound it maps the ranks onto the nodes they got. When
+    left out, the operator places them."""
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
     """Labels that a node must carry."""
     tolerations: Annotated[list[Toleration], Field(max_length=32)] = []

@@ -15,7 +15,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.communication import weights_for
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement import Before, Placement, PlacingOptions, place_again
+from meshwright.planner.placement import Before, Placement, PlacingOptions, map_ranks, place_again
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.pricing import Calibration, Pricer, pricer_for
 from meshwright.planner.recost import estimate_as_placed
@@ -94,6 +94,24 @@ def place_plan(
     weights = weights_for(pricer, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
     placement = place_again(plan, inventory, keep, before, PlacingOptions(weights))
     return replace(placement, plan=replace(plan, estimate=estimate_as_placed(placement, pricer)))
+
+
+def map_plan(
+    plan: Plan, inventory: Inventory, pricer: Pricer | None, pods: Mapping[int, str], stay: Mapping[int, int]
+) -> tuple[Placement, dict[int, int]]:
+    """The best map of a plan's ranks onto the nodes that another scheduler gave its pods, by the plan's own traffic.
+
+    Args and results are those of `map_ranks`; the placement's plan carries the estimate on those nodes.
+
+    Raises:
+        ValueError: as `map_ranks`.
+    """
+    if pricer is None:
+        return map_ranks(plan, inventory, pods, stay)
+    pricer = plan.pricer(pricer)
+    weights = weights_for(pricer, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    placement, slots = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
+    return replace(placement, plan=replace(plan, estimate=estimate_as_placed(placement, pricer))), slots
 
 
 def _promises(plan: Plan, placed: Sequence[Placement]) -> bool:

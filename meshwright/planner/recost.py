@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshwright.api.ranks import in_rank_order
 from meshwright.api.status import PlacementStatus
 from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import Estimate
@@ -32,9 +33,9 @@ def groups_of_status(
     layout: Layout, gpus_per_worker: int, placement: PlacementStatus | None, fabric: Fabric
 ) -> Groups | None:
     """The groups of a job where its status says that it runs; None where that says too little."""
-    entries = placement.workers if placement is not None else []
-    places = {entry.worker: Place((entry.domain, entry.rack), (DOMAIN, RACK)) for entry in entries}
-    if set(places) != set(range(len(places))) or len(places) * gpus_per_worker != layout.world_size:
+    entries = in_rank_order(placement.workers) if placement is not None else []
+    places = {slot: Place((entry.domain, entry.rack), (DOMAIN, RACK)) for slot, entry in enumerate(entries)}
+    if not places or len(places) * gpus_per_worker != layout.world_size:
         return None
     if not all(place.domain for place in places.values()):
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from meshwright.api.conditions import READY, is_true
 from meshwright_operator.decide.draft import Draft
+from meshwright_operator.decide.ranks import leader
 from meshwright_operator.events import Note
 
 CHECKPOINT_NOTE_SECONDS = 60.0
@@ -59,7 +60,7 @@ class Chronicle:
         return []
 
     def _finish(self, draft: Draft, start: _Start, formed: float, clock: float) -> list[Note]:
-        heard = draft.observed.agents.reports.get(0)
+        heard = draft.observed.agents.reports.get(leader(draft.observed))
         if heard is None or heard.report.generation != start.generation:
             return []
         phases = {phase.name: phase.seconds for phase in heard.report.phases}

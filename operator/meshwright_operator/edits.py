@@ -15,6 +15,7 @@ from meshwright_operator.clock import format_time, seconds_since
 from meshwright_operator.decide.held import Held
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.ranks import placed_elsewhere
 from meshwright_operator.placing import Placer, TurnError
 from meshwright_operator.wish import wish_of
 
@@ -42,7 +43,10 @@ class Edits:
             ApiError: the pods could not be listed.
         """
         running = observed.fallback
-        if running is None or observed.spec.suspend or all(pod.deleting for pod in running.live_pods):
+        if running is None or observed.spec.suspend or placed_elsewhere(observed):
+            self._trials.pop(observed.uid, None)
+            return observed
+        if all(pod.deleting for pod in running.live_pods):
             self._trials.pop(observed.uid, None)
             return observed
         found = await self._try(key, job, observed)

@@ -70,6 +70,8 @@ class Pod:
     """Why its container does not start or it is not scheduled, as `Reason: message`; empty when nothing is wrong."""
     started: datetime | None = None
     """When its container began to run; None before that, and where the kubelet does not say."""
+    scheduled: datetime | None = None
+    """When it was bound; None before that, and where the scheduler does not say."""
     disruption: str = ""
     """Why somebody else ends it, such as `PreemptionByScheduler`; empty when nobody said."""
     ask: str = "{}"
@@ -125,6 +127,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         ended=parse_time((_container(status).get("terminated") or {}).get("finishedAt")),
         problem=_problem(status),
         started=parse_time((_container(status).get("running") or {}).get("startedAt")),
+        scheduled=_scheduled(status),
         disruption=_disruption(status),
         ask=ask_of(obj),
     )
@@ -135,6 +138,13 @@ def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
         if container.get("name") == WORKER_CONTAINER:
             return dict(container.get("state") or {})
     return {}
+
+
+def _scheduled(status: Mapping[str, Any]) -> datetime | None:
+    for condition in status.get("conditions") or ():
+        if (condition.get("type"), condition.get("status")) == ("PodScheduled", "True"):
+            return parse_time(condition.get("lastTransitionTime"))
+    return None
 
 
 def _exit_code(status: Mapping[str, Any]) -> int | None:

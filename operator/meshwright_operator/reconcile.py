@@ -30,6 +30,7 @@ from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import document
 from meshwright_operator.decide.observed import Observed, Refusal, WorkerState
 from meshwright_operator.decide.placement import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.ranks import leader, placed_elsewhere
 from meshwright_operator.decide.recovery import SPEC_CHANGED
 from meshwright_operator.edits import Edits
 from meshwright_operator.events import WARNING, EventRecorder, Note
@@ -149,6 +150,8 @@ class Reconciler:
             if draft.move is not None:
                 async with self._placer.lock:
                     await self._room.move(key, job, draft)
+            if draft.map is not None:
+                await self._room.map(draft)
             await self._carry_out(key, job, board, draft)
 
     def _understand(self, key: JobKey, job: Object, board: Board) -> Observed:
@@ -181,18 +184,18 @@ class Reconciler:
         if draft.delete_job:
             await self._cluster.delete(jobs_path(key.namespace, key.name), observed.uid)
             return
-        if draft.create:
-            await self._create(key, draft)
-        if draft.ungate:
+        try:
             # Gated pods need neither: so a gang stands sooner, and whatever is retried makes them before anything runs.
-            token = self._tokens.token(key.namespace, key.name, observed.uid)
-            try:
+            if draft.ungate or (draft.create and placed_elsewhere(observed)):
+                token = self._tokens.token(key.namespace, key.name, observed.uid)
                 await self._actions.apply_children(key, observed.uid, token)
-                await self._actions.ungate(draft.ungate)
-            except PodsRefusedError as error:
-                self._refusals[observed.uid] = Refusal(error.reason, error.message)
+            if draft.create:
+                await self._create(key, draft)
+            await self._actions.ungate(draft.ungate)
+        except PodsRefusedError as error:
+            self._refusals[observed.uid] = Refusal(error.reason, error.message)
         await self._actions.delete(draft.delete)
-        if draft.create or draft.ungate or draft.status.mesh != observed.status.mesh:
+        if draft.create or draft.ungate or draft.map or draft.status.mesh != observed.status.mesh:
             self._queue.add(key)
         if draft.requeue is not None:
             self._queue.add_after(key, max(0.05, draft.requeue))
@@ -209,10 +212,7 @@ class Reconciler:
             coordinator_url=self._coordinator_url(),
         )
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
-        try:
-            await self._actions.create(context, entries)
-        except PodsRefusedError as error:
-            self._refusals[observed.uid] = Refusal(error.reason, error.message)
+        await self._actions.create(context, entries)
 
     async def _publish(self, board: Board, draft: Draft) -> None:
         """Tells the agents what is persisted now."""
@@ -325,7 +325,7 @@ class Reconciler:
 
     def _see(self, key: JobKey, job: Object, draft: Draft) -> None:
         observed = draft.observed
-        heard = observed.agents.reports.get(0)
+        heard = observed.agents.reports.get(leader(observed))
         current = heard is not None and heard.report.generation == observed.mesh.generation
         progress = heard.report.progress if heard is not None and current else None
         self._jobs.record(key, observed.uid).see(draft.status, progress, time.monotonic())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
+from meshwright.planner.choose import map_plan
 from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.pricing import pricer_for
 from meshwright_operator.cache import JobKey
 from meshwright_operator.clock import parse_time
+from meshwright_operator.decide import handover
 from meshwright_operator.decide import placement as decisions
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.recovery import SPEC_CHANGED
@@ -25,7 +29,7 @@ WOKEN = 4
 
 
 class Room:
-    """Finds room for decisions that ask for it. Call it with the placer's lock held."""
+    """Finds room for decisions that ask for it. Call `find` and `move` with the placer's lock held."""
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
@@ -65,6 +69,19 @@ class Room:
         wish = self._wish(key, job, draft, draft.move.keep)
         if await self._placer.fits_elsewhere(wish):
             decisions.moved(draft)
+
+    async def map(self, draft: Draft) -> None:
+        """Maps ranks onto the nodes that another scheduler gave. Needs no lock: nobody's room changes."""
+        assert draft.map is not None
+        observed = draft.observed
+        inventory, plan = self._placer.nodes(observed.spec), observed.plan
+        pricer = pricer_for(observed.spec, plan.architecture, inventory, self._placer.calibration)
+        try:
+            found, slots = await asyncio.to_thread(map_plan, plan, inventory, pricer, draft.map.pods, draft.map.stay)
+        except ValueError as error:  # a node that was given is gone again: its pod goes next
+            draft.starting(str(error))
+            return
+        handover.mapped(draft, found, slots)
 
     def _wish(self, key: JobKey, job: Object, draft: Draft, keep: Mapping[int, str]) -> Waiting:
         observed = draft.observed

@@ -73,6 +73,10 @@ ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globa
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
+    ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
+    ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
+    ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
+    ("recovery.spareNodes", {"workers.schedulerName": "volcano", "recovery": {"spareNodes": 1}}),
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO"}),
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "DDP", "parallelism.zeroStage": 2}),
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "FULL_SHARD"}),

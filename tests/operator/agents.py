@@ -60,6 +60,12 @@ class FakeAgent:
     def generation(self) -> int:
         return self.documents[-1].generation if self.documents else 0
 
+    @property
+    def leads(self) -> bool:
+        """Whether it runs rank 0."""
+        members = self.documents[-1].members if self.documents else []
+        return any(member.worker == self.worker and member.first_rank == 0 for member in members)
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._poll())
@@ -76,7 +82,7 @@ class FakeAgent:
 
     async def report(self) -> None:
         training = self.state in (WorkerState.RUNNING, WorkerState.COMPLETE, WorkerState.DRAINING)
-        first = self.worker == 0 and training
+        first = self.leads and training
         body = WorkerReport(
             worker=self.worker,
             incarnation=self.incarnation,
@@ -86,7 +92,7 @@ class FakeAgent:
             message=self.message,
             progress=Progress(step=self.step, loss=2.5, step_seconds=0.1, tokens_per_second=1e4) if first else None,
             evaluation=self.evaluation if first else None,
-            checkpoint=self.checkpoint if self.worker == 0 else None,
+            checkpoint=self.checkpoint if self.leads else None,
             phases=[Phase(name="spawn", seconds=0.1), Phase(name="first-step", seconds=0.2)] if first else [],
         )
         # One at a time, as a real agent: two on two connections may overtake each other, and the later is refused.
@@ -136,6 +142,13 @@ class FakeAgent:
         return None
 
 
+async def bind(api: Api, pod: str, node: str) -> None:
+    """What a scheduler does."""
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+    await api.create(f"{PODS}/{pod}/binding", body)
+
+
 class Kubelet:
     """Scheduler and node agents for worker pods: runs a fake agent for every ungated pod until it ends."""
 
@@ -178,6 +191,8 @@ class Kubelet:
         name = metadata["name"]
         if metadata.get("deletionTimestamp"):
             await self._drain(name, phase)
+        elif not spec.get("nodeName") and not spec.get("affinity"):
+            return  # another scheduler is to bind it
         elif phase == "Pending" and not spec.get("schedulingGates") and not self.hold and name not in self.ever:
             await self._start(name, pod)
         elif (agent := self.agents.get(name)) is not None and agent.complete.is_set():
@@ -186,15 +201,9 @@ class Kubelet:
 
     async def _start(self, name: str, pod: Object) -> None:
         self.ever.append(name)
-        terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        target = terms["nodeSelectorTerms"][0]["matchFields"][0]["values"][0]
-        binding = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": name},
-            "target": {"apiVersion": "v1", "kind": "Node", "name": target},
-        }
-        await self.api.create(f"{PODS}/{name}/binding", binding)
+        if not pod["spec"].get("nodeName"):
+            terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+            await bind(self.api, name, terms["nodeSelectorTerms"][0]["matchFields"][0]["values"][0])
         self._addresses += 1
         address = f"127.7.0.{self._addresses}"
         await self.api.patch(f"{PODS}/{name}/status", {"status": {"phase": "Running", "podIP": address}})
@@ -211,7 +220,7 @@ class Kubelet:
     async def _drain(self, name: str, phase: str) -> None:
         if (agent := self.agents.get(name)) is not None:
             agent.state = WorkerState.DRAINING
-            if agent.worker == 0:
+            if agent.leads:
                 now = format_time(utc_now())
                 agent.checkpoint = CheckpointCommit(step=agent.step, time=now, path=f"/ckpt/{agent.step}")
             await agent.report()

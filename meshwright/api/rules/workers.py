@@ -38,7 +38,33 @@ def _one_source(variable: EnvVar) -> bool:
     return not variable.value and (source.secret_key_ref is None) != (source.config_map_key_ref is None)
 
 
+LABEL_PREFIXES = ("meshwright.dev/", "app.kubernetes.io/")
+ANNOTATION_PREFIXES = ("meshwright.dev/", "prometheus.io/")
+
+
+def _none_begins(path: str, prefixes: tuple[str, ...]) -> str:
+    return f"!self.{path}.exists(k, {' || '.join(f'k.startsWith({prefix!r})' for prefix in prefixes)})"
+
+
 WORKERS_RULES = (
+    Rule(
+        "workers.labels",
+        f"must not begin with {' or '.join(LABEL_PREFIXES)}: these are the operator's own, rename them",
+        _none_begins("workers.labels", LABEL_PREFIXES),
+        lambda spec: not any(key.startswith(LABEL_PREFIXES) for key in spec.workers.labels),
+    ),
+    Rule(
+        "workers.annotations",
+        f"must not begin with {' or '.join(ANNOTATION_PREFIXES)}: these are the operator's own, rename them",
+        _none_begins("workers.annotations", ANNOTATION_PREFIXES),
+        lambda spec: not any(key.startswith(ANNOTATION_PREFIXES) for key in spec.workers.annotations),
+    ),
+    Rule(
+        "recovery.spareNodes",
+        "must be 0 with `workers.schedulerName`: no node is kept free of what another scheduler places",
+        "!has(self.workers.schedulerName) || self.recovery.spareNodes == 0",
+        lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
+    ),
     Rule(
         "workers.env",
         "must not set names that begin with MESHWRIGHT_ or TORCHELASTIC_: these are reserved, rename them",

@@ -88,6 +88,19 @@ class Work:
         return self.sequence_length * self.global_batch
 
 
+_COUNTS = (
+    "tensor",
+    "context",
+    "pipeline",
+    "virtual_stages",
+    "expert",
+    "data",
+    "micro_batch_size",
+    "micro_batches",
+    "recompute_every",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """One way to run it. World = tensor x context x pipeline x data; `expert` divides context x data.
@@ -125,12 +138,10 @@ class Choices:
     settings: Settings = DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "context", "pipeline", "virtual_stages", "expert", "data"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
-        for name in ("micro_batch_size", "micro_batches", "recompute_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+        degrees = (self.tensor, self.context, self.pipeline, self.virtual_stages, self.expert, self.data)
+        if min(*degrees, self.micro_batch_size, self.micro_batches, self.recompute_every) < 1:
+            name = next(name for name in _COUNTS if getattr(self, name) < 1)
+            raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
         if self.context * self.data % self.expert:
             raise ValueError(f"`expert` ({self.expert}) must divide `context` x `data` ({self.context} x {self.data})")
         if self.zero_stage not in (0, 1, 2, 3):

@@ -64,8 +64,15 @@ def all_gather(size: float, span: Span, fabric: Fabric) -> float:
     """Seconds to give every rank all of `size` bytes, of which each holds its part; a reduce-scatter costs the same."""
     if span.size <= 1 or size <= 0:
         return 0.0
+    latency, rate = _ring(span, fabric)
     share = (span.size - 1) / span.size
-    return ring_latency(span, fabric) + share * size / ring_rate(span, fabric)
+    return latency + share * size / rate
+
+
+@lru_cache(maxsize=16384)
+def _ring(span: Span, fabric: Fabric) -> tuple[float, float]:
+    """(seconds for no bytes, bytes/s) of a ring over the group."""
+    return ring_latency(span, fabric), ring_rate(span, fabric)
 
 
 def reduce_scatter(size: float, span: Span, fabric: Fabric) -> float:

@@ -83,7 +83,9 @@ def time_of(work: Work, choices: Choices, machine: Machine, groups: Groups | Non
     return step_time(work, choices, machine, groups or groups_of(choices, machine.fabric, machine.runtime.order))
 
 
-def estimate(work: Work, choices: Choices, machine: Machine, groups: Groups | None = None) -> Estimate:
+def estimate(
+    work: Work, choices: Choices, machine: Machine, groups: Groups | None = None, memory: Memory | None = None
+) -> Estimate:
     """Memory and time of one layout.
 
     Args:
@@ -91,6 +93,7 @@ def estimate(work: Work, choices: Choices, machine: Machine, groups: Groups | No
         choices: the layout. `micro_batch_size x micro_batches x data` should be `work.global_batch`.
         machine: where it runs.
         groups: shapes of the communication groups as placed; ranks that fill domains in order when left out.
+        memory: of the layout, where it is known already.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -99,7 +102,7 @@ def estimate(work: Work, choices: Choices, machine: Machine, groups: Groups | No
     rate = work.tokens / time.total
     useful = rate * training_flops(work.model, work.sequence_length)
     return Estimate(
-        memory=memory_of(work, choices, machine),
+        memory=memory or memory_of(work, choices, machine),
         time=time,
         gpus=choices.world,
         tokens_per_second=rate,

@@ -92,6 +92,37 @@ def worst_stage(work: Work, choices: Choices, runtime: Runtime) -> Memory:
     return Memory(*max(listed, key=_total))
 
 
+def within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> Memory | None:
+    """The fullest stage's ranks where all are within `limit` bytes, None where some need more.
+
+    Asked of many layouts of which most do not fit: the first stage that is too full answers.
+
+    Raises:
+        ValueError: the layers cannot be split over the pipeline's ranks.
+    """
+    common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
+    fullest, most = None, -1.0
+    for stage in stages_of(work.model, choices).heaviest:
+        parts = _parts(work, choices, runtime, stage, common)
+        total = _total(parts)
+        if total > limit:
+            return None
+        if total > most:
+            fullest, most = parts, total
+    return Memory(*fullest) if fullest is not None else None
+
+
+def states_within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> bool:
+    """Whether parameters, gradients and optimizer state alone leave room in `limit` bytes, whatever is recomputed."""
+    model, tensor, expert = work.model, choices.tensor, choices.expert
+    room = (limit - runtime.context) / (1.0 + runtime.fragmentation)
+    for stage in stages_of(model, choices).heaviest:
+        states = states_of(stage_parameters(model, stage, tensor, expert), choices, runtime, stage)
+        if sum(states) - states.cast > room:
+            return False
+    return True
+
+
 def every_stage(work: Work, choices: Choices, runtime: Runtime) -> list[Memory]:
     """All stages in order."""
     common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)

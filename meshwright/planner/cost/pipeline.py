@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from meshwright.planner.cost.choices import Choices, Work
 from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.pace import stage_seconds
 from meshwright.planner.cost.stages import stages_of
-from meshwright.planner.cost.step import hop_seconds, stage_seconds
+from meshwright.planner.cost.step import hop_seconds
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.generate import generate
 from meshwright.schedules.simulate import Costs, Simulation, simulate

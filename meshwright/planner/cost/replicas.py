@@ -10,7 +10,7 @@ from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.kernels import MEMORY_PART
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.runtime import Runtime
-from meshwright.planner.cost.stages import Stage, StageParameters, Stages, stage_parameters
+from meshwright.planner.cost.stages import Stage, StageParameters, Stages, fullest_stage, stage_parameters
 from meshwright.planner.cost.traffic import element
 
 OPTIMIZER_BYTES = 34.0
@@ -39,8 +39,7 @@ def replica_seconds(
             pass; ZeRO-3's traffic behind all of every pass.
     """
     runtime, fabric = machine.runtime, machine.fabric
-    each = [stage_parameters(work.model, stage, choices.tensor, choices.expert) for stage in stages.distinct]
-    own = max(each, key=lambda parameters: parameters.total)
+    own = fullest_stage(work.model, stages, choices.tensor, choices.expert)
     reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
     taken = reduced(own.dense * runtime.reduced, groups.replicas, fabric)
     taken += reduced(own.experts * runtime.reduced, groups.expert_replicas, fabric)
@@ -55,10 +54,7 @@ def replica_seconds(
 
 def replica_bytes(work: Work, choices: Choices, runtime: Runtime, stages: Stages) -> float:
     """Bytes that the rank with most parameters sends in one step to reduce gradients and to gather parameters."""
-    own = max(
-        (stage_parameters(work.model, stage, choices.tensor, choices.expert) for stage in stages.distinct),
-        key=lambda parameters: parameters.total,
-    )
+    own = fullest_stage(work.model, stages, choices.tensor, choices.expert)
     # Around a ring an all-reduce is a scatter and a gather; under ZeRO the gather is of parameters, half the bytes.
     sent = own.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
     if choices.zero_stage == 3:

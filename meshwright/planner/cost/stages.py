@@ -57,9 +57,9 @@ class StageParameters:
         return self.dense + self.experts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stages:
-    """A pipeline's ranks, and which of them differ."""
+    """A pipeline's ranks, and which of them differ. Itself a key of what a search finds again, by identity."""
 
     every: tuple[Stage, ...]
     distinct: tuple[Stage, ...]
@@ -120,6 +120,13 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int)
     if stage.mixtures:
         layer = _unsplit(mixed, tensor) + mixed.experts / (tensor * expert)
     return StageParameters(dense + tables, experts, largest, layer, tables)
+
+
+@lru_cache(maxsize=65536)
+def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert: int) -> StageParameters:
+    """Parameters of the rank that has most of them."""
+    each = [stage_parameters(model, stage, tensor, expert) for stage in stages.distinct]
+    return max(each, key=lambda parameters: parameters.total)
 
 
 def _unsplit(counts: LayerCounts, tensor: int) -> float:

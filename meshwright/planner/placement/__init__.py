@@ -9,7 +9,7 @@ from meshwright.planner.placement.again import Before, place_again
 from meshwright.planner.placement.fragmentation import ToFree, cost_of_fragmentation, nodes_to_free
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
-from meshwright.planner.placement.repair import keep_when_resized, repair_ranks
+from meshwright.planner.placement.repair import keep_when_resized, map_ranks, repair_ranks
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.placement.spares import spare_nodes, with_spares
 
@@ -23,6 +23,7 @@ __all__ = [
     "nodes_to_free",
     "place",
     "place_again",
+    "map_ranks",
     "repair_ranks",
     "spare_nodes",
     "with_spares",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.api.ranks import in_rank_order, read_ranks
 from meshwright.api.status import PlacementStatus
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.inventory import Inventory
@@ -33,21 +34,21 @@ class Before:
     data: int
     gpus_per_worker: int
     nodes: Mapping[int, str]
-    """Worker of that plan -> node."""
+    """Worker of that plan, in the order of ranks -> node."""
 
     @classmethod
     def of_status(cls, placement: PlacementStatus | None) -> Before | None:
         """What `status.placement` says; None where it says nothing or contradicts itself."""
         if placement is None or not (placement.tensor and placement.pipeline and placement.data):
             return None
-        workers = {entry.worker: entry for entry in placement.workers}
-        first, _, last = workers[0].ranks.partition("-") if 0 in workers else ("", "", "")
-        if first != "0" or not (last or first).isdecimal() or set(workers) != set(range(len(workers))):
+        workers = in_rank_order(placement.workers)
+        ranks = read_ranks(workers[0].ranks) if workers else None
+        if ranks is None or len({entry.worker for entry in workers}) < len(workers):
             return None
-        gpus = int(last or first) + 1
+        gpus = len(ranks)
         if len(workers) * gpus % (placement.tensor * placement.pipeline * placement.data):
             return None
-        nodes = {worker: entry.node for worker, entry in workers.items()}
+        nodes = {slot: entry.node for slot, entry in enumerate(workers)}
         return cls(placement.tensor, placement.pipeline, placement.data, gpus, nodes)
 
     def plan_like(self, plan: Plan) -> Plan | None:

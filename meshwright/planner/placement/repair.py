@@ -6,8 +6,8 @@ data-parallel replicas are interchangeable: a replica that takes another one's i
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from meshwright.planner.errors import DoesNotFitError
@@ -22,7 +22,11 @@ _DEFAULT = PlacingOptions()
 
 
 def repair_ranks(
-    plan: Plan, inventory: Inventory, given: Mapping[int, str], options: PlacingOptions = _DEFAULT
+    plan: Plan,
+    inventory: Inventory,
+    given: Mapping[int, str],
+    options: PlacingOptions = _DEFAULT,
+    keep: Collection[int] = (),
 ) -> Placement:
     """The best map of ranks onto the nodes that another scheduler (Kueue, Volcano, KAI) gave the workers.
 
@@ -35,6 +39,7 @@ def repair_ranks(
         inventory: where the nodes are; what is free on them does not matter, since they were given.
         given: worker index -> node, for every worker.
         options: weights and effort.
+        keep: workers that run and stay where they are given.
 
     Raises:
         ValueError: a worker was given no node, or a node that is not in the inventory.
@@ -49,13 +54,51 @@ def repair_ranks(
         for name, count in counts.items()
     }
     only = replace(inventory, nodes=nodes)
+    stays = {worker: given[worker] for worker in keep}
     levels = inventory.levels[inventory.levels.index(options.tensor_within) :]
     for level in levels:
         try:
-            return place(plan, only, options=replace(options, tensor_within=level), previous=given)
+            return place(plan, only, stays, replace(options, tensor_within=level), previous=given)
         except DoesNotFitError:
             continue
     return place(plan, only, keep=dict(given), options=options)
+
+
+def map_ranks(
+    plan: Plan,
+    inventory: Inventory,
+    pods: Mapping[int, str],
+    stay: Mapping[int, int],
+    options: PlacingOptions = _DEFAULT,
+) -> tuple[Placement, dict[int, int]]:
+    """Which ranks each pod runs, where another scheduler gave the pods their nodes.
+
+    Args:
+        plan: what runs.
+        inventory: where the nodes are.
+        pods: pod's index -> node, for as many pods as the plan has workers.
+        stay: pod's index -> worker of the plan, of the pods that run on as what they are.
+        options: weights and effort.
+
+    Returns:
+        The placement of the plan's workers, and pod's index -> worker of the plan. A pod is the worker of its own
+        index where that is as good.
+
+    Raises:
+        ValueError: as `repair_ranks`.
+    """
+    slots = dict(stay)
+    taken = set(stay.values())
+    slots |= {pod: pod for pod in pods if pod not in slots and pod not in taken}
+    spare = iter(sorted(set(range(len(pods))) - set(slots.values())))
+    slots |= {pod: next(spare) for pod in sorted(pods) if pod not in slots}
+    given = {slot: pods[pod] for pod, slot in slots.items() if pod in pods}
+    placement = repair_ranks(plan, inventory, given, options, taken)
+    fixed = {pod: slot for pod, slot in slots.items() if placement.nodes[slot] == pods[pod]}
+    free: defaultdict[str, list[int]] = defaultdict(list)
+    for slot in sorted(set(slots.values()) - set(fixed.values()), reverse=True):
+        free[placement.nodes[slot]].append(slot)
+    return placement, fixed | {pod: free[pods[pod]].pop() for pod in sorted(pods) if pod not in fixed}
 
 
 def keep_when_resized(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.api.names import pod_name
+from meshwright.api.ranks import ranks_text
 from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.planner.placement.crossings import Crossings
 from meshwright.planner.plan import Plan
@@ -39,30 +40,36 @@ class Placement:
         """The part of the cost that the best placement might save at most, from 0 (proved best) to 1."""
         return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
-    def to_status(self, job: str, incarnations: Mapping[int, int]) -> PlacementStatus:
-        """The placement as `status.placement`; a worker without an entry in `incarnations` is in its first, 0."""
+    def to_status(
+        self, job: str, incarnations: Mapping[int, int], slots: Mapping[int, int] | None = None
+    ) -> PlacementStatus:
+        """The placement as `status.placement`.
+
+        Args:
+            job: its name.
+            incarnations: worker -> incarnation; a worker without an entry is in its first, 0.
+            slots: worker -> which of the plan's workers it is, where that is not told by its index.
+        """
+        given = slots or {worker: worker for worker in self.nodes}
         return PlacementStatus(
             workers=[
                 WorkerPlacement(
                     worker=worker,
                     incarnation=incarnations.get(worker, 0),
                     pod=pod_name(job, worker, incarnations.get(worker, 0)),
-                    node=self.nodes[worker],
-                    ranks=_rank_text(ranks),
-                    domain=self.places[worker].domain,
-                    rack=self.places[worker].rack,
+                    node=self.nodes[slot],
+                    ranks=ranks_text(self.plan.workers[slot]),
+                    domain=self.places[slot].domain,
+                    rack=self.places[slot].rack,
                 )
-                for worker, ranks in enumerate(self.plan.workers)
+                for worker, slot in sorted(given.items())
             ],
             tensor=self.plan.layout.tensor,
             pipeline=self.plan.layout.pipeline,
             data=self.plan.layout.data,
             cost=f"{self.cost:g}",
+            gap=f"{self.gap:.3g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,
             spares=list(self.spares),
         )
-
-
-def _rank_text(ranks: range) -> str:
-    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.planner.search.fill import FOLDED, fits_in, price
+from meshwright.planner.search.fill import FOLDED, memory_in, price
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.request import Request
 from meshwright.planner.search.split import balanced
@@ -28,8 +28,9 @@ def uneven(request: Request, one: Found) -> Iterator[Found]:
     head = 6.0 * model.hidden * model.vocab
     split = balanced(per_layer, choices.pipeline, first=0.0, last=head)
     changed = replace(choices, layer_split=split)
-    if request.techniques.allow(request.work, changed) and fits_in(request, changed):
-        better = Found(changed, price(request, changed), request.node)
+    memory = memory_in(request, changed) if request.techniques.allow(request.work, changed) else None
+    if memory is not None:
+        better = Found(changed, price(request, changed, memory), request.node)
         if better.seconds < one.seconds:
             yield better
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from meshwright.api.rules.context import heads_are_shared
 from meshwright.planner.cost.choices import Choices, ContextMethod, Offload, Recompute, Schedule
-from meshwright.planner.cost.estimate import Estimate, estimate, memory_of
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.memory import Memory, states_within, within
 from meshwright.planner.search.request import Request
 from meshwright.planner.search.shapes import Shape
 
@@ -35,9 +36,9 @@ def choices_of(request: Request, shape: Shape, size: int, **more: object) -> Cho
     )
 
 
-def price(request: Request, choices: Choices) -> Estimate:
-    """What a layout costs on the request's machine."""
-    return estimate(request.work, choices, request.machine)
+def price(request: Request, choices: Choices, memory: Memory | None = None) -> Estimate:
+    """What a layout costs on the request's machine; `memory` is its account, where it is known already."""
+    return estimate(request.work, choices, request.machine, memory=memory)
 
 
 def bases(request: Request, shape: Shape, size: int) -> Iterator[Choices]:
@@ -99,8 +100,9 @@ def _methods(request: Request, shape: Shape) -> Iterator[ContextMethod]:
             yield method
 
 
-def savings(request: Request, base: Choices) -> Iterator[Choices]:
-    """For each ZeRO stage the first recomputation that fits, and the last resort, offloading, where none does.
+def savings(request: Request, base: Choices) -> Iterator[tuple[Choices, Memory]]:
+    """For each ZeRO stage the first recomputation that fits, and the last resort, offloading, where none does; with
+    the account of its memory.
 
     A stage that fits without recomputation leaves nothing for the next stages to save, but ZeRO-1, which also shortens
     the optimizer, is always tried, and ZeRO-3, which also overlaps its traffic with the whole step, where the pipeline
@@ -113,34 +115,47 @@ def savings(request: Request, base: Choices) -> Iterator[Choices]:
     for zero in stages:
         if whole and zero != 1 and (zero < 3 or base.pipeline > 1):
             continue
+        stage = replace(base, zero_stage=zero, recompute=recompute[0])
+        if not _leaves_room(request, stage):
+            continue
         for again in recompute:
-            choices = replace(base, zero_stage=zero, recompute=again)
+            choices = stage if again is stage.recompute else replace(stage, recompute=again)
             if not techniques.allow(request.work, choices):
                 break
-            if fits_in(request, choices):
+            memory = memory_in(request, choices)
+            if memory is not None:
                 fitted = True
                 whole = whole or again is Recompute.NONE
-                yield choices
+                yield choices, memory
                 break
     if fitted or request.offload_optimizer is not Offload.NONE:
         return
     for offload in techniques.offload:
         choices = replace(base, zero_stage=stages[-1], recompute=recompute[-1], offload_optimizer=offload)
         allowed = offload is not Offload.NONE and techniques.allow(request.work, choices)
-        if allowed and fits_in(request, choices):
-            yield choices
+        memory = memory_in(request, choices) if allowed else None
+        if memory is not None:
+            yield choices, memory
             return
 
 
-def fits_in(request: Request, choices: Choices) -> bool:
-    """Whether every rank's bytes are within what the request lets an estimate fill."""
-    limit = request.usable * request.machine.gpu.memory
-    return memory_of(request.work, choices, request.machine).total <= limit
+def memory_in(request: Request, choices: Choices) -> Memory | None:
+    """The fullest rank's bytes where every rank is within what the request lets an estimate fill; None elsewhere."""
+    return within(request.work, choices, request.machine.runtime, _limit(request))
+
+
+def _leaves_room(request: Request, choices: Choices) -> bool:
+    return states_within(request.work, choices, request.machine.runtime, _limit(request))
+
+
+def _limit(request: Request) -> float:
+    """Bytes of a GPU's memory that an estimate may fill."""
+    return request.usable * request.machine.gpu.memory
 
 
 def can_fit(request: Request, shape: Shape, size: int) -> bool:
     """Whether the layout that saves most memory fits."""
-    return any(fits_in(request, choices) for choices in thriftiest(request, shape, size))
+    return any(memory_in(request, choices) is not None for choices in thriftiest(request, shape, size))
 
 
 def thriftiest(request: Request, shape: Shape, size: int) -> Iterator[Choices]:

@@ -71,8 +71,8 @@ def search(request: Request) -> Result:
     while queue and queue[0].bound <= best * AS_GOOD:
         taken = heappop(queue)
         if taken.base is not None:
-            for choices in savings(request, taken.base):
-                found.append(Found(choices, price(request, choices), request.node))
+            for choices, memory in savings(request, taken.base):
+                found.append(Found(choices, price(request, choices, memory), request.node))
                 best = min(best, found[-1].score(request.objective))
         elif taken.micro_batch is not None:
             for base in bases(request, taken.shape, taken.micro_batch):

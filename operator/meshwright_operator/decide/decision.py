@@ -11,7 +11,18 @@ from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.clock import format_time, seconds_since
-from meshwright_operator.decide import budget, gang, hangs, lifecycle, placement, policy, progress, recovery
+from meshwright_operator.decide import (
+    budget,
+    gang,
+    handover,
+    hangs,
+    lifecycle,
+    placement,
+    policy,
+    progress,
+    ranks,
+    recovery,
+)
 from meshwright_operator.decide.applied import encode
 from meshwright_operator.decide.conditions import Situation, set_condition, set_situation, still_holds
 from meshwright_operator.decide.draft import Draft
@@ -217,7 +228,12 @@ def _toward_generation(draft: Draft) -> None:
             draft.starting(message, reason)
             draft.again_in(seconds)
         case gang.Place():
-            draft.place = step
+            if ranks.placed_elsewhere(observed):
+                handover.hand_over(draft, step)
+            else:
+                draft.place = step
+        case gang.Map():
+            draft.map = step
         case gang.GiveUp():
             placement.give_up(draft, step)
         case gang.Ungate(pods):
@@ -272,6 +288,8 @@ def _leave_nodes(draft: Draft) -> None:
     observed = draft.observed
     leaving = tuple(w for w in observed.workers if w.node_leaving and not w.node_down)
     spec = observed.spec
+    if ranks.placed_elsewhere(observed):
+        return  # only its own scheduler knows whether there is room elsewhere
     if not leaving or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
         return
     trained = seconds_since(observed.mesh.started_time, observed.now)

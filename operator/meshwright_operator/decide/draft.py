@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
 from meshwright_operator.clock import format_time
 from meshwright_operator.decide import budget, conditions, lifecycle, recovery
-from meshwright_operator.decide.gang import Place
+from meshwright_operator.decide.gang import Map, Place
 from meshwright_operator.decide.held import situation_of
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.events import WARNING, Note
@@ -32,6 +32,8 @@ class Draft:
     """Workers to find nodes for before `status` is written."""
     move: Place | None = None
     """Workers that are to leave their nodes if there is room for them elsewhere."""
+    map: Map | None = None
+    """Nodes that another scheduler gave, to map ranks onto before `status` is written."""
     avoid: dict[str, str] = field(default_factory=dict)
     """Node -> why this job is not to be placed there for a while."""
     delete_job: bool = False

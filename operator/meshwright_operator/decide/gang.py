@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright_operator.clock import parse_time, seconds_since
-from meshwright_operator.decide import recovery
+from meshwright_operator.decide import ranks, recovery
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
 from meshwright_operator.pods import Pod
 
@@ -27,8 +27,13 @@ START_SECONDS = 1800.0
 """When a pod is given up that neither runs nor says why: large images take their time."""
 ABSENT_SECONDS = 120.0
 """When a pod is replaced whose agent does not come while others' do."""
+BOUND_IN_PART_SECONDS = 300.0
+"""When a gang is given up of which another scheduler has bound some pods and not the others."""
 SILENT_GANG_SECONDS = 600.0
 """When the gang is given up because none of its agents reaches the coordinator."""
+
+WAITS_FOR_SCHEDULER = "WaitsForScheduler"
+NOT_SCHEDULED = "NotScheduled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,17 @@ class GiveUp:
     """Node -> why not to try it again for a while."""
 
 
-Step = Delete | Wait | Place | Ungate | GiveUp | Form
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Another scheduler gave every pod a node: ranks are to be mapped onto them."""
+
+    pods: Mapping[int, str]
+    """Worker -> node."""
+    stay: Mapping[int, int]
+    """Worker -> which of the plan's workers it is, of those that go on as what they are."""
+
+
+Step = Delete | Wait | Place | Ungate | GiveUp | Form | Map
 
 
 def next_step(observed: Observed, pending_cause: str) -> Step:
@@ -103,7 +118,36 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
+    if ranks.placed_elsewhere(observed) and (step := _placed_elsewhere(observed)) is not None:
+        return step
     return _gather(observed, pending_cause)
+
+
+def _placed_elsewhere(observed: Observed) -> Step | None:
+    """What is left to do before all pods of another scheduler's have nodes and ranks; None when nothing is."""
+    pods = [w.pod for w in observed.workers if w.pod is not None]
+    down = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.bound and w.node_down)
+    if down:
+        return Delete(down, f"node {down[0].node} is down")
+    unbound = [pod for pod in pods if not pod.bound]
+    if unbound:
+        return _unbound(observed, pods, unbound)
+    known = ranks.slots(observed)
+    return Map({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
+
+
+def _unbound(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> Step:
+    """Waits for the other scheduler: long while it holds nothing for the gang, which may stand in its queue."""
+    now, scheduler = observed.now, observed.spec.workers.scheduler_name
+    bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
+    since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
+    waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], START_SECONDS)
+    limit = BOUND_IN_PART_SECONDS if bound else START_SECONDS
+    text = f"scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
+    problem = next((f"; pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
+    if waited >= limit:
+        return GiveUp(NOT_SCHEDULED, f"{text} and no more within {limit:.0f} s{problem}", tuple(pods))
+    return Wait(text + problem, WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited)
 
 
 def _gather(observed: Observed, pending_cause: str) -> Step:

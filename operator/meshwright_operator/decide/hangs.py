@@ -15,6 +15,7 @@ from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.clock import seconds_since
 from meshwright_operator.coordinator.board import Heard
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.decide.ranks import leader
 from meshwright_operator.decide.recovery import HANG, POD_LOST, Break, reports_in
 
 FLOOR_SECONDS = 300.0
@@ -144,7 +145,7 @@ def _report(observed: Observed, worker: Worker) -> Heard | None:
 
 
 def _step_seconds(observed: Observed) -> float:
-    heard = observed.agents.reports.get(0)
+    heard = observed.agents.reports.get(leader(observed))
     progress = heard.report.progress if heard is not None else None
     if progress is None or heard is None or heard.report.generation != observed.mesh.generation:
         return 0.0

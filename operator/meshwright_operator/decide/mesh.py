@@ -6,6 +6,7 @@ from meshwright.api.status import MeshStatus
 from meshwright.protocol import MeshDocument, MeshMember
 from meshwright_operator.clock import format_time
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.ranks import leader, slots
 
 
 def form(observed: Observed, cause: str, failures: int) -> MeshStatus:
@@ -13,8 +14,9 @@ def form(observed: Observed, cause: str, failures: int) -> MeshStatus:
 
     Every worker must run and have said hello. `failures` are those in a row so far.
     """
-    master = observed.workers[0].pod
-    hello = observed.agents.hellos[0]
+    first = leader(observed)
+    master = observed.workers[first].pod
+    hello = observed.agents.hellos[first]
     assert master is not None
     return MeshStatus(
         generation=max(observed.mesh.generation, observed.agents.newest_generation) + 1,
@@ -33,10 +35,11 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
     address, _, port = mesh.master.rpartition(":")
     if mesh.generation == 0 or mesh.pending_cause or not port.isdigit():
         return None
-    members = []
-    for worker, ranks in zip(observed.workers, observed.plan.workers, strict=True):
-        if worker.pod is None or not worker.pod.address:
+    members, known = [], slots(observed)
+    for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
+        if worker.pod is None or not worker.pod.address or worker.index not in known:
             return None
+        ranks = observed.plan.workers[known[worker.index]]
         members.append(
             MeshMember(
                 worker=worker.index,

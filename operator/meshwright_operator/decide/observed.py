@@ -149,7 +149,7 @@ def observe_workers(
         node = current.node if current is not None and current.node else entry.node if entry else ""
         is_down = bool(node) and down.get(node, True)
         older = tuple(p for p in own if p.incarnation < incarnation and not p.terminal and not _lost(p, down))
-        unbound = current is not None and not current.bound and not current.terminal
+        pinned = current is not None and bool(node) and not current.bound and not current.terminal
         workers.append(
             Worker(
                 index=index,
@@ -158,7 +158,7 @@ def observe_workers(
                 pod=current,
                 node=node,
                 node_down=is_down,
-                node_refused=("the node is gone" if node not in down else refused.get(node, "")) if unbound else "",
+                node_refused=("the node is gone" if node not in down else refused.get(node, "")) if pinned else "",
                 node_leaving=(leaving or {}).get(node, "") if current is not None and current.bound else "",
                 older=older,
             )

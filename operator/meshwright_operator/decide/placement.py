@@ -17,7 +17,7 @@ from meshwright_operator.clock import format_time, parse_time, seconds_since
 from meshwright_operator.decide import lifecycle, policy, recovery
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.gang import GiveUp
-from meshwright_operator.decide.observed import Observed, WorkerState, has_started
+from meshwright_operator.decide.observed import Observed, Worker, WorkerState, has_started
 from meshwright_operator.events import WARNING
 from meshwright_operator.pods import Pod
 from meshwright_operator.words import counted, with_remarks
@@ -46,18 +46,7 @@ def placed(draft: Draft, placement: Placement, warnings: Sequence[str] = ()) -> 
     """Takes a placement: new incarnations for the workers that need pods. `warnings` are told with it."""
     observed, status = draft.observed, draft.status
     assert draft.place is not None
-    crashed = recovery.fresh_crashes(observed) if observed.mesh.pending_cause or not observed.mesh.generation else []
-    if crashed:
-        counts = policy.counts(observed.spec, policy.codes_of_workers(crashed))
-        draft.count_restart(recovery.POD_FAILED, counted=counts)
-        draft.note("PodFailed", recovery.crash_message(crashed), WARNING)
-    if crashed or draft.mesh.pending_since is None:
-        draft.mesh.pending_since = format_time(observed.now)
-    draft.mesh.retry_time = None
-    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    floor = _floor(observed) if draft.mesh.pending_cause in (recovery.SPEC_CHANGED, recovery.RESUME) else -1
-    for worker in draft.place.workers:
-        incarnations[worker.index] = max(worker.incarnation, floor) + 1
+    incarnations = new_incarnations(draft, draft.place.workers)
     if observed.other_plans or not has_started(observed.status):
         status.plan = placement.plan.to_status()
         status.plan.revision = observed.revision
@@ -68,6 +57,24 @@ def placed(draft: Draft, placement: Placement, warnings: Sequence[str] = ()) -> 
     draft.condition(names.PLACED, True, "Placed", with_remarks(text, warnings))
     draft.note("Placed", text)
     draft.starting(f"making {counted(len(draft.create), 'pod')}")
+
+
+def new_incarnations(draft: Draft, workers: Sequence[Worker]) -> dict[int, int]:
+    """Incarnation by worker, with new ones for `workers`, which need pods: an attempt begins."""
+    observed = draft.observed
+    crashed = recovery.fresh_crashes(observed) if observed.mesh.pending_cause or not observed.mesh.generation else []
+    if crashed:
+        counts = policy.counts(observed.spec, policy.codes_of_workers(crashed))
+        draft.count_restart(recovery.POD_FAILED, counted=counts)
+        draft.note("PodFailed", recovery.crash_message(crashed), WARNING)
+    if crashed or draft.mesh.pending_since is None:
+        draft.mesh.pending_since = format_time(observed.now)
+    draft.mesh.retry_time = None
+    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
+    floor = _floor(observed) if draft.mesh.pending_cause in (recovery.SPEC_CHANGED, recovery.RESUME) else -1
+    for worker in workers:
+        incarnations[worker.index] = max(worker.incarnation, floor) + 1
+    return incarnations
 
 
 def not_placed(draft: Draft, message: str, because_of_kept: bool, *, yields: bool = False) -> None:

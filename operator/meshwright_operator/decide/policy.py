@@ -8,6 +8,7 @@ from meshwright.api.failures import FailureAction
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
 from meshwright.protocol import FailureKind
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.decide.ranks import leader
 from meshwright_operator.decide.recovery import POD_FAILED, RANK_FAILURE, failures
 
 SIGNAL_BASE = 128
@@ -55,7 +56,8 @@ def action_for(spec: ParallelTrainingJobSpec, codes: set[int]) -> tuple[FailureA
 
 def succeeded(observed: Observed) -> bool:
     """Whether the workers that the success policy asks for ended well, in a generation of this very spec."""
-    asked = observed.workers[:1] if observed.spec.success_policy is SuccessPolicy.FIRST_WORKER else observed.workers
+    first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
+    asked = [observed.workers[leader(observed)]] if first and observed.workers else observed.workers
     return (
         bool(asked)
         and observed.mesh.generation > 0

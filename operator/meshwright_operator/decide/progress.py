@@ -16,6 +16,7 @@ from meshwright.protocol import Evaluation, Progress, WorkerReport
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.clock import format_time, parse_time
 from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.ranks import leader
 
 LARGEST = (1 << 53) - 1
 
@@ -27,7 +28,7 @@ def note_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None
     """Takes step, loss, evaluation, checkpoint and so on from the last report of rank 0's worker of this generation."""
     training = observed.spec.training
     status.total_steps = training.steps if training is not None else None
-    heard = observed.agents.reports.get(0)
+    heard = observed.agents.reports.get(leader(observed))
     if heard is None or heard.report.generation != observed.mesh.generation:
         return
     if heard.report.progress is not None:

@@ -1,4 +1,5 @@
-"""A worker pod: gated, pinned to its node, restricted, and told everything by its environment.
+"""A worker pod: restricted, told everything by its environment, and gated and pinned to its node or left to another
+scheduler.
 
 The real scheduler still checks resources and taints of the pinned node, since pinning is a required node affinity on
 `metadata.name` (which holds for any node, whatever labels it lacks), not `spec.nodeName`.
@@ -42,13 +43,15 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> Object:
             "name": names.pod_name(context.name, placed.worker, placed.incarnation),
             "namespace": context.namespace,
             "labels": {
+                **context.spec.workers.labels,
                 **job_labels(context.name, context.uid),
                 labels.LABEL_WORKER: str(placed.worker),
                 labels.LABEL_INCARNATION: str(placed.incarnation),
                 labels.LABEL_REVISION: context.revision,
             },
             "annotations": {
-                labels.ANNOTATION_RANKS: placed.ranks,
+                **context.spec.workers.annotations,
+                **({labels.ANNOTATION_RANKS: placed.ranks} if placed.ranks else {}),
                 "prometheus.io/scrape": "true",
                 "prometheus.io/port": str(labels.METRICS_PORT),
                 "prometheus.io/path": "/metrics",
@@ -74,8 +77,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> Object:
         "restartPolicy": "Never",
         "hostname": names.pod_name(context.name, placed.worker, placed.incarnation),
         "subdomain": names.service_name(context.name),
-        "schedulingGates": [{"name": labels.GANG_GATE}],
-        "affinity": {"nodeAffinity": _pinned(placed.node)},
+        **_scheduling(workers.scheduler_name, placed.node),
         "nodeSelector": dict(workers.node_selector),
         "tolerations": [toleration.wire() for toleration in workers.tolerations],
         "automountServiceAccountToken": False,
@@ -98,6 +100,13 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> Object:
         "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
     }
     return spec | {key: value for key, value in optional.items() if value}
+
+
+def _scheduling(scheduler: str | None, node: str) -> Object:
+    """Gated and pinned to the node that was chosen, or left to the scheduler that is to choose."""
+    if scheduler is not None:
+        return {"schedulerName": scheduler}
+    return {"schedulingGates": [{"name": labels.GANG_GATE}], "affinity": {"nodeAffinity": _pinned(node)}}
 
 
 def _pinned(node: str) -> Object:

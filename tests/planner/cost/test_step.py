@@ -20,9 +20,9 @@ from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.groups import groups_of
 from meshwright.planner.cost.kernels import Shape, layer_time
 from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.pace import exposed_host
 from meshwright.planner.cost.pipeline import simulate_pipeline
 from meshwright.planner.cost.runtime import RUNTIMES
-from meshwright.planner.cost.step import exposed_host
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = Transformer.of(PRESETS["llama-3.1-70b"])
