@@ -45,7 +45,7 @@ def main() -> int:
     cases = all_cases()
     began = time.monotonic()
     pool = RankPool(timeout=600)
-    oracle, failed, rows = Oracle(pool), [], dict(known)
+    oracle, failed, rows = Oracle(), [], dict(known)
     wanted = [case for case in cases if arguments.k in case.name and case.name not in known]
     try:
         for number, case in enumerate(sorted(wanted, key=lambda case: not case.smoke), start=1):
@@ -58,6 +58,7 @@ def main() -> int:
             arguments.json.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
     finally:
         pool.close()
+        oracle.close()
     if not arguments.k:
         (ROOT / "docs" / "parity.md").write_text(markdown([rows.get(case.name, Row(case, {})) for case in cases]))
     sys.stdout.write(

@@ -26,8 +26,10 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def oracle(pool: RankPool) -> Oracle:
-    return Oracle(pool)
+def oracle() -> Iterator[Oracle]:
+    oracle = Oracle()
+    yield oracle
+    oracle.close()
 
 
 def _smoke() -> Iterator[Any]:
