@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import Mesh, connected, form_mesh
 from meshwright_worker.task import RankTask
@@ -42,8 +43,9 @@ def keeps_meshes(function: Callable[..., Any]) -> bool:
 
 
 def can_be_kept(run: RunConfig) -> bool:
-    """Whether a run forms no groups under names that another may have: islands do, and FSDP for `reshardSize`."""
-    return run.islands == 1 and run.parallelism.data_parallel.reshard_size is None
+    """Whether a run forms few groups beside the mesh: islands do, FSDP for `reshardSize`, and rings of rings."""
+    apart = run.islands > 1 or run.parallelism.data_parallel.reshard_size is not None
+    return not apart and run.parallelism.context_method is not ContextMethod.RING_ULYSSES
 
 
 @contextmanager

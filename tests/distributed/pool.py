@@ -37,6 +37,9 @@ SILENCE = (False, "did not answer\n")
 RUNS_OF_A_RANK = 50
 """Cases that a rank's process runs: torch's caches keep some of their process groups, whose threads add up."""
 
+RUNS_OF_MESHES = 8
+"""Cases for which ranks keep their meshes: pipelines form groups of their own for each, whose threads add up too."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -109,6 +112,7 @@ class RankPool:
         self._runs = 0
         self._kept: tuple[int, int] | None = None
         """World size and port of the ranks that keep their meshes; a size of 0 when no other run may use them."""
+        self._kept_for = 0
 
     def run(
         self,
@@ -152,12 +156,14 @@ class RankPool:
     def _port(self, run: RunConfig, *, keeps: bool) -> int:
         """Where the ranks of a run meet: where they are connected already, if that serves the run."""
         world = run.layout.world_size if can_be_kept(run) else 0
-        if self._kept is not None and not (keeps and world and self._kept[0] == world):
+        self._kept_for += 1
+        serves = self._kept is not None and self._kept[0] == world and self._kept_for < RUNS_OF_MESHES
+        if self._kept is not None and not (keeps and world and serves):
             for _, connection in self._ranks:
                 connection.send((leave, ()))
             for _, connection in self._ranks:
                 _answer(connection, self._timeout)
-            self._kept = None
+            self._kept, self._kept_for = None, 0
         port = self._kept[1] if self._kept else free_port()
         if keeps:
             self._kept = (world, port)

@@ -34,9 +34,9 @@ class Errors:
     worst: str
     """The tensor with the largest error of the gradient."""
 
-    def within(self, gradient: float, parameter: float) -> bool:
+    def within(self, loss: float, gradient: float, parameter: float) -> bool:
         """Whether no error is larger."""
-        return self.loss <= gradient and self.gradient <= gradient and self.parameter <= parameter
+        return self.loss <= loss and self.gradient <= gradient and self.parameter <= parameter
 
 
 class Oracle:
