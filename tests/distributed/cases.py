@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,6 +25,7 @@ from meshwright_worker.task import Outcome, RankTask, StepReport
 from meshwright_worker.train import train
 from meshwright_worker.validate import validate
 from tests.distributed.counting import Counting, Traffic
+from tests.distributed.meshes import kept_mesh, uses_kept_mesh
 from tests.distributed.pool import Last
 
 
@@ -36,6 +37,8 @@ class Trained:
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
     local_elements: int
+    boxes: dict[str, tuple[slice, ...]]
+    """Where in each whole tensor this rank's part lies."""
 
 
 class InterruptedTrainingError(Exception):
@@ -91,23 +94,22 @@ def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Ten
     return tokens.masked_fill(ends, SEPARATOR)
 
 
+@uses_kept_mesh
 def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
-    with joined(task) as mesh:
-        return _trained(task.run, mesh, steps)
+    with kept_mesh(task) as mesh:
+        return trained(task.run, mesh, steps)
 
 
-def train_in_formats(task: RankTask, steps: Mapping[Precision, int]) -> dict[Precision, Trained]:
-    """So many steps in each number format, each from the start, in one mesh: groups cost more than small steps."""
-    assert task.run.training is not None
-    with joined(task) as mesh:
-        found = {}
-        for precision, count in steps.items():
-            training = task.run.training.model_copy(update={"precision": precision})
-            found[precision] = _trained(task.run.model_copy(update={"training": training}), mesh, count)
-        return found
+def in_format(run: RunConfig, precision: Precision) -> RunConfig:
+    """The run in another number format."""
+    assert run.training is not None
+    return run.model_copy(update={"training": run.training.model_copy(update={"precision": precision})})
 
 
-def _trained(run: RunConfig, mesh: Mesh, steps: int) -> Trained:
+def trained(
+    run: RunConfig, mesh: Mesh, steps: int, part: Callable[[Shard, torch.Tensor], torch.Tensor] = whole_of
+) -> Trained:
+    """The steps on random tokens; what is told of a shard's tensors is their `part`."""
     model, data, training = validate(run)
     trainer = Trainer(run, model, training, mesh)
     update = trainer.optimizer.step
@@ -116,7 +118,7 @@ def _trained(run: RunConfig, mesh: Mesh, steps: int) -> Trained:
     def watched(reduced: list[torch.Tensor], rate: float) -> None:
         if not gradients:
             for shard, local in zip(trainer.shards, reduced, strict=True):
-                gradients[shard.name] = whole_of(shard, local)
+                gradients[shard.name] = part(shard, local)
         update(reduced, rate)
 
     trainer.optimizer.step = watched  # type: ignore[method-assign]
@@ -128,15 +130,17 @@ def _trained(run: RunConfig, mesh: Mesh, steps: int) -> Trained:
         mine = (number - 1) * training.global_batch_size + first
         numbers = range(mine, mine + share)
         results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR, numbers)))
-    parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
+    parameters = {shard.name: part(shard, shard.local) for shard in trainer.shards}
     parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
-    return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards))
+    boxes = {shard.name: shard.box for shard in trainer.shards}
+    return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards), boxes)
 
 
+@uses_kept_mesh
 def count_a_step(task: RankTask) -> Traffic:
     """What this rank communicates in its second step: the first one may set things up."""
     model, data, training = validate(task.run)
-    with joined(task) as mesh:
+    with kept_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import RankTask
+from tests.distributed.meshes import can_be_kept, forget_sharding, keeps_meshes, leave
 
 
 class RankFailedError(AssertionError):
@@ -35,8 +34,11 @@ DEATH = Last("died")
 SILENCE = (False, "did not answer\n")
 
 
-RUNS_OF_A_RANK = 25
+RUNS_OF_A_RANK = 50
 """Cases that a rank's process runs: torch's caches keep some of their process groups, whose threads add up."""
+
+RUNS_OF_MESHES = 8
+"""Cases for which ranks keep their meshes: pipelines form groups of their own for each, whose threads add up too."""
 
 
 def free_port() -> int:
@@ -45,9 +47,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def tasks_of(run: RunConfig, checkpoint_dir: str | None = None, data_dir: str | None = None) -> list[RankTask]:
+def tasks_of(
+    run: RunConfig, checkpoint_dir: str | None = None, data_dir: str | None = None, *, port: int
+) -> list[RankTask]:
     world = run.layout.world_size
-    port = free_port()
     return [
         RankTask(
             run=run,
@@ -83,8 +86,8 @@ def _serve(connection: Connection) -> None:
         # Modules and their hooks are cycles that keep process groups alive, whose threads spin once a peer is gone.
         del answer
         gc.collect()
-        # DTensor takes two meshes of the same ranks for one, and would use the groups of the one that is gone.
-        _clear_sharding_prop_cache()
+        if not keeps_meshes(function):
+            forget_sharding()
 
 
 def _answer(connection: Connection, timeout: float) -> tuple[bool, Any]:
@@ -107,6 +110,9 @@ class RankPool:
         self._context.set_forkserver_preload(["tests.distributed.preloaded"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._runs = 0
+        self._kept: tuple[int, int] | None = None
+        """World size and port of the ranks that keep their meshes; a size of 0 when no other run may use them."""
+        self._kept_for = 0
 
     def run(
         self,
@@ -117,12 +123,19 @@ class RankPool:
         data_dir: object = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """`function(task, *arguments)` on every rank of the run; the answers by rank."""
-        tasks = tasks_of(run, str(checkpoint_dir) if checkpoint_dir else None, str(data_dir) if data_dir else None)
+        """`function(task, *arguments)` on every rank of the run; the answers by rank.
+
+        A function that keeps meshes finds those of the last run, if that had as many ranks and kept them too.
+        """
         self._runs += 1
         if self._runs > RUNS_OF_A_RANK:
             self.close()
             self._runs = 1
+        keeps, folders = (
+            keeps_meshes(function),
+            [str(folder) if folder else None for folder in (checkpoint_dir, data_dir)],
+        )
+        tasks = tasks_of(run, *folders, port=self._port(run, keeps=keeps))
         while len(self._ranks) < len(tasks):
             self._start()
         for task, (_, connection) in zip(tasks, self._ranks, strict=False):
@@ -133,12 +146,28 @@ class RankPool:
             failed = any(not good for good, _ in answers)
             answers.append(_answer(connection, 2 if failed else timeout or self._timeout))
         self._forget([rank for (_, last), rank in zip(answers, self._ranks, strict=False) if isinstance(last, Last)])
-        if SILENCE in answers:
+        if SILENCE in answers or (keeps and any(not good or isinstance(answer, Last) for good, answer in answers)):
             self.close()
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:
             raise RankFailedError("\n".join(failures))
         return [answer for _, answer in answers]
+
+    def _port(self, run: RunConfig, *, keeps: bool) -> int:
+        """Where the ranks of a run meet: where they are connected already, if that serves the run."""
+        world = run.layout.world_size if can_be_kept(run) else 0
+        self._kept_for += 1
+        serves = self._kept is not None and self._kept[0] == world and self._kept_for < RUNS_OF_MESHES
+        if self._kept is not None and not (keeps and world and serves):
+            for _, connection in self._ranks:
+                connection.send((leave, ()))
+            for _, connection in self._ranks:
+                _answer(connection, self._timeout)
+            self._kept, self._kept_for = None, 0
+        port = self._kept[1] if self._kept else free_port()
+        if keeps:
+            self._kept = (world, port)
+        return port
 
     def _forget(self, ended: list[tuple[Any, Connection]]) -> None:
         for process, connection in ended:
@@ -158,4 +187,4 @@ class RankPool:
             connection.close()
             process.kill()
             process.join()
-        self._ranks = []
+        self._ranks, self._kept = [], None

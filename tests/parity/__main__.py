@@ -1,7 +1,8 @@
 """`make parity`: the whole matrix, docs/parity.md and its JSON. Ends with code 1 when a row is over its limit.
 
 The numbers are written after every row. With `--resume` rows whose numbers stand in the file are not run again, so the
-matrix can be run in parts; a row without numbers stands in the page as not measured.
+matrix can be run in parts, also of one that was changed: a row is known by its name, which has all of its options. A
+row without numbers stands in the page as not measured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from meshwright.api.precision import Precision
 from tests.distributed.pool import RankFailedError, RankPool
-from tests.parity.case import Case
+from tests.parity.case import Case, meshes_of
 from tests.parity.matrix import all_cases
 from tests.parity.measure import Oracle, check_refused, measure
 from tests.parity.report import Row, as_json, from_json, markdown
@@ -45,10 +46,10 @@ def main() -> int:
     cases = all_cases()
     began = time.monotonic()
     pool = RankPool(timeout=600)
-    oracle, failed, rows = Oracle(pool), [], dict(known)
+    oracle, failed, rows = Oracle(), [], dict(known)
     wanted = [case for case in cases if arguments.k in case.name and case.name not in known]
     try:
-        for number, case in enumerate(sorted(wanted, key=lambda case: not case.smoke), start=1):
+        for number, case in enumerate(sorted(wanted, key=meshes_of), start=1):
             if time.monotonic() - began > arguments.seconds:
                 break
             told = _tell(case, pool, oracle, rows)
@@ -58,6 +59,8 @@ def main() -> int:
             arguments.json.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
     finally:
         pool.close()
+        oracle.close()
+    arguments.json.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
     if not arguments.k:
         (ROOT / "docs" / "parity.md").write_text(markdown([rows.get(case.name, Row(case, {})) for case in cases]))
     sys.stdout.write(

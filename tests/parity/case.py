@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from meshwright.protocol import RunConfig
 from tests.distributed.configs import small_run
+from tests.distributed.meshes import can_be_kept
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Case:
     change when every score of a query does). Adam makes steps of full size of that rounding, so only the gradient's
     size is held, against the largest of all."""
 
+    together: tuple[str, ...] = ()
+    """The techniques of a row of pairs."""
+
     @property
     def name(self) -> str:
         """Unique among the cases."""
@@ -47,3 +51,12 @@ class Case:
     def reference(self, **more: Any) -> RunConfig:
         """The run in one process."""
         return small_run(**{**self.common, **more})
+
+
+def meshes_of(case: Case) -> tuple[int, ...]:
+    """The same for cases that can use each other's meshes, so that sorted by it they come one after the other."""
+    if case.refused is not None:
+        return (0,)
+    run = case.run()
+    shards = run.parallelism.data_parallel.shard_size or 0
+    return (run.layout.world_size, int(can_be_kept(run)), *astuple(run.layout), shards)

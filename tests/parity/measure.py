@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from meshwright.api.precision import Precision
 from meshwright_worker.validate import InvalidRunError, validate
-from tests.distributed.cases import Trained, train_in_formats
 from tests.distributed.pool import RankPool
 from tests.parity.case import Case
+from tests.parity.compare import Compared, Reference, references, train_and_compare, train_as_reference
 
 STEPS = 3
 LIMITS = {Precision.FP32: (1e-5, 1e-3), Precision.FP64: (1e-12, 1e-10)}
@@ -32,54 +34,62 @@ class Errors:
     worst: str
     """The tensor with the largest error of the gradient."""
 
-    def within(self, gradient: float, parameter: float) -> bool:
+    def within(self, loss: float, gradient: float, parameter: float) -> bool:
         """Whether no error is larger."""
-        return self.loss <= gradient and self.gradient <= gradient and self.parameter <= parameter
+        return self.loss <= loss and self.gradient <= gradient and self.parameter <= parameter
 
 
 class Oracle:
-    """What one process computes, once for every different run."""
+    """What one process computes, once for every different run. Its rank is none of the cases', which keep meshes."""
 
-    def __init__(self, pool: RankPool) -> None:
-        self._pool = pool
-        self._known: dict[str, Trained] = {}
+    def __init__(self) -> None:
+        self._pool = RankPool(timeout=600)
+        self._folder = TemporaryDirectory(prefix="parity-")
+        self._known: dict[str, Path] = {}
 
-    def of(self, case: Case, steps: Mapping[Precision, int]) -> dict[Precision, Trained]:
-        """The reference of a case, in each number format after so many steps."""
+    def of(self, case: Case, steps: Mapping[Precision, int]) -> Path:
+        """The file with the reference of a case, in each number format after so many steps."""
         run = case.reference()
         key = json.dumps([run.model_dump(mode="json"), steps], sort_keys=True)
         if key not in self._known:
-            (self._known[key],) = self._pool.run(train_in_formats, run, steps)
+            path = Path(self._folder.name) / f"{len(self._known)}.pt"
+            self._pool.run(train_as_reference, run, steps, path)
+            self._known[key] = path
         return self._known[key]
+
+    def close(self) -> None:
+        """End its rank and delete the files."""
+        self._pool.close()
+        self._folder.cleanup()
+
+
+def steps_in(precisions: Sequence[Precision]) -> dict[Precision, int]:
+    """Steps in each number format: in fp32 beside fp64 one is enough, it is what the gradients are compared after."""
+    return {each: 1 if each is Precision.FP32 and Precision.FP64 in precisions else STEPS for each in precisions}
 
 
 def measure(case: Case, pool: RankPool, oracle: Oracle, precisions: Sequence[Precision]) -> dict[Precision, Errors]:
     """Run the case on the pool's ranks, in each of the number formats.
 
-    In fp32 beside fp64 one step is enough: it is what the gradients are compared after.
-
     Raises:
         AssertionError: a rank failed, or the ranks together do not have the model's parameters.
     """
-    steps = {each: 1 if each is Precision.FP32 and Precision.FP64 in precisions else STEPS for each in precisions}
-    wants = oracle.of(case, steps)
-    ranks = pool.run(train_in_formats, case.run(), steps)
+    steps = steps_in(precisions)
+    path = oracle.of(case, steps)
+    ranks = pool.run(train_and_compare, case.run(), steps, path)
+    wants = references(path)
     return {each: _errors(case, each, wants[each], [rank[each] for rank in ranks]) for each in precisions}
 
 
-def _errors(case: Case, precision: Precision, want: Trained, ranks: list[Trained]) -> Errors:
-    missing = set(want.gradients) ^ set().union(*(rank.gradients for rank in ranks))
-    assert not missing, f"{case.name}: gradients of {sorted(missing)} on one side alone"
-    _check_vanishing(case, [want, *ranks], LIMITS[precision][0] if case.exact else case.tolerance)
-    gradients = [_largest(_without(rank.gradients, case), want.gradients) for rank in ranks]
-    parameters = [_largest(_without(rank.parameters, case), want.parameters) for rank in ranks]
-    losses = [
-        abs(got.loss - expected.loss) / abs(expected.loss)
-        for rank in ranks
-        for got, expected in zip(rank.results, want.results, strict=True)
-    ]
-    gradient, worst = max(gradients)
-    return Errors(max(losses), gradient, max(parameters)[0], worst)
+def _errors(case: Case, precision: Precision, want: Reference, ranks: list[Compared]) -> Errors:
+    _check_whole(case, want, ranks)
+    _check_vanishing(case, want, ranks, LIMITS[precision][0] if case.exact else case.tolerance)
+    gradient, worst = max(
+        (_worst(rank.gradients, case) for rank in ranks), key=lambda found: (math.isnan(found[0]), found[0])
+    )
+    parameters = [_worst(rank.parameters, case)[0] for rank in ranks]
+    losses = [loss for rank in ranks for loss in rank.losses]
+    return Errors(_nan_or_max(losses), gradient, _nan_or_max(parameters), worst)
 
 
 def check_refused(case: Case) -> None:
@@ -89,19 +99,29 @@ def check_refused(case: Case) -> None:
         validate(case.run())
 
 
-def _without(tensors: dict[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(case.vanishing)}
+def _check_whole(case: Case, want: Reference, ranks: list[Compared]) -> None:
+    """The ranks have the gradients of one process, and their different parts of each make up the whole."""
+    odd = set(want.gradients) ^ set().union(*(rank.gradients for rank in ranks))
+    assert not odd, f"{case.name}: gradients of {sorted(odd)} on one side alone"
+    for name, whole in want.gradients.items():
+        parts = {rank.boxes[name] for rank in ranks if name in rank.boxes}
+        covered = sum(math.prod(stop - start for start, stop in box) for box in parts)
+        assert covered == whole.numel(), f"{case.name}: of {name} ranks have {covered} elements of {whole.numel()}"
 
 
-def _check_vanishing(case: Case, trained: list[Trained], limit: float) -> None:
-    largest = max(float(gradient.abs().max()) for gradient in trained[0].gradients.values())
-    for rank in trained:
-        for name in set(rank.gradients) - set(_without(rank.gradients, case)):
-            assert float(rank.gradients[name].abs().max()) <= limit * largest, name
+def _check_vanishing(case: Case, want: Reference, ranks: list[Compared], limit: float) -> None:
+    largest = max(float(gradient.abs().max()) for gradient in want.gradients.values())
+    sizes = [{name: float(gradient.abs().max()) for name, gradient in want.gradients.items()}]
+    for found in sizes + [rank.largest for rank in ranks]:
+        for name, size in found.items():
+            assert not name.endswith(case.vanishing) or size <= limit * largest, name
 
 
-def _largest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    # An adapter's first gradient is exactly 0: its other matrix still is.
-    scales = {name: float(want[name].abs().max()) or 1.0 for name in got}
-    errors = [(float((got[name] - want[name]).abs().max()) / scales[name], name) for name in got]
-    return max(errors, default=(0.0, ""))
+def _worst(errors: Mapping[str, float], case: Case) -> tuple[float, str]:
+    """The largest of the errors and whose it is, of the tensors that do not vanish; not a number when any is none."""
+    held = [(error, name) for name, error in errors.items() if not name.endswith(case.vanishing)]
+    return max(held, key=lambda found: (math.isnan(found[0]), found[0]), default=(0.0, ""))
+
+
+def _nan_or_max(errors: Sequence[float]) -> float:
+    return max(errors, key=lambda error: (math.isnan(error), error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import combinations
 from typing import Any
 
 from meshwright.api.precision import Precision
@@ -21,6 +21,10 @@ _SHORT = {
     "micro_batches": "micro-batches",
 }
 
+LOSS_OF_ROUNDED = 5e-3
+"""The limit of losses where rounding on purpose lets gradients differ by more."""
+_NUMBERS = "fp32 loss | fp32 gradients | fp64 gradients | fp64 parameters"
+
 HEAD = f"""# Parity: every technique against one process
 
 Each row trains a small decoder in a parallel layout and in one process, from the same seed and samples: for one AdamW
@@ -29,7 +33,8 @@ parameter after the last. An error is the largest absolute difference over all r
 of the tensor. `make parity` writes this page; `make test` runs a part of the rows.
 
 Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {LIMITS[Precision.FP64][0]:g}, parameters
-{LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8-bit formats) name their own limit.
+{LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8-bit formats) name their own limit of
+gradients, and their losses differ by that or {LOSS_OF_ROUNDED:g}, whichever is less.
 """
 
 
@@ -47,12 +52,13 @@ class Row:
         return all(errors.within(*limits(self.case, precision)) for precision, errors in (self.errors or {}).items())
 
 
-def limits(case: Case, precision: Precision) -> tuple[float, float]:
-    """The largest errors allowed: of loss and gradients, and of parameters."""
+def limits(case: Case, precision: Precision) -> tuple[float, float, float]:
+    """The largest errors allowed: of losses, of gradients and of parameters."""
     if not case.exact:
-        return case.tolerance, float("inf")
+        return min(case.tolerance, LOSS_OF_ROUNDED), case.tolerance, float("inf")
     gradient, parameter = LIMITS[precision]
-    return (max(gradient, case.tolerance), parameter) if precision is Precision.FP32 else (gradient, parameter)
+    gradient = max(gradient, case.tolerance) if precision is Precision.FP32 else gradient
+    return gradient, gradient, parameter
 
 
 def layout(case: Case) -> str:
@@ -67,8 +73,13 @@ def markdown(rows: Sequence[Row]) -> str:
     measured = sum(bool(row.errors) for row in legal)
     rest = "" if measured == len(legal) else f", of which {measured} were measured in the last run"
     lines = [HEAD, f"{len(legal)} layouts{rest}; {len(refused)} refused combinations.", ""]
-    for technique, group in groupby(legal, key=lambda row: row.case.technique):
-        lines += ["", f"## {technique}", "", *_table(list(group))]
+    techniques: dict[str, list[Row]] = {}
+    for row in legal:
+        if not row.case.together:
+            techniques.setdefault(row.case.technique, []).append(row)
+    for technique, group in techniques.items():
+        lines += ["", f"## {technique}", "", *_table(group)]
+    lines += _pairs([row for row in legal if row.case.together])
     if refused:
         lines += ["", "## Refused", "", "Illegal combinations, each refused before any process group forms.", ""]
         lines += ["| Combination | Layout | Error says |", "|---|---|---|"]
@@ -110,21 +121,42 @@ def from_json(stored: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    lines = [
-        "| Layout | Model | fp32 loss | fp32 gradients | fp64 gradients | fp64 parameters |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [f"| Layout | Model | {_NUMBERS} |", "|---|---|---|---|---|---|"]
     for row in rows:
-        errors = row.errors or {}
-        single, double = errors.get(Precision.FP32), errors.get(Precision.FP64)
-        numbers = [
-            *((single.loss, single.gradient) if single else (None, None)),
-            *((double.gradient, double.parameter) if double else (None, None)),
-        ]
-        cells = ["-" if number is None else f"{number:.0e}" for number in numbers]
-        bound = "" if row.case.exact else f" (limit {row.case.tolerance:g})"
-        lines.append(f"| {layout(row.case)} | {_model(row.case) or 'default'}{bound} | {' | '.join(cells)} |")
+        lines.append(f"| {layout(row.case)} | {_model(row.case) or 'default'}{_bound(row)} | {_cells(row)} |")
     return lines
+
+
+def _pairs(rows: list[Row]) -> list[str]:
+    if not rows:
+        return []
+    legal = len({frozenset(pair) for row in rows for pair in combinations(row.case.together, 2)})
+    lines = [
+        "",
+        "## Every legal pair",
+        "",
+        f"In each row all of its techniques at once; {legal} pairs are in some row.",
+    ]
+    lines += ["Those that are in none are refused, see below.", "", f"| Techniques | Ranks | {_NUMBERS} |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in rows:
+        ranks = row.case.run().layout.world_size
+        lines.append(f"| {row.case.technique}{_bound(row)} | {ranks} | {_cells(row)} |")
+    return lines
+
+
+def _cells(row: Row) -> str:
+    errors = row.errors or {}
+    single, double = errors.get(Precision.FP32), errors.get(Precision.FP64)
+    numbers = [
+        *((single.loss, single.gradient) if single else (None, None)),
+        *((double.gradient, double.parameter) if double else (None, None)),
+    ]
+    return " | ".join("-" if number is None else f"{number:.0e}" for number in numbers)
+
+
+def _bound(row: Row) -> str:
+    return "" if row.case.exact else f" (limit {row.case.tolerance:g})"
 
 
 def _model(case: Case) -> str:

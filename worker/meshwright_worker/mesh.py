@@ -99,6 +99,17 @@ def joined(task: RankTask) -> Iterator[Mesh]:
     Raises:
         torch.distributed.DistError: a rank did not come within the time limit, or went away.
     """
+    with connected(task) as device:
+        yield form_mesh(task, device)
+
+
+@contextmanager
+def connected(task: RankTask) -> Iterator[torch.device]:
+    """All ranks of the task's generation in one group, which is destroyed on every way out; this rank's device.
+
+    Raises:
+        torch.distributed.DistError: a rank did not come within the time limit, or went away.
+    """
     device = claim(task.local_rank)
     _pin_interface(task.pod_address)
     store = TCPStore(
@@ -117,7 +128,7 @@ def joined(task: RankTask) -> Iterator[Mesh]:
         timeout=_COLLECTIVE_TIMEOUT,
     )
     try:
-        yield _mesh(task, device.torch)
+        yield device.torch
     finally:
         dist.destroy_process_group()
 
@@ -130,7 +141,12 @@ def same_everywhere(text: str, mesh: Mesh) -> bool:
     return int(extremes[0]) == -int(extremes[1])
 
 
-def _mesh(task: RankTask, device: torch.device) -> Mesh:
+def form_mesh(task: RankTask, device: torch.device) -> Mesh:
+    """The groups of the task's layout among connected ranks. Collective.
+
+    Raises:
+        ValueError: the layout is of another number of ranks than the generation.
+    """
     layout = task.run.layout
     if layout.world_size != task.world_size:
         raise ValueError(f"{layout} needs {layout.world_size} ranks, but the generation has {task.world_size}")

@@ -20,15 +20,6 @@ _UNEVEN_PAIRS: dict[str, Any] = {"length": 22}
 """Of 11 pairs of tokens: sequence parallelism over 2 ranks splits what a rank holds."""
 _MIXED: dict[str, Any] = {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 2}
 
-_BESIDE: list[dict[str, Any]] = [
-    {"tensor": 2, "sequence": False},
-    {"tensor": 2},
-    {"pipeline": 2},
-    {"data": 2},
-    {"data": 2, "zero": 2},
-    {"data": 2, "zero": 3},
-    {"zero": 3},
-]
 _EVERY_DIMENSION: list[dict[str, Any]] = [
     {"tensor": 2, "data": 2},
     {"tensor": 2, "data": 2, "zero": 2},
@@ -36,13 +27,6 @@ _EVERY_DIMENSION: list[dict[str, Any]] = [
     {"tensor": 2, "pipeline": 2},
     {"pipeline": 2, "data": 2},
     {"pipeline": 2, "data": 2, "zero": 3},
-]
-
-_EXPERTS: list[dict[str, Any]] = [
-    {"expert": 2},
-    {"expert": 2, "tensor": 2},
-    {"expert": 2, "data": 2},
-    {"expert": 4, "data": 2, "zero": 3},
 ]
 
 
@@ -55,21 +39,18 @@ CASES += [_with(method, {}, _UNEVEN, smoke=method is not ContextMethod.ALL_GATHE
 CASES += [_with(method, {}, _PACKED | _UNEVEN, smoke=method is ContextMethod.ALL_GATHER) for method in _NAMES]
 # Of 4 ranks with 2 key and value heads, two share each.
 CASES += [_with(method, {"context": 4}, common) for method in _NAMES for common in ({}, _PACKED, _UNEVEN)]
-CASES += [_with(method, beside, {}) for method in _NAMES for beside in _BESIDE]
-CASES += [_with(method, beside, _PACKED) for method in _NAMES for beside in _BESIDE]
-CASES += [_with(method, beside, {}) for method in _NAMES for beside in _EVERY_DIMENSION]
+# Of one replica, whose shards only the ranks of its sequences share.
+CASES += [_with(method, {"zero": 3}, {}) for method in _NAMES]
 CASES += [_with(ContextMethod.RING_ZIG_ZAG, beside, _PACKED | _UNEVEN_PAIRS) for beside in _EVERY_DIMENSION]
 CASES += [
     Case("ring x Ulysses", _MIXED | beside, common, smoke=not beside)
-    for beside in ({}, {"data": 2}, {"data": 2, "zero": 3}, {"pipeline": 2})
-    for common in ({}, _PACKED, _UNEVEN)
+    for beside, common in (({}, {}), ({}, _PACKED), ({}, _UNEVEN), ({"data": 2, "zero": 3}, _UNEVEN))
 ]
 CASES += [
     Case("ring x Ulysses", _MIXED | {"context": 6, "ulysses": 3}, {"kv_heads": 6, "heads": 6, "hidden_size": 48}),
     Case("ring x Ulysses", _MIXED | {"tensor": 2}, {"kv_heads": 4, "heads": 4}),
     Case("packed documents", {"data": 2}, _PACKED, smoke=True),
     Case("packed documents", {"pipeline": 2}, _PACKED, smoke=True),
-    Case("packed documents", {"tensor": 2}, _PACKED),
     Case("packed documents", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}, _PACKED),
 ]
 CASES += [
@@ -77,19 +58,14 @@ CASES += [
         f"{_NAMES[method]} x experts",
         {"context": 2, "method": method, **beside},
         {"mixture": mixture},
-        smoke=smoke and len(beside) == 1,
+        smoke=smoke,
     )
-    for method, mixture, smoke in [
-        (ContextMethod.RING_ZIG_ZAG, "DeepSeek-V3", True),
-        (ContextMethod.ULYSSES, "Mixtral", False),
-        (ContextMethod.ALL_GATHER, "DeepSeek-V2", False),
+    # Experts spread over the ranks of a sequence, and over those of several.
+    for method, mixture, beside, smoke in [
+        (ContextMethod.RING_ZIG_ZAG, "DeepSeek-V3", {"expert": 2}, True),
+        (ContextMethod.ULYSSES, "Mixtral", {"expert": 2, "tensor": 2}, False),
+        (ContextMethod.ALL_GATHER, "DeepSeek-V2", {"expert": 4, "data": 2, "zero": 3}, False),
     ]
-    for beside in (
-        {"expert": 2},
-        {"expert": 2, "tensor": 2},
-        {"expert": 2, "data": 2},
-        {"expert": 4, "data": 2, "zero": 3},
-    )
 ]
 CASES += [
     Case("uneven row x experts", {"context": 2}, {"mixture": "Mixtral", **_UNEVEN}, refused="do: 20, 24"),

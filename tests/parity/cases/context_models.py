@@ -43,34 +43,7 @@ def _case(family: str, method: ContextMethod, more: dict[str, Any] | None = None
     return Case(technique, {"context": 2, "method": method, **(more or {})}, model, smoke=smoke, vanishing=vanishing)
 
 
-CASES = [_case(family, method, smoke=(family, method) in _SMOKE) for family in _FAMILIES for method in _METHODS]
-CASES += [
-    Case(f"packed documents x {family}", {"context": 2, "method": method}, {**model, **_PACKED}, vanishing=vanishing)
-    for family, model, vanishing in [
-        ("GPT", GPT, "key.bias"),
-        ("Qwen3", QWEN3, "-"),
-        ("latent attention", LATENT_QUERIES, "-"),
-    ]
-    for method in (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
-]
-CASES += [
-    _case(family, method, beside)
-    for family in ("GPT", "Qwen3", "latent attention", "DeepSeek-V3")
-    for method, beside in [
-        (ContextMethod.RING_ZIG_ZAG, {"tensor": 2}),
-        (ContextMethod.ULYSSES, {"tensor": 2}),
-        (ContextMethod.RING_ZIG_ZAG, {"pipeline": 2, "data": 2}),
-        (ContextMethod.ALL_GATHER, {"zero": 3}),
-    ]
-]
-CASES += [
-    _case("DeepSeek-V3", method, beside)
-    for method, beside in [
-        (ContextMethod.RING_ZIG_ZAG, {"expert": 2}),
-        (ContextMethod.ULYSSES, {"expert": 2, "tensor": 2}),
-        (ContextMethod.RING_ZIG_ZAG, {"expert": 4, "data": 2, "zero": 3}),
-    ]
-]
+CASES = [_case(family, method, smoke=True) for family, method in sorted(_SMOKE)]
 CASES += [
     Case(
         "heads that do not exchange x latent attention",

@@ -37,16 +37,6 @@ _EIGHT: dict[str, dict[str, Any]] = {
     "experts of one a rank x ZeRO-3": {"data": 8, "expert": 4, "zero": 3, "micro_batches": 1},
     "experts x replicas x pipeline": {"data": 4, "expert": 2, "pipeline": 2},
 }
-_SOME = (
-    "experts x data",
-    "experts x ZeRO-3",
-    "split experts",
-    "split experts, sequence parallel",
-    "experts x tensor, sequence parallel",
-    "experts x pipeline",
-    "experts x tensor x pipeline",
-)
-"""What the other mixtures are run in: their rules are the same in every layout but for how sequences are shared."""
 _SMOKE = {
     ("Mixtral", "experts x data"),
     ("Mixtral", "experts x ZeRO-3"),
@@ -68,17 +58,14 @@ _SMOKE = {
 def _cases() -> list[Case]:
     layouts = [(technique, layout) for group in (_TWO, _FOUR, _EIGHT) for technique, layout in group.items()]
     techniques: dict[str, tuple[str, ...]] = {
-        "Mixtral": tuple(technique for technique, _ in layouts),
-        "DeepSeek-V3": tuple(technique for technique, _ in layouts),
-        "Switch": _SOME,
-        "ST-MoE": _SOME,
-        "DeepSeek-V2": _SOME,
-        "unbalanced": ("experts x data",),
+        "Mixtral": tuple(technique for technique in _EIGHT),
+        "DeepSeek-V3": tuple(technique for technique in _FOUR),
     }
     cases, smoke = [], set(_SMOKE)
     for technique, layout in sorted(layouts, key=lambda one: [name for name, _ in layouts].index(one[0])):
-        for mixture, run in techniques.items():
-            if technique in run:
+        for mixture in dict.fromkeys([*techniques, *sorted(mixture for mixture, _ in _SMOKE)]):
+            run = techniques.get(mixture, ())
+            if technique in run or (mixture, technique) in smoke:
                 cases.append(Case(technique, layout, {"mixture": mixture}, smoke=(mixture, technique) in smoke))
                 smoke.discard((mixture, technique))
     return cases
@@ -103,7 +90,6 @@ def _in_schedules() -> list[Case]:
         common = {"mixture": "DeepSeek-V3", **model}
         smoke = technique in ("experts x ZB-V", "experts x DualPipe", "experts x re-materialization")
         cases.append(Case(technique, layout, common, smoke=smoke))
-        cases.append(Case(f"{technique} x ZeRO-2", {**layout, "zero": 2}, common))
     return cases
 
 
@@ -114,6 +100,13 @@ CASES = [
         "experts x activation checkpointing",
         {"data": 2, "expert": 2, "training": {"activation_checkpointing": "Full"}},
         {"mixture": "DeepSeek-V3"},
+        smoke=True,
+    ),
+    # Of frozen experts, spread ones are frozen too.
+    Case(
+        "experts x LoRA",
+        {"data": 2, "expert": 2},
+        {"mixture": "Mixtral", "training": {"lora": {"rank": 3}}},
         smoke=True,
     ),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "tensor": 2}, {"mixture": "DeepSeek-V3", **_LATENT}, smoke=True),

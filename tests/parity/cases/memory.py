@@ -36,6 +36,7 @@ def _exact(technique: str, training: dict[str, Any], smoke: set[int]) -> list[Ca
     return [
         Case(f"{technique}, {name}", {**layout, "training": training}, smoke=number in smoke)
         for number, (name, layout) in enumerate([("one process", {}), *_LAYOUTS])
+        if number in smoke
     ]
 
 
@@ -44,21 +45,25 @@ CASES: list[Case] = [
         "tied embeddings, chunked loss", {"tensor": 2, "training": {"loss_chunk_tokens": 24}}, {"tie_embeddings": True}
     ),
     *(
-        Case(f"optimizer state in main memory, {name}", {**layout, **_OFFLOADED}, smoke=number in (3, 5))
+        Case(f"optimizer state in main memory, {name}", {**layout, **_OFFLOADED}, smoke=True)
         for number, (name, layout) in enumerate(_LAYOUTS)
+        if number in (3, 5)
     ),
     *(
-        Case(f"Muon, {name}", layout, _MUON, smoke=number in (0, 3, 5))
+        Case(f"Muon, {name}", layout, _MUON, smoke=True)
         for number, (name, layout) in enumerate(_LAYOUTS)
+        if number in (0, 3, 5)
     ),
 ]
 CASES += [
-    Case(f"dropout, {name}", layout, _DROPOUT, smoke=number in (0, 1, 2, 5))
+    Case(f"dropout, {name}", layout, _DROPOUT, smoke=True)
     for number, (name, layout) in enumerate(_LAYOUTS)
+    if number in (0, 1, 2, 5)
 ]
 CASES += [
     Case("dropout, checkpointing", {**layout, **_RECOMPUTED}, _DROPOUT, smoke=number == 0)
     for number, (_, layout) in enumerate(_LAYOUTS)
+    if number in (0, 5)
 ]
 CASES += [
     Case("parameter offload", {"data": 2, "zero": 3, "training": {"parameter_offload": True}}, smoke=True),

@@ -56,15 +56,20 @@ def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torc
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter, sharing its memory, and where in the whole it lies."""
+    local = local_part(parameter)
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
-    local = parameter.to_local().detach()
+        return local, tuple(slice(0, size) for size in parameter.shape)
     chunks = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if not chunks:
         return local, tuple(slice(0, size) for size in local.shape)
     (chunk,) = chunks
     box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     return local, box
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, sharing its memory."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def drawn(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:

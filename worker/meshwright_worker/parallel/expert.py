@@ -128,7 +128,7 @@ def _split(experts: Experts, mesh: Mesh) -> None:
         whole = experts.get_parameter(name)
         placements = [Shard(0) if part == EXPERT else Shard(dimension) for part in names]
         split = distribute_tensor(whole.detach(), devices, placements, src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(split))
+        experts.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def _placement(experts: Experts, replicas: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -121,6 +121,8 @@ class FlatShards:
                     raise RuntimeError(f"no gradient was computed for {shard.name}")
                 grad = torch.zeros_like(shard.local)
             shard.parameter.grad = None
+            # A gradient that autograd tracks, as some that are put together past its hooks, would make the sums so too.
+            grad = grad.detach()
             columns.append(F.pad(grad.flatten(), (0, width * ranks - grad.numel())).view(ranks, width))
         given = torch.cat(columns, dim=1)
         own = torch.empty_like(given[0])

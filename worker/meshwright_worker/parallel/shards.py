@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import SHARD_REPLICA, TENSOR, Mesh
-from meshwright_worker.models.initialize import local_shard
+from meshwright_worker.models.initialize import local_part, local_shard
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.apply import shards_over_replicas
 from meshwright_worker.parallel.expert import experts_of
@@ -62,7 +62,7 @@ class Shard:
         if gradient is None:
             raise RuntimeError(f"no gradient was computed for {self.name}")
         # Some gradients are one of several views of a tensor, which autograd lets nobody change in place.
-        return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach()
+        return local_part(gradient)
 
 
 def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
@@ -75,8 +75,7 @@ def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConf
     spread = {id(parameter) for parameter in experts_of(stage)} if layout.expert > 1 else set()
     shards = []
     for name, parameter in stage.named_parameters():
-        local, _ = local_shard(parameter)
-        whole = distributed.get(name)
+        local, whole = local_part(parameter), distributed.get(name)
         expert = id(parameter) in spread
         # Norms and routers are whole on each rank of a tensor group.
         own_part = tensor == 0 or is_split_over_tensor(whole)

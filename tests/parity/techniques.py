@@ -1,0 +1,264 @@
+"""The techniques whose every legal pair is in the matrix, and how a set of them becomes a case.
+
+Techniques of one factor exclude each other: there is one schedule, one family of models. What a technique needs beside
+itself (a degree, a mixture for its experts) is given unless another technique of the case gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.api.data import Packing
+from meshwright.api.parallelism import ContextMethod
+from meshwright_worker.validate import InvalidRunError, validate
+from tests.parity.case import Case
+from tests.parity.cases.models import GPT, LATENT, LATENT_QUERIES, LLAMA31, QWEN2, QWEN3, YARN
+
+RANKS = 8
+"""The largest world of a case."""
+SCALES_OF_PARTS = 0.5
+"""The limit of gradients in fp8 on parts of sequences: each has scales of its own, and so all are rounded otherwise."""
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Technique:
+    """Arguments of `small_run`: of its layout alone, of one process too, and what holds where no other has its say."""
+
+    factor: str
+    name: str
+    layout: Options = field(default_factory=dict)
+    common: Options = field(default_factory=dict)
+    unless: Options = field(default_factory=dict)
+    tolerance: float | None = None
+    """Of those that round on purpose."""
+
+
+def _of(factor: str, options: Mapping[str, tuple[Options, ...]]) -> list[Technique]:
+    return [Technique(factor, name, *fields) for name, fields in options.items()]
+
+
+_FEW: Options = {"pipeline": 2, "micro_batches": 2}
+_MANY: Options = {"pipeline": 2, "micro_batches": 4}
+_FOLDED: Options = {"layers": 4}
+_SMALL: Options = {"bucket_elements": 4000}
+
+
+def _schedule(name: str, micro_batches: Options = _FEW, **more: Any) -> Options:
+    return {**micro_batches, "parallelism": {"schedule": name, **more}}
+
+
+def _replicas(zero: int, data: int = 2, **options: Any) -> Options:
+    return {"data": data, "zero": zero, "replicas": {**_SMALL, **options}}
+
+
+def _sharing(method: ContextMethod, **more: Any) -> Options:
+    return {"context": 2, "method": method, **more}
+
+
+def _mixture(name: str) -> tuple[Options, Options]:
+    return {}, {"mixture": name}
+
+
+def _training(**options: Any) -> tuple[Options, Options]:
+    return {"training": options}, {}
+
+
+def _fp8(name: str, **options: Any) -> Technique:
+    # Scales are of a micro-batch, so one process has the same ones.
+    return Technique("products", f"fp8, {name}", {}, {"training": {"fp8": options}}, tolerance=2e-2)
+
+
+def _compressed(name: str, tolerance: float | None, **options: Any) -> Technique:
+    layout = {"data": 2, "replicas": {**_SMALL, "compression": name, **options}}
+    return Technique("compression", f"gradients by {name}", layout, tolerance=tolerance)
+
+
+TECHNIQUES: list[Technique] = [
+    *_of(
+        "tensor",
+        {
+            "tensor parallelism": ({"tensor": 2, "sequence": False},),
+            "tensor and sequence parallelism": ({"tensor": 2},),
+        },
+    ),
+    *_of(
+        "schedule",
+        {
+            "naive pipeline": (_schedule("Naive"),),
+            "GPipe": (_schedule("GPipe"),),
+            "1F1B": (_schedule("1F1B"),),
+            "interleaved 1F1B": (_schedule("Interleaved1F1B"), _FOLDED),
+            "looped BFS": (_schedule("LoopedBFS"), _FOLDED),
+            "ZB-H1": (_schedule("ZBH1"),),
+            "ZB-H2": (_schedule("ZBH2", _MANY),),
+            "ZB-V": (_schedule("ZBV"), _FOLDED),
+            "automatic zero bubble": (_schedule("Automatic", _MANY, activation_limit=3),),
+            "DualPipe": (_schedule("DualPipe", _MANY),),
+            "DualPipeV": (_schedule("DualPipeV", _MANY), _FOLDED),
+        },
+    ),
+    *_of(
+        "context",
+        {
+            "ring attention (contiguous)": (_sharing(ContextMethod.RING),),
+            "ring attention (zig-zag)": (_sharing(ContextMethod.RING_ZIG_ZAG),),
+            "Ulysses": (_sharing(ContextMethod.ULYSSES),),
+            "all-gather context parallelism": (_sharing(ContextMethod.ALL_GATHER),),
+            "ring x Ulysses": (_sharing(ContextMethod.RING_ULYSSES, context=4, ulysses=2), {"kv_heads": 4}),
+        },
+    ),
+    *_of(
+        "replicas",
+        {
+            # FSDP1's names are other names of the same code, so a pair with one is a pair with both.
+            "DDP (FSDP1 NO_SHARD)": (_replicas(0, strategy="NO_SHARD"),),
+            "ZeRO-1": (_replicas(1),),
+            "ZeRO-2": (_replicas(2, strategy="ZeRO"),),
+            "FSDP2, ZeRO-2 (FSDP1 SHARD_GRAD_OP)": (_replicas(2, strategy="SHARD_GRAD_OP"),),
+            "FSDP2, ZeRO-3 (FSDP1 FULL_SHARD)": (_replicas(3, strategy="FULL_SHARD"),),
+            "HSDP (ZeRO-1)": (_replicas(1, 4, shard_size=2),),
+            "HSDP (ZeRO-2)": (_replicas(2, 4, shard_size=2, strategy="ZeRO"),),
+            "HSDP (HYBRID_SHARD_ZERO2)": (_replicas(2, 4, shard_size=2, strategy="HYBRID_SHARD_ZERO2"),),
+            "HSDP (HYBRID_SHARD)": (_replicas(3, 4, shard_size=2, strategy="HYBRID_SHARD"),),
+            "hpZ": (_replicas(3, 4, reshard_size=2),),
+        },
+    ),
+    *_of("overlap", {"reductions after backward": ({"data": 2, "replicas": {**_SMALL, "overlap": False}},)}),
+    _compressed("FP16", 2e-3),
+    _compressed("BF16", 2e-2),
+    # A scale a bucket: with a bucket a tensor, errors are in proportion to the tensor.
+    _compressed("Int8", 3e-2, bucket_elements=1),
+    # Of all elements, and so exact: what is left out follows its own rule, which tests of compression hold it to.
+    _compressed("TopK", None, compression_density=1.0),
+    _compressed("PowerSGD", 0.3, compression_rank=24),
+    *_of(
+        "model",
+        {
+            "GPT": ({}, GPT),
+            "Qwen2": ({}, QWEN2),
+            "Qwen3": ({}, QWEN3),
+            "Llama 3.1": ({}, LLAMA31),
+            "latent attention": ({}, LATENT),
+            "latent queries": ({}, LATENT_QUERIES),
+            "YaRN": ({}, {**LATENT_QUERIES, **YARN}),
+        },
+    ),
+    *_of("embeddings", {"tied embeddings": ({}, {"tie_embeddings": True})}),
+    *_of("mixture", {name: _mixture(name) for name in ("Switch", "Mixtral", "ST-MoE", "DeepSeek-V2", "DeepSeek-V3")}),
+    *_of("experts", {"expert parallelism": ({"data": 2, "expert": 2}, {}, {"mixture": "Mixtral"})}),
+    *_of(
+        "checkpointing",
+        {
+            "full checkpointing": _training(activation_checkpointing="Full"),
+            "selective checkpointing": _training(activation_checkpointing="Selective"),
+            "checkpointing of every 2 layers": _training(activation_checkpointing="EveryK", checkpoint_every=2),
+            "checkpointing of sqrt(L) layers": _training(activation_checkpointing="Sqrt"),
+        },
+    ),
+    *_of("rematerialization", {"re-materialization": ({"parallelism": {"rematerialize": True}}, {}, _FEW)}),
+    *_of("activations", {"activation offload": _training(activation_offload=True)}),
+    *_of(
+        "optimizer",
+        {
+            "Muon": ({}, {"optimizer": {"name": "Muon"}}),
+            "optimizer offload": ({"optimizer": {"offload": "CPU"}},),
+        },
+    ),
+    *_of(
+        "parameters",
+        {"parameter offload": ({"data": 2, "training": {"parameter_offload": True}}, {}, {"zero": 3})},
+    ),
+    *_of("loss", {"chunked loss": _training(loss_chunk_tokens=12)}),
+    *_of(
+        "dropout",
+        {
+            "dropout": ({}, {"training": {"dropout": 0.1}}),
+            "attention dropout": ({}, {"training": {"attention_dropout": 0.2}}),
+        },
+    ),
+    *_of("packing", {"packed documents": ({}, {"packing": Packing.DOCUMENTS})}),
+    *_of(
+        "adapters",
+        {"LoRA": ({}, {"training": {"lora": {"rank": 3, "targets": ["Query", "Value", "Output", "Gate", "Down"]}}})},
+    ),
+    _fp8("tensorwise"),
+    _fp8("rowwise", scaling="Rowwise"),
+    _fp8("delayed", update="Delayed", history=2),
+    _fp8("static", update="Static", gradient_amax=0.01),
+    *_of("accumulation", {"gradient accumulation": ({}, {}, {"micro_batches": 2})}),
+]
+BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+
+
+def case_of(names: Iterable[str], refused: str | None = None) -> Case:
+    """The techniques together, in the order of `TECHNIQUES`, in the smallest layout that holds them."""
+    wanted = set(names)
+    techniques = [technique for technique in TECHNIQUES if technique.name in wanted]
+    # Small, and with as few passes as there can be: the techniques are what costs.
+    common = _merged({"layers": 2, "micro_batches": 1}, *(each.common for each in techniques))
+    layout = _merged(*(each.layout for each in techniques))
+    for technique in techniques:
+        layout |= {name: value for name, value in technique.unless.items() if name not in layout | common}
+        if "micro_batches" in technique.unless:
+            layout["micro_batches"] = max(layout.get("micro_batches", 1), technique.unless["micro_batches"])
+    if "mixture" in layout:
+        common["mixture"] = layout.pop("mixture")
+    if layout.get("context", 1) > 2 and "shard_size" in layout.get("replicas", {}):
+        # The ranks that share a sequence share shards as well: copies of those are all that hybrid shards need more.
+        layout |= {"data": 2, "replicas": {**layout["replicas"], "shard_size": 1}}
+    parts = layout.get("data", 1) * layout.get("micro_batches", 1)
+    common |= {"batch": 16} if parts > 8 else {}
+    tolerances = [each.tolerance for each in techniques if each.tolerance is not None]
+    if any(each.factor == "products" for each in techniques) and layout.get("context", 1) > 1:
+        tolerances.append(SCALES_OF_PARTS)
+    if any(each.factor == "products" for each in techniques):
+        common["micro_batches"] = parts
+        layout.setdefault("micro_batches", 1)
+    # What a case and one process have of the same kind does not add up by itself.
+    layout |= {
+        name: {**common[name], **layout[name]}
+        for name in ("training", "optimizer")
+        if name in layout and name in common
+    }
+    return Case(
+        " + ".join(each.name for each in techniques),
+        layout,
+        common,
+        refused=refused,
+        exact=not tolerances,
+        tolerance=max(tolerances, default=1e-5),
+        vanishing="key.bias" if "GPT" in wanted else "-",
+        together=tuple(each.name for each in techniques),
+    )
+
+
+def _merged(*many: Options) -> dict[str, Any]:
+    """All options; degrees are the largest asked for."""
+    merged: dict[str, Any] = {}
+    for options in many:
+        for name, value in options.items():
+            if isinstance(value, Mapping):
+                merged[name] = {**merged.get(name, {}), **value}
+            elif isinstance(value, int) and not isinstance(value, bool):
+                merged[name] = max(merged.get(name, value), value)
+            else:
+                merged[name] = value
+    return merged
+
+
+def verdict(names: Iterable[str]) -> str | None:
+    """What is said against the techniques together, problem by problem; None where they are legal."""
+    try:
+        validate(case_of(names).run())
+    except InvalidRunError as error:
+        return str(error)
+    return None
+
+
+def ranks_of(names: Iterable[str]) -> int:
+    """How many ranks the techniques take together."""
+    layout = case_of(names).layout
+    return int(layout.get("data", 1) * layout.get("pipeline", 1) * layout.get("context", 1) * layout.get("tensor", 1))

@@ -1,0 +1,57 @@
+"""Every legal pair of techniques is in the matrix, and every illegal one with its error."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from meshwright_worker.validate import validate
+from tests.parity.covering import cover, pairs_of
+from tests.parity.matrix import all_cases
+from tests.parity.pairs import ROWS, factors, generate, holds
+from tests.parity.techniques import RANKS
+
+ROWS_OF_PAIRS = [case for case in all_cases() if case.together]
+LEGAL = [case for case in ROWS_OF_PAIRS if case.refused is None]
+
+
+def test_every_pair_is_in_a_row_or_refused() -> None:
+    refused = {frozenset(case.together) for case in ROWS_OF_PAIRS if case.refused is not None}
+    rows = [frozenset(case.together) for case in LEGAL]
+    missing = [
+        sorted(pair)
+        for pair in pairs_of(factors())
+        if pair not in refused and not any(holds(row, pair) for row in rows)
+    ]
+    assert not missing, "run `python -m tests.parity.pairs`"
+
+
+def test_rows_can_be_run() -> None:
+    for case in LEGAL:
+        run = case.run()
+        validate(run)
+        validate(case.reference())
+        assert run.layout.world_size <= RANKS
+        assert case.reference().layout.world_size == 1
+
+
+def test_what_rounds_does_not_hide_another_techniques_errors() -> None:
+    assert not holds(frozenset({"ZeRO-1", "GPT", "fp8, static"}), frozenset({"ZeRO-1", "GPT"}))
+    assert holds(frozenset({"ZeRO-1", "GPT", "fp8, static"}), frozenset({"GPT", "fp8, static"}))
+
+
+def test_a_cover_holds_every_pair_in_legal_rows() -> None:
+    levels = {factor: [f"{factor}{number}" for number in range(4)] for factor in "abcd"}
+    forbidden = frozenset({"a0", "b0"}), frozenset({"c1", "d2"})
+    wanted = [pair for pair in pairs_of(levels) if pair not in forbidden]
+    rows = cover(levels, wanted, lambda row: not any(two <= row for two in forbidden), lambda *_: True, lambda _: 1.0)
+    held = {frozenset(pair) for row in rows for pair in combinations(row, 2)}
+    assert held == set(wanted)
+    # 16 is the least there can be of 4 x 4 levels.
+    assert len(rows) <= 26
+
+
+@pytest.mark.long
+def test_the_file_is_what_is_generated() -> None:
+    assert ROWS.read_text() == generate(), "run `python -m tests.parity.pairs`"
