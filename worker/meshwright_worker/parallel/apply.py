@@ -95,7 +95,8 @@ def _build(
         share_rows(stage, Deal.of(run), sharing)
     spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
-        split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
+        asked = run.parallelism
+        split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)
     _equip(stage, run.training, model, mesh, sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
         zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
