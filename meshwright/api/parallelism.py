@@ -63,6 +63,10 @@ class ParallelismSpec(ApiModel):
     parameters. Must divide `replicas` times `context`, and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
+    tensor_overlap: bool = False
+    """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are taken
+    apart into sends between neighbours, which run during the products around them. Needs `tensor` of at least 2,
+    `sequence: true`, and no `training.fp8` and `training.lora`."""
     context: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
     When left out: 1, or the fewest with which a layout fits. Rules about it take it for 1 until it is chosen.

@@ -108,6 +108,7 @@ class Job:
         return Choices(
             tensor=layout.tensor,
             sequence_parallel=asked.sequence and layout.tensor > 1,
+            tensor_overlap=asked.tensor_overlap,
             context=layout.context,
             context_method=asked.context_method,
             ulysses=asked.ulysses or 1,

@@ -116,6 +116,7 @@ def _parallelism(spec: ParallelTrainingJobSpec, choices: Choices) -> Parallelism
         pipeline=choices.pipeline,
         expert=choices.expert,
         sequence=choices.sequence_parallel if choices.tensor > 1 else spec.parallelism.sequence,
+        tensor_overlap=spec.parallelism.tensor_overlap and choices.tensor > 1 and choices.sequence_parallel,
         context=choices.context,
         context_method=choices.context_method if choices.context > 1 else ContextMethod.RING_ZIG_ZAG,
         schedule=schedule if piped else None,

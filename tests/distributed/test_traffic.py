@@ -91,6 +91,24 @@ def test_sequence_parallelism_sends_the_same_in_other_collectives(pool: RankPool
         assert traffic.sent() == plain.sent() + FP32 * HIDDEN * norms
 
 
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_asynchronous_tensor_parallelism_sends_the_same_to_neighbours(pool: RankPool, tensor: int) -> None:
+    """ASPLOS 2023, 10.1145/3567955.3567959: rings of n - 1 messages take the place of collectives, beside all products.
+    Those of the embedding, which has none, stay."""
+    micro_batches, heads = 2, {"kv_heads": 4}
+    stream = FP32 * BATCH * LENGTH * HIDDEN
+    whole = measured(pool, tensor=tensor, **heads)
+    for traffic, sequence in zip(
+        measured(pool, tensor=tensor, parallelism={"tensor_overlap": True}, **heads), whole, strict=True
+    ):
+        counted = traffic.as_dict()
+        rings = 8 * LAYERS + 2
+        messages = (micro_batches * rings * (tensor - 1), rings * (tensor - 1) * stream // tensor)
+        assert counted[f"send/{tensor}"] == counted[f"recv/{tensor}"] == messages
+        assert counted[f"all-gather/{tensor}"] == counted[f"reduce-scatter/{tensor}"] == (micro_batches, stream)
+        assert traffic.sent() == sequence.sent()
+
+
 def test_stages_send_one_activation_and_one_gradient_a_micro_batch(pool: RankPool) -> None:
     micro_batches = 4
     expected = (micro_batches, FP32 * BATCH * LENGTH * HIDDEN)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
-from meshwright_worker.fp8.formats import BACKWARD, FORWARD, largest, product, quantised, scaled
+from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, product, quantised, scaled
+from meshwright_worker.fp8.grouped import Fp8GroupedProduct
+from meshwright_worker.fp8.kernels import scaled_groups
 from meshwright_worker.fp8.linear import Fp8Product
+from meshwright_worker.models.grouped import grouped_linear
 from meshwright_worker.models.layers import Linear
 
 SPECS = {
@@ -68,3 +71,74 @@ def test_delayed_scales_see_the_largest_of_their_step() -> None:
     eight.expected = torch.tensor([1.5, 1.0, 1.0])
     clamped = eight(torch.full((2, 16), 3.0), linear.weight)
     assert torch.equal(clamped, eight(torch.full((2, 16), 1.5), linear.weight))
+
+
+COUNTS = torch.tensor([5, 0, 11])
+ORIGIN = torch.tensor([0, 0, 1, 1, 1, *([0] * 6), *([1] * 5)])
+"""Of each expert's rows the first ones came from rank 0."""
+
+
+def grouped(name: str, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of one micro-batch's grouped product."""
+    rows, weight = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+    multiply = Fp8GroupedProduct(SPECS[name], None, None, inputs=False) if name in SPECS else None
+    product = grouped_linear(rows, weight, counts) if multiply is None else multiply(rows, weight, counts, None)
+    product.backward(product.detach().roll(1, 0))
+    assert rows.grad is not None
+    assert weight.grad is not None
+    return [product.detach(), rows.grad, weight.grad]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_experts_stay_near_the_exact_ones(name: str) -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(16, 32), torch.randn(3, 48, 32) / 6
+    results = grouped(name, rows, weight, COUNTS)
+    for got, want in zip(results, grouped("exact", rows, weight, COUNTS), strict=True):
+        error = float((got - want).norm() / want.norm())
+        assert 1e-3 < error < 0.1, "not rounded, or too much"
+    assert not results[2][1].any(), "an expert without rows has a gradient"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_of_two_micro_batches_are_scaled_apart(name: str) -> None:
+    """Experts that see both at once give what they give one after the other, with scales that differ by far."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(16, 32), torch.randn(3, 48, 32) / 6
+    rows[ORIGIN == 1] *= 1.7e-2
+    apart = [
+        grouped(name, rows[rank == ORIGIN], weight, torch.tensor(counts))
+        for rank, counts in enumerate(([2, 0, 6], [3, 0, 5]))
+    ]
+    inputs, matrices = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+    product = Fp8GroupedProduct(SPECS[name], None, None, inputs=False, origins=2)(inputs, matrices, COUNTS, ORIGIN)
+    upstream = torch.empty_like(product)
+    for rank, (results, *_) in enumerate(apart):
+        torch.testing.assert_close(product[rank == ORIGIN], results, rtol=1e-5, atol=1e-6)
+        upstream[rank == ORIGIN] = results.roll(1, 0)
+    product.backward(upstream)
+    assert inputs.grad is not None
+    assert matrices.grad is not None
+    for rank, (_, of_rows, _) in enumerate(apart):
+        torch.testing.assert_close(inputs.grad[rank == ORIGIN], of_rows, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(matrices.grad, apart[0][2] + apart[1][2])
+
+
+def test_delayed_scales_of_experts_see_the_largest_of_all() -> None:
+    eight = Fp8GroupedProduct(SPECS["delayed"], None, None, inputs=False)
+    weight = torch.arange(1.0, 4.0).view(3, 1, 1).expand(3, 8, 16).clone().requires_grad_()
+    eight(torch.full((16, 16), 0.5), weight, COUNTS, None).backward(torch.full((16, 8), 0.1))
+    assert eight.seen is not None
+    assert eight.seen.tolist() == pytest.approx([0.5, 3.0, 0.1])
+    eight.expected = torch.tensor([0.25, 3.0, 1.0])
+    clamped = eight(torch.full((16, 16), 0.5), weight, COUNTS, None)
+    assert torch.equal(clamped, eight(torch.full((16, 16), 0.25), weight, COUNTS, None))
+
+
+def test_the_grouped_kernel_takes_what_it_is_given() -> None:
+    """Its checks of formats, strides and scales run without a GPU, on tensors without memory."""
+    a = Quantised(torch.empty(64, 32, dtype=FORWARD, device="meta"), torch.empty(64, 1, device="meta"))
+    b = Quantised(torch.empty(3, 48, 32, dtype=FORWARD, device="meta"), torch.empty(3, 1, 1, device="meta"))
+    assert scaled_groups(a, b, torch.empty(3, dtype=torch.int64, device="meta")).shape == (64, 48)
+    with pytest.raises(RuntimeError, match="scale"):
+        scaled_groups(a._replace(scale=torch.empty(63, 1, device="meta")), b, torch.empty(3, dtype=torch.int64))

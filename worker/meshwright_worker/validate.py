@@ -96,6 +96,21 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
     for name, value in divisible.items():
         if value % run.tensor:
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
+    if run.parallelism.tensor_overlap:
+        yield from _overlap_problems(run, training)
+
+
+def _overlap_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+    if run.tensor == 1 or not run.parallelism.sequence:
+        yield (
+            "`parallelism.tensorOverlap: true` needs `parallelism.sequence: true` and `parallelism.tensor` of at least "
+            f"2, not {run.tensor}: it takes the collectives of sequence parallelism apart"
+        )
+    if training.fp8 is not None or training.lora is not None:
+        yield (
+            "`parallelism.tensorOverlap: true` needs `training.fp8` and `training.lora` left out: fp8 scales are of "
+            "whole tensors, and adapters are too narrow to hide anything"
+        )
 
 
 def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:

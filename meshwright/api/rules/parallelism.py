@@ -89,6 +89,16 @@ def _sequence_splits(spec: Spec) -> bool:
     return not spec.parallelism.sequence or divides(spec.parallelism.tensor, length)
 
 
+def _ring_to_overlap(spec: Spec) -> bool:
+    p = spec.parallelism
+    return not p.tensor_overlap or (p.sequence and p.tensor is not None and p.tensor > 1)
+
+
+def _products_to_overlap(spec: Spec) -> bool:
+    training = spec.training
+    return not spec.parallelism.tensor_overlap or training is None or (training.fp8 is None and training.lora is None)
+
+
 PARALLELISM_RULES = (
     Rule(
         "replicas",
@@ -152,6 +162,21 @@ PARALLELISM_RULES = (
         "!has(self.parallelism.tensor) || !has(self.training) || !self.parallelism.sequence"
         " || self.training.sequenceLength % self.parallelism.tensor == 0",
         _sequence_splits,
+    ),
+    Rule(
+        "parallelism.tensorOverlap",
+        "needs `parallelism.tensor` of at least 2 and `parallelism.sequence: true`, whose collectives it takes apart",
+        "!self.parallelism.tensorOverlap || (self.parallelism.sequence && has(self.parallelism.tensor)"
+        " && self.parallelism.tensor > 1)",
+        _ring_to_overlap,
+    ),
+    Rule(
+        "parallelism.tensorOverlap",
+        "must be false with `training.fp8`, whose scales are of whole tensors, and with `training.lora`, whose "
+        "narrow products hide nothing",
+        "!self.parallelism.tensorOverlap || !has(self.training)"
+        " || (!has(self.training.fp8) && !has(self.training.lora))",
+        _products_to_overlap,
     ),
     Rule(
         "parallelism.microBatches",

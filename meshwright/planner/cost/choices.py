@@ -111,6 +111,8 @@ class Choices:
 
     tensor: int = 1
     sequence_parallel: bool = True
+    tensor_overlap: bool = False
+    """Whether products hide sequence parallelism's collectives, in a runtime where that is a choice."""
     context: int = 1
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
     ulysses: int = 1
@@ -187,6 +189,7 @@ class LayerLayout(NamedTuple):
 
     tensor: int
     sequence_parallel: bool
+    tensor_overlap: bool
     context: int
     context_method: ContextMethod
     ulysses: int
@@ -200,6 +203,7 @@ class LayerLayout(NamedTuple):
         return cls(
             choices.tensor,
             choices.sequence_parallel,
+            choices.tensor_overlap,
             choices.context,
             choices.context_method,
             choices.ulysses,

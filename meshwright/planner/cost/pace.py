@@ -17,6 +17,7 @@ from meshwright.planner.cost.fabric import Span
 from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.kernels import MEMORY_PART, Shape, layer_time, logits_time
 from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.runtime import ASYNCHRONOUS_TENSOR
 from meshwright.planner.cost.stages import Stage, Stages
 from meshwright.planner.cost.traffic import (
     NOTHING,
@@ -217,7 +218,8 @@ def _layer_pass(
     time = layer_time(shape, machine.gpu, runtime)
     again = recomputed_part(how)
     tensor = tensor_traffic(tokens, model, chosen, tensor_span, fabric)
-    tensor_seconds = (1.0 - runtime.overlap_tensor) * _both(tensor, again)
+    hidden = ASYNCHRONOUS_TENSOR if chosen.tensor_overlap else runtime.overlap_tensor
+    tensor_seconds = (1.0 - hidden) * _both(tensor, again)
     if runtime.partitioned_checkpoints and again and chosen.tensor > 1:
         tensor_seconds += all_gather(tokens * model.hidden * element(chosen.numbers), tensor_span, fabric)
     context = context_traffic(tokens, model, chosen, context_span, fabric, time.core * constants.compute)

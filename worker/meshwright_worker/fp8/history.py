@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.precision import Fp8Update
-from meshwright_worker.fp8.linear import products_of
+from meshwright_worker.fp8.recipe import recipes_of
 from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
 from meshwright_worker.models.llama import DecoderStage
 
@@ -23,7 +23,7 @@ class Fp8History:
     """The maxima of all products of this rank's stages in the last steps."""
 
     def __init__(self, stages: Iterable[DecoderStage], mesh: Mesh) -> None:
-        found = [product for stage in stages for product in products_of(stage)]
+        found = [product for stage in stages for product in recipes_of(stage)]
         self._products = [product for product in found if product.spec.update is Fp8Update.DELAYED]
         self._mesh = mesh
         length = self._products[0].spec.history if self._products else 1

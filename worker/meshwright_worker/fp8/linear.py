@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedAlong
 
-from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
+from meshwright.api.precision import Fp8Spec, Fp8Update
 from meshwright_worker.fp8.formats import (
     BACKWARD,
     FORWARD,
@@ -26,32 +26,19 @@ from meshwright_worker.fp8.formats import (
     product,
     quantised,
 )
+from meshwright_worker.fp8.recipe import GRADIENT, INPUT, WEIGHT, Fp8Recipe
 from meshwright_worker.models.layers import Linear, local
 from meshwright_worker.models.llama import DecoderStage
 
-INPUT, WEIGHT, GRADIENT = range(3)
 
-
-class Fp8Product:
+class Fp8Product(Fp8Recipe):
     """The product of a `Linear`. Layers that are split alike share one, so that compiled layers are alike too; with
-    delayed scaling each has its own, for its maxima.
-
-    Args:
-        spec: how scales come about.
-        group: the ranks that the weight is split over; None where there are none.
-        inputs: whether the weight's inputs are split; otherwise, in a group, its outputs are.
+    delayed scaling each has its own, for its maxima. Arguments as for `Fp8Recipe`.
     """
 
     def __init__(self, spec: Fp8Spec, group: dist.ProcessGroup | None, *, inputs: bool) -> None:
-        self.spec = spec
-        self._group = group
-        self._split = (group is not None and inputs, group is not None and not inputs)
-        self.rowwise = spec.scaling is Fp8Scaling.ROWWISE
+        super().__init__(spec, group, inputs=inputs)
         self.hardware = hardware_multiplies()
-        self.seen: torch.Tensor | None = None
-        """Delayed scaling: the largest input, weight and gradient of the step so far, fp32 [3]."""
-        self.expected: torch.Tensor | None = None
-        """Delayed scaling: the largest of the last steps, fp32 [3]; None in the first."""
         self._multiply: Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor] = _multiply
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,29 +53,18 @@ class Fp8Product:
     def whole(self, x: torch.Tensor, role: int) -> Quantised:
         """A tensor with one scale."""
         form = BACKWARD if role == GRADIENT else FORWARD
-        if self.spec.update is Fp8Update.STATIC:
-            given = (self.spec.input_amax, self.spec.weight_amax, self.spec.gradient_amax)[role]
-            return quantised(x, torch.tensor(given, device=x.device), form)
-        amax = largest(x, rowwise=False)
-        if self.spec.update is Fp8Update.DELAYED:
-            if self.seen is None:
-                self.seen = torch.zeros(3, device=x.device)
-            self.seen[role] = torch.maximum(self.seen[role], amax)
-            if self.expected is not None:
-                return quantised(x, self.expected[role], form)
+        known = self._known(role, lambda: largest(x, rowwise=False), x.device)
+        if known is not None:
+            return quantised(x, known, form)
         inputs, outputs = self._split
-        return quantised(x, self._agreed(amax, (inputs, inputs or outputs, outputs)[role]), form)
+        amax = self._agreed(largest(x, rowwise=False), (inputs, inputs or outputs, outputs)[role])
+        return quantised(x, amax, form)
 
     def rows(self, x: torch.Tensor, role: int, *, along_inputs: bool = False, along_outputs: bool = False) -> Quantised:
         """A tensor with a scale a row; what runs along its rows may be split over the group."""
         split = (along_inputs and self._split[0]) or (along_outputs and self._split[1])
         amax = self._agreed(largest(x, rowwise=True), split)
         return quantised(x, amax, BACKWARD if role == GRADIENT else FORWARD)
-
-    def _agreed(self, amax: torch.Tensor, split: bool) -> torch.Tensor:
-        if split:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
-        return amax
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, how: Fp8Product) -> torch.Tensor:
@@ -158,9 +134,3 @@ def use_fp8(stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None)
             if spec.update is Fp8Update.DELAYED or kind not in shared:
                 shared[kind] = Fp8Product(spec, kind[0], inputs=kind[1])
             module.product = shared[kind]
-
-
-def products_of(stage: DecoderStage) -> list[Fp8Product]:
-    """Every fp8 product of a stage, in the order of its layers."""
-    found = [module.product for module in stage.layers.modules() if isinstance(module, Linear)]
-    return [product for product in found if isinstance(product, Fp8Product)]

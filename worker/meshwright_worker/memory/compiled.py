@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
-from meshwright_worker.fp8.linear import products_of
+from meshwright_worker.fp8.recipe import recipes_of
 from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.parallel.tensor_ring import rings_of
 
 
 def compile_layers(stage: DecoderStage, backend: str | Callable[..., Any] = "inductor") -> None:
     """Let the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's."""
-    for product in products_of(stage):
+    for product in recipes_of(stage):
         product.compile()
+    for ring in rings_of(stage):
+        ring.compile()
     for block in stage.layers.values():
         block.forward = torch.compile(block.forward, backend=backend)

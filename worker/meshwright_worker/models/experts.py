@@ -29,6 +29,10 @@ class Journey(Protocol):
     def counts(self) -> torch.Tensor:
         """int64 [experts here]: rows that arrive for each."""
 
+    @property
+    def origin(self) -> torch.Tensor | None:
+        """int64 [rows that arrive]: which rank of the expert group sent each; None where this one sent all."""
+
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, [rows, hidden] -> the rows of the experts here, sorted by expert."""
 
@@ -49,6 +53,10 @@ class Stay:
 
     counts: torch.Tensor
 
+    @property
+    def origin(self) -> None:
+        """See `Journey`."""
+
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Journey`."""
         return rows
@@ -66,20 +74,34 @@ class HereDispatcher:
         return Stay(counts)
 
 
+class GroupedProduct(Protocol):
+    """Another way to multiply rows with the matrices of their experts (`fp8`)."""
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `grouped_linear`; `origin` as of a `Journey`."""
+
+
 class Experts(nn.Module):
     """SwiGLU networks (arXiv 2002.05202), one tensor a matrix for all of them."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
+        self.products: dict[str, GroupedProduct] = {}
+        """By matrix, where it is not multiplied by `grouped_linear`."""
         self.gate = nn.Parameter(torch.empty(experts, width, hidden))
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
 
-    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None = None) -> torch.Tensor:
         """Rows sorted by expert, [rows, hidden], of which `counts` belong to each expert here -> the same shape."""
-        gate, up, down = (local(matrix).to(rows.dtype) for matrix in (self.gate, self.up, self.down))
-        inner = F.silu(grouped_linear(rows, gate, counts)) * grouped_linear(rows, up, counts)
-        return grouped_linear(inner, down, counts)
+
+        def times(name: str, x: torch.Tensor) -> torch.Tensor:
+            matrix, product = local(self.get_parameter(name)).to(x.dtype), self.products.get(name)
+            return grouped_linear(x, matrix, counts) if product is None else product(x, matrix, counts, origin)
+
+        return times("down", F.silu(times("gate", rows)) * times("up", rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +149,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
         routed = self.route(x)
-        rows = routed.journey.there(routed.rows)
-        return self.finish(x, routed, routed.journey.back(self.experts(rows, routed.journey.counts)))
+        journey = routed.journey
+        rows = self.experts(
+            journey.there(routed.rows), journey.counts, journey.origin if self.experts.products else None
+        )
+        return self.finish(x, routed, journey.back(rows))
 
     def route(self, x: torch.Tensor) -> Routed:
         """Choose experts for x, [batch, positions, hidden], and sort a copy of each token for each of them."""

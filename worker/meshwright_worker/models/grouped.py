@@ -40,6 +40,26 @@ def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
 
 
+def grouped_outer(gradients: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The gradients of `grouped_linear`'s matrices: the sum over each group's rows of their outer products.
+
+    Args:
+        gradients: [rows, outputs].
+        rows: [rows, inputs], in the same format.
+        counts: int64 [groups], the rows of each.
+
+    Returns:
+        [groups, outputs, inputs].
+    """
+    if _has_kernel(rows, gradients.unsqueeze(0)):
+        product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        result: torch.Tensor = product(gradients.t(), rows, offs=counts.cumsum(0).to(torch.int32))
+        return result
+    sizes = counts.tolist()
+    parts = zip(torch.split(gradients, sizes), torch.split(rows, sizes), strict=True)
+    return torch.stack([gradient.t() @ x for gradient, x in parts])
+
+
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
         return False

@@ -6,7 +6,7 @@ holds: head counts are read from the tensors, so the same code runs on all heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -43,6 +43,15 @@ class Linear(nn.Linear):
         if self.bias is None or not self.adds_bias:
             return product
         return product + local(self.bias).to(x.dtype)
+
+
+Products = Callable[[torch.Tensor, Sequence[Linear]], list[torch.Tensor]]
+"""A way to put one input through several linear layers: `one_by_one`, or one that fetches the input meanwhile."""
+
+
+def one_by_one(x: torch.Tensor, linears: Sequence[Linear]) -> list[torch.Tensor]:
+    """[..., inputs] -> [..., outputs] of each layer."""
+    return [linear(x) for linear in linears]
 
 
 class TokenEmbedding(nn.Embedding):
@@ -153,8 +162,15 @@ class AttentionCore(nn.Module):
         return mixed.transpose(1, 2)
 
 
+def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    heads: torch.Tensor = x.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    return heads
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (arXiv 2305.13245)."""
+
+    products: Products
 
     def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
@@ -169,12 +185,13 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.rotary = rotary
         self.core = AttentionCore(scale=model.score_scale)
+        self.products = one_by_one
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        query = self.query(x).unflatten(-1, (-1, self.head_size))
-        key = self.key(x).unflatten(-1, (-1, self.head_size))
-        value = self.value(x).unflatten(-1, (-1, self.value_size))
+        products = self.products(x, (self.query, self.key, self.value))
+        sizes = (self.head_size, self.head_size, self.value_size)
+        query, key, value = (_heads(y, size) for y, size in zip(products, sizes, strict=True))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
@@ -189,6 +206,8 @@ class LatentAttention(nn.Module):
     Keys and values are projected from one narrow latent; position is told by a part of queries and keys of its own,
     of which all heads share the key's. Over a tensor group the projections into latents stay whole on every rank.
     """
+
+    products: Products
 
     def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
         super().__init__()
@@ -208,14 +227,15 @@ class LatentAttention(nn.Module):
         self.output = Linear(model.heads * model.value_size, model.hidden_size)
         self.rotary = rotary
         self.core = AttentionCore(scale=model.score_scale)
+        self.products = one_by_one
 
     def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        narrow = x
-        if self.query_down is not None and self.query_norm is not None:
-            narrow = self.query_norm(self.query_down(x))
-        query, turned = self.query(narrow).unflatten(-1, (-1, sum(self.sizes))).split(self.sizes, dim=-1)
-        latent, shared = self.kv_down(x).split((self.kv_rank, self.sizes[1]), dim=-1)
+        query, narrow = self.products(x, (self.query_down or self.query, self.kv_down))
+        if self.query_norm is not None:
+            query = self.query(self.query_norm(query))
+        query, turned = torch.split(_heads(query, sum(self.sizes)), list(self.sizes), dim=-1)
+        latent, shared = torch.split(narrow, [self.kv_rank, self.sizes[1]], dim=-1)
         widths = (self.sizes[0], self.value_size)
         key, value = self.kv(self.kv_norm(latent)).unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
         shared = shared.unsqueeze(2)
@@ -230,6 +250,8 @@ class LatentAttention(nn.Module):
 class FeedForward(nn.Module):
     """Two matrices and a non-linearity between them, or SwiGLU's three (arXiv 2002.05202)."""
 
+    products: Products
+
     def __init__(self, model: Architecture) -> None:
         super().__init__()
         hidden, width = model.hidden_size, model.intermediate_size
@@ -237,13 +259,14 @@ class FeedForward(nn.Module):
         self.up = Linear(hidden, width, bias=model.biases)
         self.down = Linear(width, hidden, bias=model.biases)
         self.activation = model.activation
+        self.products = one_by_one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        if self.gate is None:
-            widened = activate(self.up(x), self.activation)
-        else:
-            widened = activate(self.gate(x), self.activation) * self.up(x)
+        first, *gated = self.products(x, (self.up,) if self.gate is None else (self.gate, self.up))
+        widened = activate(first, self.activation)
+        for up in gated:
+            widened = widened * up
         projected: torch.Tensor = self.down(widened)
         return projected
 

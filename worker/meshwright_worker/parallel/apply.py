@@ -25,11 +25,13 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import Division, divide
+from meshwright_worker.fp8.grouped import use_fp8_in_experts
 from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.apply import home_of_parameters, parameter_offload, save_memory
 from meshwright_worker.memory.compiled import compile_layers
-from meshwright_worker.mesh import TENSOR, Mesh
+from meshwright_worker.mesh import EXPERT, TENSOR, Mesh
 from meshwright_worker.models.dropout import Slice, drop_out
+from meshwright_worker.models.experts import mixtures_of
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import adapt
@@ -95,7 +97,8 @@ def _build(
         share_rows(stage, Deal.of(run), sharing)
     spread_experts(stage, mesh, sequence=run.parallelism.sequence)
     if mesh.layout.tensor > 1:
-        split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=run.parallelism.sequence)
+        asked = run.parallelism
+        split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)
     _equip(stage, run.training, model, mesh, sequence=run.parallelism.sequence)
     if shards_over_replicas(run):
         zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
@@ -120,6 +123,10 @@ def _equip(stage: DecoderStage, training: TrainingSpec, model: Architecture, mes
     group = mesh.group(TENSOR) if tensor > 1 else None
     if training.fp8 is not None:
         use_fp8(stage, training.fp8, group)
+        for _, mixture in mixtures_of(stage):
+            use_fp8_in_experts(
+                mixture.experts, training.fp8, group, mesh.group(EXPERT) if mesh.layout.expert > 1 else None
+            )
     if training.dropout or training.attention_dropout:
         drop_out(stage, model.heads, training, Slice(mesh.coordinates.tensor, tensor, sequence and tensor > 1))
     if training.loss_chunk_tokens is not None:

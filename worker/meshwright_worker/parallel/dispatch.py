@@ -127,6 +127,15 @@ class AllToAllJourney:
     slices: RowGather | None
     order: torch.Tensor
     """int64 [rows here]: arriving rows, which are sorted by where they come from, sorted by expert."""
+    sent: torch.Tensor
+    """int64 [slices x ranks]: rows that arrive from each rank of the expert group, for each slice."""
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """See `Journey`. A slice is of the micro-batch of the rank that it is a slice of."""
+        ranks = self.out.group.size()
+        sender = torch.arange(len(self.sent), device=self.sent.device) % ranks
+        return sender.repeat_interleave(self.sent, output_size=len(self.order)).index_select(0, self.order)
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """See `Journey`."""
@@ -186,4 +195,4 @@ class AllToAllDispatcher:
         blocks = everywhere.flatten(0, 1)
         expert = torch.arange(blocks.shape[1], device=blocks.device).expand_as(blocks).flatten()
         order = expert.repeat_interleave(blocks.flatten()).argsort(stable=True)
-        return AllToAllJourney(blocks.sum(0), out, slices, order)
+        return AllToAllJourney(blocks.sum(0), out, slices, order, blocks.sum(1))

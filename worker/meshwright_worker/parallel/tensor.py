@@ -1,7 +1,8 @@
 """Tensor parallelism after Megatron-LM (arXiv 1909.08053), optionally with its sequence parallelism (2205.05198).
 
 Attention heads, the feed-forward width and the vocabulary are split over the ranks of a tensor group. With sequence
-parallelism the residual stream between the blocks is split along the positions.
+parallelism the residual stream between the blocks is split along the positions; collectives at the borders of a block
+may then run during its products (`tensor_ring`).
 
 Parameters become DTensors, which is how FSDP and checkpoints know what a shard is part of; computation runs on the
 local tensors with explicit collectives at the borders of each block. DTensor's own styles give the same numbers, but
@@ -10,7 +11,8 @@ every operator then goes through its dispatcher, which costs the host more than 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
 from meshwright_worker.parallel.collectives import enter, leave
 from meshwright_worker.parallel.expert import routers_of, routes_slices
+from meshwright_worker.parallel.tensor_ring import Entry, Exit
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -36,15 +39,22 @@ _WHOLE_OF_ADAPTER = (DOWN, UP)
 """Of an adapter, what stays whole beside a matrix that is split by rows, and by columns."""
 
 
-def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence: bool) -> None:
+def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence: bool, overlap: bool = False) -> None:
     """Split a stage in place. On the meta device it communicates nothing.
 
     `nn.Linear` stores [outputs, inputs]: splitting rows splits the outputs, splitting columns the inputs.
+
+    Args:
+        stage: what to split.
+        tensor: the group, a mesh of one dimension.
+        sequence: whether each rank has its own positions of the residual stream.
+        overlap: whether, with `sequence`, products hide the collectives of what has some beside them.
     """
     group = tensor.get_group()
+    split = _overlap_sublayer if overlap else partial(_split_sublayer, sequence=sequence)
     for block in stage.layers.values():
-        _split_sublayer(block.get_submodule("attention"), tensor, sequence)
-        _split_feed_forward(block.get_submodule("feed_forward"), tensor, sequence)
+        split(block.get_submodule("attention"), tensor)
+        _split_feed_forward(block.get_submodule("feed_forward"), tensor, sequence, split)
     if stage.is_first or (stage.is_last and stage.tied):
         _split(stage.embedding, tensor, _ROWS)
     if stage.is_first:
@@ -55,7 +65,10 @@ def split_over_tensor_group(stage: DecoderStage, tensor: DeviceMesh, *, sequence
     if stage.is_last:
         stage.loss = SplitTokenLoss(first_of_part(stage.output.out_features, group), group)
         _split(stage.output, tensor, _ROWS)
-        _enter_before(stage.output, group, sequence)
+        if overlap:
+            stage.output.product = Entry(group).one
+        else:
+            _enter_before(stage.output, group, sequence)
     stage.tie()
 
 
@@ -126,22 +139,32 @@ def hold_local_parts(module: nn.Module) -> dict[str, DTensor]:
 
 def _split_sublayer(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> None:
     summed = _split_matrices(module, tensor)
+    for linear in summed:
+        linear.adds_bias = False
     _enter_before(module, tensor.get_group(), sequence)
     _leave_after(module, tensor.get_group(), sequence, summed)
 
 
-def _split_feed_forward(module: nn.Module, tensor: DeviceMesh, sequence: bool) -> None:
+def _overlap_sublayer(module: nn.Module, tensor: DeviceMesh) -> None:
+    for linear in _split_matrices(module, tensor):
+        linear.product = Exit(tensor.get_group())
+    module.products = Entry(tensor.get_group())  # type: ignore[assignment]
+
+
+def _split_feed_forward(
+    module: nn.Module, tensor: DeviceMesh, sequence: bool, split: Callable[[nn.Module, DeviceMesh], None]
+) -> None:
     """Split a feed-forward layer, of a mixture the shared experts: the others are split where they are spread."""
     if not isinstance(module, MixtureOfExperts):
-        _split_sublayer(module, tensor, sequence)
-        return
-    if module.shared is not None:
-        _split_matrices(module.shared, tensor)
-    # Where a mixture routes slices of the positions, the shared experts alone work on the whole residual stream.
-    whole = module.shared if routes_slices(module) else module
-    if whole is not None:
-        _enter_before(whole, tensor.get_group(), sequence)
-        _leave_after(whole, tensor.get_group(), sequence)
+        split(module, tensor)
+    elif not routes_slices(module):
+        # Routers too work on the whole residual stream: there is no product to hide its collectives behind.
+        if module.shared is not None:
+            _split_matrices(module.shared, tensor)
+        _enter_before(module, tensor.get_group(), sequence)
+        _leave_after(module, tensor.get_group(), sequence)
+    elif module.shared is not None:
+        split(module.shared, tensor)
 
 
 def _split_matrices(module: nn.Module, tensor: DeviceMesh) -> list[Linear]:
@@ -150,7 +173,6 @@ def _split_matrices(module: nn.Module, tensor: DeviceMesh) -> list[Linear]:
     for name, child in module.named_children():
         if name in _SUMMED and isinstance(child, Linear):
             _split(child, tensor, _COLUMNS)
-            child.adds_bias = False
             summed.append(child)
         elif isinstance(child, Linear) and name not in _WHOLE:
             _split(child, tensor, _ROWS)

@@ -1,0 +1,67 @@
+"""Where the scales of one product come from, and what is remembered of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
+from meshwright_worker.models.experts import Experts
+from meshwright_worker.models.layers import Linear
+from meshwright_worker.models.llama import DecoderStage
+
+INPUT, WEIGHT, GRADIENT = range(3)
+
+
+class Fp8Recipe:
+    """The scales of a product, or of several that are split alike.
+
+    Args:
+        spec: how scales come about.
+        group: the ranks that the weight is split over; None where there are none.
+        inputs: whether the weight's inputs are split; otherwise, in a group, its outputs are.
+    """
+
+    def __init__(self, spec: Fp8Spec, group: dist.ProcessGroup | None, *, inputs: bool) -> None:
+        self.spec = spec
+        self.rowwise = spec.scaling is Fp8Scaling.ROWWISE
+        self.seen: torch.Tensor | None = None
+        """Delayed scaling: the largest input, weight and gradient of the step so far, fp32 [3]."""
+        self.expected: torch.Tensor | None = None
+        """Delayed scaling: the largest of the last steps, fp32 [3]; None in the first."""
+        self._group = group
+        self._split = (group is not None and inputs, group is not None and not inputs)
+
+    def compile(self) -> None:
+        """Get ready for torch.compile."""
+
+    def _known(self, role: int, amax: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor | None:
+        """The largest number to represent, [], where it is not that of the tensor at hand; `amax` gives that one's."""
+        if self.spec.update is Fp8Update.STATIC:
+            given = (self.spec.input_amax, self.spec.weight_amax, self.spec.gradient_amax)[role]
+            return torch.tensor(given, device=device)
+        if self.spec.update is Fp8Update.DYNAMIC:
+            return None
+        if self.seen is None:
+            self.seen = torch.zeros(3, device=device)
+        self.seen[role] = torch.maximum(self.seen[role], amax())
+        return None if self.expected is None else self.expected[role]
+
+    def _agreed(self, amax: torch.Tensor, split: bool) -> torch.Tensor:
+        """Maxima over the group where it splits what they are of, in place."""
+        if split:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
+        return amax
+
+
+def recipes_of(stage: DecoderStage) -> list[Fp8Recipe]:
+    """Those of every fp8 product of a stage, in the order of its layers."""
+    found: list[object] = []
+    for module in stage.layers.modules():
+        if isinstance(module, Linear):
+            found.append(module.product)
+        elif isinstance(module, Experts):
+            found += module.products.values()
+    return [recipe for recipe in found if isinstance(recipe, Fp8Recipe)]

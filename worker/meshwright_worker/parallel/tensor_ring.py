@@ -1,0 +1,232 @@
+"""Tensor parallelism whose collectives run during the products around them (Wang et al., ASPLOS 2023, 3567955.3567959).
+
+Sequence parallelism gathers positions before the first products of a sub-layer and adds up and scatters them after the
+last. Here both are taken apart into a ring of sends between neighbours. Before: a rank multiplies the positions that it
+has while it hands them to the next rank and takes others from the rank before. After: it multiplies the positions of
+one rank while the sum of those before is on its way. Backward each is the other one. A rank sends what it sends in a
+ring's all-gather and reduce-scatter, (n - 1)/n of the whole, in n - 1 messages; all but the last partial product of n
+hide one.
+
+A gathered input is kept for its weights' gradients, as it is where collectives gather it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright_worker.models.deferred import WeightStore, current
+from meshwright_worker.models.layers import Linear, local
+from meshwright_worker.models.llama import DecoderStage
+
+_POSITIONS = 1
+
+
+class _Handover:
+    """A tensor on its way to the next rank, and the one of the same shape that comes from the rank before."""
+
+    def __init__(self, leaving: torch.Tensor, ring: Ring) -> None:
+        # Kept until it has left: on gloo nothing else holds on to it.
+        self._leaving = leaving
+        self._arriving = torch.empty_like(leaving)
+        after, before = (dist.get_global_rank(ring.group, (ring.rank + step) % ring.ranks) for step in (1, -1))
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, leaving, after, ring.group),
+                dist.P2POp(dist.irecv, self._arriving, before, ring.group),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        """What came."""
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The ranks of a tensor group, each of which has its own positions."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return self.group.size()
+
+    def each(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Every rank and what it has, this rank first; the next one comes while the caller works on one. Collective."""
+        part = own.contiguous()
+        for turn in range(self.ranks):
+            coming = _Handover(part, self) if turn < self.ranks - 1 else None
+            yield (self.rank - turn) % self.ranks, part
+            if coming is not None:
+                part = coming.wait()
+
+    def summed(self, share: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The sum over ranks of `share(this rank)`; a sum travels while the next share is computed. Collective."""
+        total, travelling = share((self.rank - 1) % self.ranks), None
+        for turn in range(1, self.ranks):
+            travelling = _Handover(total.contiguous(), self)
+            added = share((self.rank - 1 - turn) % self.ranks)
+            # Not into the product: selective checkpointing may have kept it.
+            total = travelling.wait().add_(added)
+        return total
+
+
+class _GatheredProducts(torch.autograd.Function):
+    """The products of every rank's positions with several matrices, forward a gather and backward a sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ring: Ring, later: _Later | None, *matrices: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        parts: list[torch.Tensor] = [x] * ring.ranks
+        products: list[list[torch.Tensor]] = [[x] * ring.ranks for _ in matrices]
+        for rank, part in ring.each(x):
+            parts[rank] = part
+            for product, matrix in zip(products, matrices, strict=True):
+                product[rank] = F.linear(part, matrix)
+        ctx.save_for_backward(torch.cat(parts, dim=_POSITIONS), *matrices)
+        ctx.ring, ctx.later = ring, later
+        return tuple(torch.cat(product, dim=_POSITIONS) for product in products)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ring: Ring = ctx.ring
+        x, *matrices = ctx.saved_tensors
+        parts = [gradient.chunk(ring.ranks, dim=_POSITIONS) for gradient in gradients]
+
+        def share(rank: int) -> torch.Tensor:
+            total: torch.Tensor = parts[0][rank] @ matrices[0]
+            for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+                total = total + part[rank] @ matrix
+            return total
+
+        return ring.summed(share), None, None, *_of_weights(ctx.later, x, gradients)
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """The product of all positions with a matrix, summed over ranks: forward a sum and backward a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ring: Ring, later: _Later | None, matrix: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, matrix)
+        ctx.ring, ctx.later = ring, later
+        parts = x.chunk(ring.ranks, dim=_POSITIONS)
+        return ring.summed(lambda rank: F.linear(parts[rank], matrix))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ring: Ring = ctx.ring
+        x, matrix = ctx.saved_tensors
+        parts: list[torch.Tensor] = [x] * ring.ranks
+        of_x: list[torch.Tensor] = [x] * ring.ranks
+        for rank, part in ring.each(gradients[0]):
+            parts[rank], of_x[rank] = part, part @ matrix
+        gradient = torch.cat(parts, dim=_POSITIONS)
+        return torch.cat(of_x, dim=_POSITIONS), None, None, *_of_weights(ctx.later, x, [gradient])
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """Weights whose gradients a store computes later (`models.deferred`)."""
+
+    weights: Sequence[nn.Parameter]
+    store: WeightStore
+
+
+def _later(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> _Later | None:
+    store = current()
+    own = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.requires_grad]
+    return _Later(own, store) if store is not None and x.requires_grad and len(own) == len(weights) else None
+
+
+def _matrices(x: torch.Tensor, weights: Sequence[torch.Tensor], later: _Later | None) -> list[torch.Tensor]:
+    return [local(weight.detach() if later is not None else weight).to(x.dtype) for weight in weights]
+
+
+def _of_weights(later: _Later | None, x: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    if later is None:
+        return [gradient.flatten(0, -2).t() @ x.flatten(0, -2) for gradient in gradients]
+    for weight, gradient in zip(later.weights, gradients, strict=True):
+        later.store.leave(weight, x, gradient)
+    return [None] * len(gradients)
+
+
+class _Ringed:
+    """What multiplies on a ring, by itself or left out of compiled code."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ring = Ring(group)
+        self._products = _gathered_products
+        self._product = _scattered_product
+
+    def compile(self) -> None:
+        """Get ready for torch.compile: sends that are under way across products are not for a graph."""
+        self._products, self._product = _untraced()
+
+
+class Entry(_Ringed):
+    """The first products of a sub-layer, see `models.layers.Products`."""
+
+    def __call__(self, x: torch.Tensor, linears: Sequence[Linear]) -> list[torch.Tensor]:
+        """[batch, own positions, inputs] -> [batch, positions, outputs] of each layer, with its bias. Collective."""
+        found = self._products(x, [linear.weight for linear in linears], self._ring)
+        biases = [linear.bias for linear in linears]
+        return [y if b is None else y + local(b).to(y.dtype) for y, b in zip(found, biases, strict=True)]
+
+    def one(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The same of a single layer, as its `Linear.product`: without its bias."""
+        (product,) = self._products(x, [weight], self._ring)
+        return product
+
+
+class Exit(_Ringed):
+    """The last product of a sub-layer, as its `Linear.product`."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[batch, positions, own inputs] -> [batch, own positions, outputs], summed over the group. Collective."""
+        return self._product(x, weight, self._ring)
+
+
+def rings_of(stage: DecoderStage) -> list[_Ringed]:
+    """What multiplies on rings in a stage's layers."""
+    found = [getattr(module, name, None) for module in stage.layers.modules() for name in ("products", "product")]
+    return [ring for ring in found if isinstance(ring, _Ringed)]
+
+
+def _gathered_products(x: torch.Tensor, weights: Sequence[torch.Tensor], ring: Ring) -> Sequence[torch.Tensor]:
+    later = _later(x, weights)
+    products: tuple[torch.Tensor, ...] = _GatheredProducts.apply(  # type: ignore[no-untyped-call]
+        x, ring, later, *_matrices(x, weights, later)
+    )
+    return products
+
+
+def _scattered_product(x: torch.Tensor, weight: torch.Tensor, ring: Ring) -> torch.Tensor:
+    later = _later(x, [weight])
+    summed: torch.Tensor = _ScatteredProduct.apply(  # type: ignore[no-untyped-call]
+        x, ring, later, *_matrices(x, [weight], later)
+    )
+    return summed
+
+
+@cache
+def _untraced() -> tuple[Any, Any]:
+    """Those two outside of graphs. When first asked for: it brings the compiler along."""
+    leave_out: Any = torch.compiler.disable
+    return leave_out(_gathered_products), leave_out(_scattered_product)
