@@ -354,3 +354,11 @@ def test_gpus_of_labels_have_machines() -> None:
     gpu = accelerator("NVIDIA-H100-80GB-HBM3")
     assert gpu is not None
     assert machine_for(gpu).runtime.name == "meshwright"
+
+
+def test_asynchronous_tensor_parallelism_hides_half_of_its_communication() -> None:
+    plain = Choices(tensor=8, data=8, micro_batches=8)
+    work = Work(LLAMA, 8192, 64)
+    without, hiding = (estimate(work, choices, H100S).time for choices in (plain, replace(plain, tensor_overlap=True)))
+    assert hiding.tensor == pytest.approx(without.tensor / 2)
+    assert hiding.compute == without.compute
