@@ -82,6 +82,7 @@ TECHNIQUES: list[Technique] = [
         {
             "tensor parallelism": ({"tensor": 2, "sequence": False},),
             "tensor and sequence parallelism": ({"tensor": 2},),
+            "asynchronous tensor parallelism": ({"tensor": 2, "parallelism": {"tensor_overlap": True}},),
         },
     ),
     *_of(
