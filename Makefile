@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
 # Tests that start many processes one after another in one pytest process, all others beside them in a second.
-TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+TWO := -n 2 --no-loadscope-reorder
 
 .PHONY: help setup demo test test-fast test-all parity lint generate clean
 

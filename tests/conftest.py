@@ -1,10 +1,10 @@
 """Options of the whole test suite."""
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.randomness import ASKED
 
@@ -26,23 +26,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-MANY_PROCESSES = ("e2e", "distributed", "parity", "agent", "local")
-"""Directories whose tests start pods or ranks: two of them at once would wait for each other's processors."""
+MANY_PROCESSES = ("distributed", "e2e", "parity")
+"""Directories whose tests start many ranks: two of them at once would wait for each other's processors."""
+
+
+class TwoKinds(LoadScopeScheduling):
+    """Tests of many processes are one piece of work, those of any other file another each."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "many processes" if starts_many(path) else path
+
+
+def starts_many(path: str) -> bool:
+    """Whether the tests of a file, relative to the root, start many ranks."""
+    return path.split("/")[1] in MANY_PROCESSES
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoKinds:
+    return TwoKinds(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Which tests share a process when there are several, those of many processes first: they take longest."""
-    root = Path(__file__).parent
-
-    def group(item: pytest.Item) -> str:
-        first, *_ = item.path.relative_to(root).parts
-        return "many-processes" if first in MANY_PROCESSES else str(item.path.relative_to(root))
-
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(group(item)))
-        if getattr(config.option, "dist", "no") != "no":
-            items.sort(key=lambda item: group(item) != "many-processes")
+    """What takes longest begins first when there are several test processes."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not starts_many(item.nodeid))
 
 
 def pytest_configure(config: pytest.Config) -> None:

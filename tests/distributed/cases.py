@@ -37,7 +37,7 @@ class Trained:
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
     local_elements: int
-    boxes: dict[str, tuple[slice, ...]]
+    boxes: dict[str, tuple[slice, ...]] = field(default_factory=dict)
     """Where in each whole tensor this rank's part lies."""
 
 

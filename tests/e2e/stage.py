@@ -226,8 +226,8 @@ async def operators_kubeconfig(client: ApiClient, directory: Path) -> Path:
 
 
 async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: setup.Ports) -> Program:
-    """Start an operator whose lease is short, so that its successor need not wait long for it."""
-    return await setup.start_operator(programs, directory, kubeconfig, ports, ("--lease-seconds", "3"))
+    """Start an operator that writes its log where a failed test reads it."""
+    return await setup.start_operator(programs, directory, kubeconfig, ports)
 
 
 def processes(job_uid: str) -> dict[int, str]:
