@@ -54,6 +54,7 @@ def job(tmp_path):
     return path
 
 
+@pytest.mark.long
 async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
     directory = tmp_path / "demo"
     process = await start(directory, "--manifest", str(job))

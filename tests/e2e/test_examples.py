@@ -1,5 +1,7 @@
 """Examples that are cheap to run, run."""
 
+import pytest
+
 from meshwright.api import conditions
 from meshwright.api.labels import KIND
 from meshwright.cli import manifest
@@ -10,6 +12,7 @@ def job_name(path):
     return next(item["metadata"]["name"] for item in manifest.read(path) if item["kind"] == KIND)
 
 
+@pytest.mark.long
 async def test_planner_chooses_the_degrees_and_says_why(stage):
     path = EXAMPLES / "planner-chooses.yaml"
     await stage.apply(manifest.read(path))

@@ -22,7 +22,7 @@ from meshwright.local.nodeagent.volumes import claim_directory
 from meshwright.local.resources import CLAIMS, JOBS
 from tests.e2e.stage import NAMESPACE, Stage, eventually, holds, processes, tiny
 
-KILLS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "3"))
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "7"))
 AT_ONCE = 4
 """Jobs of two workers each on four nodes that take one worker each: half of them wait for room."""
@@ -161,6 +161,7 @@ async def directory_of(stage: Stage) -> Path:
     return await claim_directory(stage.client, NAMESPACE, CLAIM)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + 40 * KILLS)
 async def test_no_moment_of_death_harms_a_worker(stage: Stage) -> None:
     chance = random.Random(SEED)

@@ -59,7 +59,6 @@ async def test_a_killed_rank_restarts_in_place(stage, reference):
     await stage.delete("rank")
 
 
-@pytest.mark.long
 async def test_an_operator_killed_midway_touches_no_worker(stage):
     await stage.apply(tiny("steady", training={"steps": 200}))
     uid = await uid_of(stage, "steady")

@@ -1,6 +1,7 @@
 """The node agent with a file system for each container and without: real mounts, names, failures of nodes."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -280,29 +281,34 @@ async def lease(station, node):
     return (await station.client.get(LEASES, node, "kube-node-lease"))["spec"]["renewTime"]
 
 
-def alive(pod, station) -> bool:
+def processes_of(pod) -> list[int]:
     needle = f"/pods/{pod['metadata']['uid']}/home".encode()
+    found = []
     for entry in Path("/proc").iterdir():
-        try:
+        with contextlib.suppress(OSError):
             if entry.name.isdigit() and needle in (entry / "environ").read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
+                found.append(int(entry.name))
+    return found
+
+
+def alive(pod, station) -> bool:
+    return bool(processes_of(pod))
 
 
 @pytest.mark.parametrize("node", ["mounted", "plain"])
-async def test_a_partitioned_node_keeps_its_processes_and_catches_up(station, node, tmp_path):
-    agent, told = station.agents[node], tmp_path / "told"
+async def test_a_partitioned_node_keeps_its_processes_and_catches_up(station, node):
+    agent = station.agents[node]
     for name in ("stays", "ends", "goes"):
-        script = f"while [ ! -e {told} ]; do sleep 0.05; done; exit 3" if name == "ends" else "sleep 60"
+        script = "trap 'exit 3' USR1; while :; do sleep 0.05; done" if name == "ends" else "sleep 60"
         await station.pod(f"{name}-{node}", script, spec={"nodeName": node})
-    stays, goes, _ = [await station.running(f"{name}-{node}") for name in ("stays", "goes", "ends")]
+    stays, goes, ends = [await station.running(f"{name}-{node}") for name in ("stays", "goes", "ends")]
     await agent.partition()
     before = await lease(station, node)
     await station.delete(f"goes-{node}", grace_seconds=0)
     await station.pod(f"late-{node}", "true", spec={"nodeName": node})
-    told.touch()
+    for process in processes_of(ends):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
     await asyncio.sleep(1)
     assert await lease(station, node) == before
     assert alive(stays, station)

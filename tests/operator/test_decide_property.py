@@ -261,5 +261,5 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=runs(20), stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=runs(12), stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

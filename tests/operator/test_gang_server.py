@@ -104,6 +104,7 @@ async def test_a_limit_range_is_told_and_nothing_is_held(
         await api.delete(f"{NAMESPACE}/limitranges/tiny")
 
 
+@pytest.mark.long
 async def test_jobs_that_race_for_too_few_nodes_start_whole_and_both_complete(
     api: Api, kubelet: Kubelet, start_operator: StartOperator
 ) -> None:

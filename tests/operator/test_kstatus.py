@@ -325,4 +325,4 @@ def test_an_edit_seen_while_a_failure_waits_to_be_judged(held: bool) -> None:
 
 
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=runs(20), stateful_step_count=40, deadline=None)
+TestHistory.settings = settings(max_examples=runs(10), stateful_step_count=40, deadline=None)

@@ -24,7 +24,7 @@ from meshwright_operator.watch import Watch
 from tests.operator.support import JOBS, PODS, Object, job
 from tests.operator.world import Operator, World
 
-RUNS = int(os.environ.get("MESHWRIGHT_TEST_SETTLING", "15"))
+RUNS = int(os.environ.get("MESHWRIGHT_TEST_SETTLING", "6"))
 NODES = 5
 NAMES = ("first", "second")
 SETTLES_WITHIN = 900

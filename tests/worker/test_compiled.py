@@ -87,6 +87,7 @@ def test_one_graph_serves_all_layers_and_batches(graphs: Graphs) -> None:
     assert graphs.count == 1
 
 
+@pytest.mark.long
 def test_delayed_scales_stay_out_of_graphs(graphs: Graphs) -> None:
     spec = Fp8Spec(update=Fp8Update.DELAYED)
     assert losses(spec, graphs, layers=1) == pytest.approx(losses(spec, None, layers=1), rel=1e-3)

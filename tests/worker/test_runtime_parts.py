@@ -122,6 +122,7 @@ def test_cached_logits_are_those_of_the_whole_text(model: Architecture, cut: lis
         cached.read(tokens[:, :1])
 
 
+@pytest.mark.long
 def test_generate_without_a_checkpoint_says_so(tmp_path: object) -> None:
     command = [sys.executable, "-m", "meshwright_worker.generate", "--checkpoint", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": "worker:."})
