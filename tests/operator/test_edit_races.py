@@ -14,6 +14,7 @@ from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus
 from tests.operator.support import JOBS
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
+from tests.tiers import mostly_long
 
 # What may be asked of a job of two workers on four nodes of two GPUs, and what kstatus then reads.
 SERIES = range(int(os.environ.get("MESHWRIGHT_EDIT_SERIES", "12")))
@@ -90,7 +91,7 @@ async def test_an_impossible_edit_costs_nothing_but_the_fault(kind: str, fault: 
         assert world.status("edited")["mesh"]["generation"] == generation, "nobody was restarted"
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] if seed > 2 else []) for seed in SERIES])
+@pytest.mark.parametrize("seed", mostly_long(SERIES, lambda seed: seed <= 2))
 async def test_any_series_of_edits_ends_with_the_last_one(seed: int) -> None:
     await series(seed)
 

@@ -10,6 +10,7 @@ import pytest
 from meshwright_operator.cluster import ApiError
 from tests.operator.support import job
 from tests.operator.world import World
+from tests.tiers import mostly_long
 
 PAIRS = 200
 UNREACHABLE = ApiError(0, "Unreachable", "connection reset")
@@ -26,7 +27,7 @@ def small(name: str, workers: int, **fields: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 40))])
+@pytest.mark.parametrize("block", mostly_long(range(40), lambda block: block == 0))
 async def test_pairs_of_jobs_that_race_for_too_few_nodes_all_complete(block: int) -> None:
     for seed in range(block * PAIRS // 40, (block + 1) * PAIRS // 40):
         await race(seed)

@@ -13,6 +13,7 @@ import pytest
 from tests.operator.support import PODS
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
+from tests.tiers import mostly_long
 
 
 async def trouble(world: World, chance: random.Random) -> None:
@@ -29,7 +30,7 @@ async def trouble(world: World, chance: random.Random) -> None:
             operator.relist()
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 12))])
+@pytest.mark.parametrize("block", mostly_long(range(12), lambda block: block == 0))
 async def test_two_operators_without_a_lease_and_with_stale_caches_never_double_a_rank(block: int) -> None:
     for seed in range(block * 5, (block + 1) * 5):
         chance = random.Random(seed)

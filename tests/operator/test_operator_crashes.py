@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,15 +12,12 @@ from meshwright_operator.cluster import Cluster
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import StartOperator
 from tests.operator.support import JOBS, PODS, Api, condition, job, until
+from tests.tiers import mostly_long
 
 # A start takes about twenty writes (status, service, secret, four pods, four gates ...), a recovery about ten more.
 # Every point takes seconds: some are tried always, all of them in the long tier.
 OFTEN = {(6, "after"), (12, "before"), (22, "after")}
-POINTS = [
-    pytest.param(number, when, marks=[] if (number, when) in OFTEN else [pytest.mark.long])
-    for number in range(1, 31)
-    for when in ("before", "after")
-]
+POINTS = mostly_long(product(range(1, 31), ("before", "after")), OFTEN.__contains__)
 
 
 class Died(BaseException):

@@ -10,6 +10,7 @@ import pytest
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import StartOperator
 from tests.operator.support import JOBS, Api, condition, job, until
+from tests.tiers import mostly_long
 
 HOLD = {"finalizers": ["example.com/hold"]}
 
@@ -56,7 +57,7 @@ STATES = ["starting", "gathering", "training", "failed", "suspended", "stalled",
 OFTEN = {"gathering", "training", "failed"}
 
 
-@pytest.mark.parametrize("state", [pytest.param(s, marks=[] if s in OFTEN else [pytest.mark.long]) for s in STATES])
+@pytest.mark.parametrize("state", mostly_long(STATES, OFTEN.__contains__))
 async def test_a_job_that_is_being_deleted_gets_nothing_more(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, state: str
 ) -> None:

@@ -16,6 +16,7 @@ from meshwright.api import labels
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, MERGE, PODS, ROOT, Api, Object, condition, job, node, put_node, until
+from tests.tiers import mostly_long
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 REAL = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
@@ -128,7 +129,7 @@ def _dicts(value: object) -> list[Object]:
     return [item for item in value if isinstance(item, dict) and "type" in item] if isinstance(value, list) else []
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", mostly_long([25, 100], lambda count: count == 25))
 async def test_malformed_objects_harm_nobody_but_themselves(
     count: int, api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
