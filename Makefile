@@ -23,13 +23,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## Train a language model on the embedded cluster, lose a worker midway, finish
 	@exec $(VENV)/bin/meshwright demo
 
-test: setup lint ## Lint, type-check and test
+test: setup ## Lint, type-check and test
 	$(VENV)/bin/python -m pytest $(TWO)
 
 test-fast: setup ## Only tests that take seconds
 	$(VENV)/bin/python -m pytest -m "not slow and not long"
 
-test-all: setup lint ## What `make test` does, and the long tests too
+test-all: setup ## What `make test` does, and the long tests too
 	$(VENV)/bin/python -m pytest $(TWO) -m "long or not long"
 
 parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md and docs/loss-curves.md

@@ -25,7 +25,7 @@ from meshwright.schedules.simulate import Costs, simulate
 
 LIMIT = 0.03
 UNIT = 0.06
-"""Seconds of each of F, B and W of one rank: a rank with two stages divides them."""
+"""Seconds of each of F, B and W of one stage."""
 CHUNKED = ("interleaved", "looped-bfs")
 TWO_A_RANK = (*CHUNKED, "zb-v", "dualpipe-v")
 
@@ -35,8 +35,7 @@ def rows(ranks: int, micro_batches: int, steps: int) -> list[dict[str, float | s
     found: list[dict[str, float | str]] = []
     for name in (*NAMES, "automatic"):
         parts = 2 if name in TWO_A_RANK else 1
-        unit = UNIT * parts / 2 if parts == 2 else UNIT
-        costs = Costs(unit, unit, unit)
+        costs = Costs(UNIT, UNIT, UNIT)
         if name == "automatic":
             schedule = automatic(ranks, micro_batches, 2 * ranks - 1, costs)
         else:
@@ -45,13 +44,12 @@ def rows(ranks: int, micro_batches: int, steps: int) -> list[dict[str, float | s
         row: dict[str, float | str] = {"schedule": name, "simulated": simulated}
         row["measured"] = bubble(measure(schedule, costs, steps))
         if name != "automatic":
-            times = StageTimes(unit * parts, unit * parts, unit * parts)
+            times = StageTimes(UNIT * parts, UNIT * parts, UNIT * parts)
             idle = closed_form(name, ranks, micro_batches, parts, times)
             row["closed form"] = idle / (idle + micro_batches * times.total)
         found.append(row)
-    unit = UNIT
     row = {"schedule": "1f1b by torch", "simulated": simulate(generate("1f1b", ranks, micro_batches)).bubble}
-    row["measured"] = measure_torch(ranks, micro_batches, Costs(unit, unit, unit), steps)
+    row["measured"] = measure_torch(ranks, micro_batches, Costs(UNIT, UNIT, UNIT), steps)
     found.append(row)
     return found
 

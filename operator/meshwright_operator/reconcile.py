@@ -16,7 +16,6 @@ from typing import Any
 
 from meshwright.api.conditions import READY, SUSPENDED, is_true
 from meshwright.api.job import parse_status
-from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator import logs
 from meshwright_operator.actions import Actions, ForeignObjectError, PodsRefusedError
 from meshwright_operator.cache import Cache, JobKey
@@ -25,7 +24,7 @@ from meshwright_operator.clock import seconds_since, utc_now
 from meshwright_operator.cluster import ApiError, Cluster, jobs_path
 from meshwright_operator.coordinator.board import Board
 from meshwright_operator.coordinator.server import Coordinator
-from meshwright_operator.decide import decision, lifecycle
+from meshwright_operator.decide import decision, lifecycle, undecided
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import document
 from meshwright_operator.decide.observed import Observed, Refusal, WorkerState
@@ -39,20 +38,12 @@ from meshwright_operator.manifests.pods import PodContext
 from meshwright_operator.metrics import OperatorMetrics
 from meshwright_operator.placing import Placer
 from meshwright_operator.room import Room
-from meshwright_operator.status import PROGRESS_SECONDS, difference, urgent
+from meshwright_operator.status_writer import StaleError, StatusRefusedError, StatusWriter
 from meshwright_operator.tokens import Tokens
 from meshwright_operator.understanding import RefusedError, managed_here, suspended_by_user, understand
 from meshwright_operator.workqueue import WorkQueue
 
 Object = dict[str, Any]
-
-
-class StaleError(Exception):
-    """The job changed since it was read: the decision is dropped and made again."""
-
-
-class StatusRefusedError(ApiError):
-    """The API server takes no status for the object as it is stored: its spec breaks the schema."""
 
 
 class Reconciler:
@@ -84,12 +75,12 @@ class Reconciler:
         self._coordinator_url = coordinator_url
         self._now = now
         self._actions = Actions(cluster, cache, metrics)
+        self._writer = StatusWriter(cluster, cache, queue)
         self._room = Room(placer)
         self._edits = Edits(placer)
         self._refusals: dict[str, Refusal] = {}
         self._uids: dict[JobKey, str] = {}
         self._chronicles: dict[str, Chronicle] = {}
-        self._progress_written: dict[str, float] = {}
         self._untold: dict[str, str] = {}
         """What was told by an event alone, by uid: the status could not be written."""
 
@@ -172,7 +163,7 @@ class Reconciler:
 
     async def _carry_out(self, key: JobKey, job: Object, board: Board, draft: Draft) -> None:
         observed = draft.observed
-        await self._write_status(key, job, draft.status, bool(draft.notes))
+        await self._writer.write(key, job, draft.status, bool(draft.notes))
         # What was refused is told and persisted now; the next refusal is another one.
         if observed.refusal is not None:
             self._refusals.pop(observed.uid, None)
@@ -234,17 +225,17 @@ class Reconciler:
         old = parse_status(job)
         generation = int(job["metadata"].get("generation", 0))
         if lifecycle.finished(old):
-            status = decision.unchanged(old, generation)
+            status = undecided.unchanged(old, generation)
         elif refusal.waits:
             suspended = suspended_by_user(job)
-            status = decision.unplannable(old, generation, self._now(), refusal.message, suspended=suspended)
+            status = undecided.unplannable(old, generation, self._now(), refusal.message, suspended=suspended)
             self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
         else:
-            status = decision.rejected(old, generation, self._now(), refusal.reason, refusal.message)
+            status = undecided.rejected(old, generation, self._now(), refusal.reason, refusal.message)
         uid = job["metadata"]["uid"]
         note = Note("PlacementFailed" if refusal.waits else refusal.reason, refusal.message, WARNING)
         try:
-            if await self._write_status(key, job, status, False) and not lifecycle.finished(old):
+            if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
                 self._events.post(job, note)
         except StatusRefusedError:
             if self._untold.get(uid) != note.message:
@@ -253,48 +244,6 @@ class Reconciler:
             raise
         finally:
             self._jobs.record(key, uid).see(status, None, time.monotonic())
-
-    async def _write_status(self, key: JobKey, job: Object, status: ParallelTrainingJobStatus, told: bool) -> bool:
-        """Writes what changed, at once or with the next progress; whether it wrote.
-
-        Raises:
-            StaleError: the job is another one by now; nothing was written.
-            StatusRefusedError: the API server takes no status for the object as it is stored.
-        """
-        old = job.get("status")
-        old = old if isinstance(old, dict) else {}
-        new: Object = dict(status.wire())
-        patch = difference(old, new)
-        if not patch:
-            return False
-        uid, now = job["metadata"]["uid"], time.monotonic()
-        since = now - self._progress_written.get(uid, float("-inf"))
-        if not (told or urgent(old, new)) and since < PROGRESS_SECONDS:
-            self._queue.add_after(key, PROGRESS_SECONDS - since)
-            return False
-        metadata = {"uid": uid, "resourceVersion": job["metadata"]["resourceVersion"]}
-        path = f"{jobs_path(key.namespace, key.name)}/status"
-        try:
-            self._cache.put_job(await self._cluster.merge(path, {"metadata": metadata, "status": patch}))
-        except ApiError as error:
-            if error.code in (404, 409):
-                await self._refresh(key)
-                raise StaleError from None
-            if error.code in (400, 422):
-                raise StatusRefusedError(error.code, error.reason, error.message) from None
-            raise
-        self._progress_written[uid] = now
-        return True
-
-    async def _refresh(self, key: JobKey) -> None:
-        """Reads the job again, since the cache is behind."""
-        try:
-            self._cache.put_job(await self._cluster.get(jobs_path(key.namespace, key.name)))
-        except ApiError as error:
-            if error.code != 404:
-                raise
-            if (gone := self._cache.jobs.get(key)) is not None:
-                self._cache.remove_job(gone)
 
     async def _tell(self, key: JobKey, error: Exception) -> None:
         """Says on the job what kept it from being acted on, where its owner can do something about it."""
@@ -314,7 +263,7 @@ class Reconciler:
         self._chronicles.pop(uid, None)
         self._refusals.pop(uid, None)
         self._placer.forget(uid)
-        self._progress_written.pop(uid, None)
+        self._writer.forget(uid)
         self._untold.pop(uid, None)
         self._jobs.forget(key)
         self._queue.forget(key)

@@ -10,9 +10,10 @@ from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTr
 from meshwright.protocol import CheckpointCommit, Evaluation, Progress
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.coordinator.board import Agents
-from meshwright_operator.decide.decision import decide, rejected, unplannable
+from meshwright_operator.decide.decision import decide
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.revision import revision_of
+from meshwright_operator.decide.undecided import rejected, unplannable
 from tests.operator.builders import NOW, agents, ago, observed, pod, report, running_status, spec
 
 NAN = float("nan")

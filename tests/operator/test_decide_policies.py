@@ -15,11 +15,12 @@ from meshwright.protocol import FailureKind, RankProcess, WorkerReport
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.coordinator.board import Agents
 from meshwright_operator.decide.applied import encode, running_spec
-from meshwright_operator.decide.decision import decide, rejected, unplannable
+from meshwright_operator.decide.decision import decide
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.held import Held
 from meshwright_operator.decide.observed import Refusal
 from meshwright_operator.decide.placement import not_placed, placed
+from meshwright_operator.decide.undecided import rejected, unplannable
 from meshwright_operator.job_metrics import phase_of
 from meshwright_operator.status import urgent
 from meshwright_operator.words import counted, with_remarks

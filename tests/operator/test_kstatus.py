@@ -27,10 +27,11 @@ from meshwright.protocol import FailureKind, Progress, WorkerReport
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.coordinator.board import Agents, Heard, Hello
 from meshwright_operator.decide import placement as placing
-from meshwright_operator.decide.decision import decide, rejected, unplannable
+from meshwright_operator.decide.decision import decide
 from meshwright_operator.decide.held import Held
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers
 from meshwright_operator.decide.revision import revision_of
+from meshwright_operator.decide.undecided import rejected, unplannable
 from meshwright_operator.pods import Pod
 from tests.operator.builders import NODES, NOW, pod, spec
 from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus

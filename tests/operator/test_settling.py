@@ -1,7 +1,7 @@
 """Whatever happened on the way, the cluster settles in the state that a fresh operator makes of the final input.
 
 Hypothesis edits jobs, breaks pods, nodes and ranks, cuts and kills operators; then everything is left alone. The oracle
-is a second cluster that was given the final jobs and nodes at once. Fifteen runs always; as many as
+is a second cluster that was given the final jobs and nodes at once. Six runs always; as many as
 MESHWRIGHT_TEST_SETTLING says otherwise.
 """
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
 from meshwright.api.failures import FailureAction
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import CordonedNodes
-from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.clock import format_time, seconds_since
 from meshwright_operator.decide import (
     budget,
@@ -24,7 +23,7 @@ from meshwright_operator.decide import (
     recovery,
 )
 from meshwright_operator.decide.applied import encode
-from meshwright_operator.decide.conditions import Situation, set_condition, set_situation, still_holds
+from meshwright_operator.decide.conditions import still_holds
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import form
 from meshwright_operator.decide.observed import Observed, has_started
@@ -298,35 +297,3 @@ def _leave_nodes(draft: Draft) -> None:
         return
     draft.move = gang.Place(leaving, {w.index: w.node for w in observed.workers if w not in leaving})
     draft.again_in(MOVE_RETRY_SECONDS)
-
-
-def rejected(
-    old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
-) -> ParallelTrainingJobStatus:
-    """The status of a job that cannot be acted on as its spec stands. Pods it may have are left alone."""
-    status = old.model_copy(deep=True)
-    status.observed_generation = generation
-    set_situation(status, Situation(reason, message, stalled=True), generation, now)
-    return status
-
-
-def unplannable(
-    old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str, *, suspended: bool = False
-) -> ParallelTrainingJobStatus:
-    """The status of a job for which this cluster, as it is, has no layout; another node may change that."""
-    status = old.model_copy(deep=True)
-    status.observed_generation = generation
-    set_condition(status, names.PLACED, "False", "NoLayout", message, generation, now)
-    reason = "SuspendedByUser" if suspended else "NotSuspended"
-    set_condition(status, names.SUSPENDED, str(suspended), reason, "", generation, now)
-    situation = Situation("Suspended", message, ready=True) if suspended else Situation("Placing", message)
-    set_situation(status, situation, generation, now)
-    return status
-
-
-def unchanged(old: ParallelTrainingJobStatus, generation: int) -> ParallelTrainingJobStatus:
-    """The status of a finished job, whatever became of its spec: nothing starts it again."""
-    status = old.model_copy(deep=True)
-    status.observed_generation = generation
-    still_holds(status, generation)
-    return status
