@@ -244,7 +244,7 @@ class Settling(RuleBasedStateMachine):
             assert settled == self.oracle(), "the way here shows"
         elif wanted and min(spec["replicas"] for spec in wanted.values()) <= len(usable):
             # Who came first is history; that somebody runs, and nobody in part, is not.
-            assert any(settled[name]["Ready"] == ("True", "Running") for name in wanted), settled
+            assert any(runs(settled[name]) for name in wanted), settled
         for name in wanted:
             # As large as its plan in effect says: an edit that does not fit waits, and the former gang runs on.
             pods = settled[name]["pods"]
@@ -259,6 +259,12 @@ class Settling(RuleBasedStateMachine):
         found = fresh.settle()
         fresh.close()
         return found
+
+
+def runs(job: dict[str, Any]) -> bool:
+    """Whether its gang trains, maybe as it was before an edit for which there is no room."""
+    held = job["Ready"] == ("False", "EditDoesNotFit") and bool(job["pods"])
+    return job["Ready"] == ("True", "Running") or (held and all(phase == "Running" for _, phase, *_ in job["pods"]))
 
 
 def resync(operator: Operator) -> None:

@@ -36,7 +36,12 @@ def test_quantising_keeps_the_largest_number_and_some_digits_of_the_others(form:
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_the_emulated_product_is_the_kernels(rowwise: bool) -> None:
     a, b = (quantised(x, largest(x, rowwise=rowwise), FORWARD) for x in (torch.randn(16, 32), torch.randn(48, 32)))
-    kernel, emulated = scaled(a, b, torch.bfloat16), product(a, b, torch.bfloat16)
+    try:
+        kernel, emulated = scaled(a, b, torch.bfloat16), product(a, b, torch.bfloat16)
+    except RuntimeError as error:
+        # torch 2.11 on CPUs.
+        assert "only supports per-tensor scaling" in str(error)
+        pytest.skip("this torch's kernel takes one scale a tensor")
     assert float((kernel - emulated).abs().max() / emulated.abs().max()) < 1e-2
 
 
