@@ -113,8 +113,14 @@ async def test_an_idle_operator_writes_the_lease_and_the_progress_of_what_runs_a
         )
     for name in running:
         await settled(name)
-    await asyncio.sleep(8)  # the events of the start are posted, the resync of the last change is over
 
+    async def all_told() -> bool:
+        proxy.requests.clear()
+        await asyncio.sleep(3)
+        return not any(r.writes and r.path.endswith("/events") for r in proxy.requests)
+
+    await until(all_told, "the events of the start are posted, one by one", 30 + FINISHED)
+    await asyncio.sleep(5)  # the resync of the last change is over
     proxy.requests.clear()
     await asyncio.sleep(SECONDS)
     writes = Counter((r.method, r.path) for r in proxy.requests if r.writes)
