@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +18,8 @@ from meshwright.schedules.measured import Times
 from meshwright_worker.pipeline import measured
 from meshwright_worker.pipeline.measured import MEASURED, WARM_UP, Measured
 from meshwright_worker.pipeline.timed import Stopwatch
-from meshwright_worker.task import RankTask
-from tests.distributed.cases import Trained, trained
+from meshwright_worker.task import RankTask, StepReport
+from tests.distributed.cases import Trained, train_fully, trained
 from tests.distributed.configs import small_run
 from tests.distributed.meshes import kept_mesh, uses_kept_mesh
 from tests.distributed.pool import RankPool
@@ -119,6 +120,24 @@ def test_other_times_give_other_orders_and_the_same_bits(pool: RankPool, name: s
             assert equal(rank.trained, other.trained)
         assert [r.bubble is None for r in ranks[0].trained.results] == [n < FIRST_OWN - 1 for n in range(1, STEPS + 1)]
     assert len({order.render(0) for order in found}) == 1 + tried
+
+
+def train_by_clock(task: RankTask, clocks: Sequence[Seconds], die_after: int | None) -> list[StepReport]:
+    """`train`, with checkpoints, told the times of `clocks`."""
+    with patch.object(Stopwatch, "seconds", lambda _, what: clocks[task.rank][what]):
+        return train_fully(task, -1, None, die_after)[1].reports
+
+
+def test_a_resumed_run_repeats_the_bits_in_another_order(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    run = run_of(steps=6, every=2)
+    folders = {"data_dir": text, "checkpoint_dir": tmp_path}
+    pool.run(train_by_clock, run, SKEWED[0], 5, **folders)
+    resumed, *_ = pool.run(train_by_clock, run, SKEWED[1], None, **folders)
+    straight, *_ = pool.run(train_by_clock, run, SKEWED[0], None, data_dir=text, checkpoint_dir=tmp_path / "straight")
+    assert resumed[0].step in (3, 5)  # the save of step 4 was perhaps not durable yet
+    for report, other in zip(reversed(resumed), reversed(straight), strict=False):
+        assert (report.step, report.loss, report.gradient_norm) == (other.step, other.loss, other.gradient_norm)
+    assert [report.pipeline_bubble is None for report in straight] == [True, True, False, False, False, False]
 
 
 def test_a_stage_of_more_layers_is_measured_to_take_longer(pool: RankPool) -> None:
