@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -14,13 +15,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.layout import Layout
-from meshwright.schedules.actions import Schedule
+from meshwright.schedules.actions import Kind, Schedule
 from meshwright.schedules.simulate import Costs
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.mesh import CONTEXT, DATA, PIPELINE, TENSOR
 from meshwright_worker.pipeline.channels import Channels
+from meshwright_worker.pipeline.measured import MEASURED, WARM_UP, Measured
 from meshwright_worker.pipeline.program import channels
 from meshwright_worker.pipeline.scheduled import Scheduled
+from meshwright_worker.pipeline.timed import Stopwatch
 
 WIDTH = 8
 
@@ -55,6 +58,26 @@ class SleepingChunk:
         self._compute(self._costs.backward_weight)
 
 
+class WatchedChunk(SleepingChunk):
+    """One under a stopwatch, as `TimedChunk` is."""
+
+    def __init__(self, index: int, stages: int, costs: Costs, watch: Stopwatch) -> None:
+        super().__init__(index, stages, costs)
+        self._watch = watch
+
+    def forward(self, micro_batch: int, part: Batch, received: torch.Tensor | None, *, split: bool) -> torch.Tensor:
+        with self._watch.of(Kind.FORWARD):
+            return super().forward(micro_batch, part, received, split=split)
+
+    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        with self._watch.of(Kind.INPUT):
+            return super().backward(micro_batch, gradient)
+
+    def weight(self, micro_batch: int) -> None:
+        with self._watch.of(Kind.WEIGHT):
+            super().weight(micro_batch)
+
+
 @dataclass(frozen=True)
 class Took:
     """One rank's step, on the clock that all processes of a machine share."""
@@ -64,8 +87,11 @@ class Took:
     busy: float
 
 
-def measure(schedule: Schedule, costs: Costs, steps: int) -> list[list[Took]]:
-    """Every rank's steps after one that warms up; `costs` are of one stage."""
+def measure(schedule: Schedule, costs: Costs, steps: int, limit: int | None = None) -> list[list[Took]]:
+    """Every rank's steps after those that warm up; `costs` are of one stage.
+
+    With `limit`, micro-batches that a rank may hold, `schedule` is that of the first steps alone, which are measured.
+    """
     ranks = len(schedule.ranks)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -76,7 +102,7 @@ def measure(schedule: Schedule, costs: Costs, steps: int) -> list[list[Took]]:
     processes = []
     for rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(theirs, rank, port, schedule, costs, steps), daemon=True)
+        process = context.Process(target=_rank, args=(theirs, rank, port, schedule, costs, steps, limit), daemon=True)
         process.start()
         theirs.close()
         ends.append(ours)
@@ -87,13 +113,16 @@ def measure(schedule: Schedule, costs: Costs, steps: int) -> list[list[Took]]:
     return took
 
 
-def _rank(answer: Connection, rank: int, port: int, schedule: Schedule, costs: Costs, steps: int) -> None:
+def _rank(
+    answer: Connection, rank: int, port: int, schedule: Schedule, costs: Costs, steps: int, limit: int | None
+) -> None:
     torch.set_num_threads(1)
     ranks = len(schedule.ranks)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    executor, chunks = executor_of(schedule, costs, rank)
+    executor, chunks = executor_of(schedule, costs, rank, limit)
     batch = Batch.of(torch.zeros(schedule.micro_batches, 2, dtype=torch.int64))
-    executor.run(batch)
+    for _ in range(1 if limit is None else WARM_UP + MEASURED):
+        executor.run(batch)
     took = []
     for _ in range(steps):
         dist.barrier()
@@ -104,7 +133,9 @@ def _rank(answer: Connection, rank: int, port: int, schedule: Schedule, costs: C
     dist.destroy_process_group()
 
 
-def executor_of(schedule: Schedule, costs: Costs, rank: int) -> tuple[Scheduled, list[SleepingChunk]]:
+def executor_of(
+    schedule: Schedule, costs: Costs, rank: int, limit: int | None = None
+) -> tuple[Scheduled, Sequence[SleepingChunk]]:
     """The executor of one rank, and the sleeping stages that it runs; the default process group must exist."""
     ranks = len(schedule.ranks)
     devices = init_device_mesh("cpu", (1, ranks, 1, 1), mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
@@ -113,10 +144,16 @@ def executor_of(schedule: Schedule, costs: Costs, rank: int) -> tuple[Scheduled,
         coordinates=Layout(pipeline=ranks).coordinates(rank),
         device=torch.device("cpu"),
         group=devices.get_group,
+        together=dist.group.WORLD,
     )
+    transfers = Channels(mesh, channels(schedule))
+    if limit is not None:
+        watch = Stopwatch(mesh.device)
+        watched = WatchedChunk(rank, schedule.stages, costs, watch)
+        return Measured(watched, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [watched]
     held = sorted({action.stage for action in schedule.actions(rank)})
     chunks = [SleepingChunk(index, schedule.stages, costs) for index in held]
-    return Scheduled(chunks, schedule, rank, Channels(mesh, channels(schedule)), width=WIDTH, slices=1), chunks
+    return Scheduled(chunks, schedule, rank, transfers, width=WIDTH, slices=1), chunks
 
 
 def bubble(took: list[list[Took]]) -> float:

@@ -84,9 +84,9 @@ class ParallelismSpec(ApiModel):
     to be faster by more than 2 % and fits; rules about it take it for `1F1B` until it is chosen. `Naive`: one at a
     time. `GPipe` (arXiv 1811.06965), `1F1B` (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473),
     `LoopedBFS` (arXiv 2211.05953). Backward in halves: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched for the
-    costs of the model's own stages), `ZBV` (arXiv 2405.15362). Forward and backward overlapped: `DualPipe`,
-    `DualPipeV` (arXiv 2412.19437). Without a flush, and so with stale weights: `PipeDream` (arXiv 1806.03377),
-    `PipeDream2BW` (arXiv 2006.09503)."""
+    times of the job's own stages, which its first steps measure), `ZBV` (arXiv 2405.15362). Forward and backward
+    overlapped: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and so with stale weights: `PipeDream`
+    (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
     virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
     """Stages of one rank with `Interleaved1F1B` and `LoopedBFS`, the only schedules that allow it; 2 when left out."""
     layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (

@@ -5,11 +5,15 @@ activations are within the limit, and fills the time until the next one arrives 
 forward passes each rank may run ahead, and how short a wait it leaves empty, is what the quality hangs on: several of
 both are tried, beside the handcrafted schedules, and the best within the limit is kept. Equal numbers give an equal
 schedule, so every rank finds the same one by itself.
+
+Whatever the costs, a rank runs its forward passes in the order of micro-batches, and so its gradients of inputs and
+those of weights: sums of gradients are the same, bit by bit, in every schedule that can be found.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +43,7 @@ def automatic(
         hop: seconds to send to another rank.
 
     Raises:
-        ValueError: `limit` is below 1, or there are not as many costs as stages.
+        ValueError: `limit` is below 1, there are not as many costs as stages, or one is no length of time.
     """
     check_counts(ranks, micro_batches)
     if limit < 1:
@@ -47,6 +51,9 @@ def automatic(
     every = (costs,) * ranks if isinstance(costs, Costs) else tuple(costs)
     if len(every) != ranks:
         raise ValueError(f"{len(every)} costs for {ranks} stages")
+    seconds = [hop, *(each for c in every for each in (c.forward, c.backward_input, c.backward_weight))]
+    if not all(math.isfinite(each) and each >= 0 for each in seconds):
+        raise ValueError(f"costs must be finite and at least 0, not {every} with a send of {hop}")
     return _search(ranks, micro_batches, limit, every, hop)
 
 

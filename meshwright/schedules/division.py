@@ -65,6 +65,11 @@ def takes_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> b
     return count >= (2 * ranks if schedule is PipelineSchedule.DUAL_PIPE_V else ranks)
 
 
+def activation_limit(parallelism: ParallelismSpec, ranks: int) -> int:
+    """Micro-batches whose activations a rank may hold with `Automatic`: what 1F1B holds where it is left out."""
+    return parallelism.activation_limit or ranks
+
+
 def schedule_of(
     parallelism: ParallelismSpec, ranks: int, micro_batches: int, costs: Costs | Sequence[Costs] = EVEN
 ) -> Schedule:
@@ -81,7 +86,7 @@ def schedule_of(
     """
     kind = parallelism.order if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
     if kind is PipelineSchedule.AUTOMATIC:
-        return automatic(ranks, micro_batches, parallelism.activation_limit or ranks, costs)
+        return automatic(ranks, micro_batches, activation_limit(parallelism, ranks), costs)
     name = "1f1b" if kind in ASYNCHRONOUS else GENERATED[kind]
     return generate(name, ranks, micro_batches, stages_of_rank(parallelism, ranks))
 
@@ -141,7 +146,8 @@ class Division:
 
 
 def divide(parallelism: ParallelismSpec, ranks: int, micro_batches: int, model: Architecture, length: int) -> Division:
-    """The pipeline of a run. `Automatic` is searched with the operations of the model's own stages.
+    """The pipeline of a run. `Automatic` is searched with the operations of the model's own stages: the order of the
+    first steps, until the worker has measured their times (`schedules.measured`).
 
     Raises:
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.

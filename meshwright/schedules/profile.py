@@ -1,7 +1,8 @@
 """What a stage's passes cost by the operations in them: the times that a search for a schedule starts from.
 
-The zero-bubble paper searches with times measured on the machine (arXiv 2401.10241, section 3); here they are counted
-per layer, so that planner and every rank know the same ones before anything runs, to the last digit. A matrix product
+The zero-bubble paper searches with times measured on the machine (arXiv 2401.10241, section 3), and so does a run once
+it has some (`schedules.measured`). Here they are counted per layer, so that planner and every rank know the same ones
+before anything runs, to the last digit. A matrix product
 costs as much forward as in either half of the backward pass. Attention has no weights: all of its backward pass, twice
 its forward pass, falls to the half that computes gradients of inputs.
 """

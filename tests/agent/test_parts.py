@@ -255,7 +255,8 @@ def test_metrics_follow_the_ranks() -> None:
     metrics.rank_up(0, up=True)
     metrics.step(0, REPORT)
     metrics.step(1, REPORT)
-    metrics.step(0, replace(REPORT, experts=(ExpertLoad(5, 1.25, 0.125, 1.0625, 4.0),)))
+    assert "ptj_pipeline_bubble_ratio{" not in metrics.render().decode()
+    metrics.step(0, replace(REPORT, experts=(ExpertLoad(5, 1.25, 0.125, 1.0625, 4.0),), pipeline_bubble=0.25))
     metrics.checkpoint_saved(0.2)
     metrics.phase(0, "load", 0.3)
     text = metrics.render().decode()
@@ -271,6 +272,7 @@ def test_metrics_follow_the_ranks() -> None:
         f"ptj_auxiliary_loss{{{mixture}}} 1.0625",
         f"ptj_router_z_loss{{{mixture}}} 4.0",
         f"ptj_loss{{{base}}} 2.5",
+        f"ptj_pipeline_bubble_ratio{{{base}}} 0.25",
         f"ptj_rank_restarts_total{{{base}}} 0.0",
         f'ptj_step_duration_seconds_count{{{base},rank="0"}} 2.0',
         f'ptj_checkpoint_duration_seconds_count{{{base},op="save"}} 1.0',
@@ -281,6 +283,7 @@ def test_metrics_follow_the_ranks() -> None:
     text = metrics.render().decode()
     assert 'rank="0"' not in text
     assert 'layer="5"' not in text
+    assert "ptj_pipeline_bubble_ratio{" not in text
     assert 'rank="4"' in text
     assert "ptj_rank_restarts_total" in text
     assert "2.0" in next(line for line in text.splitlines() if line.startswith("ptj_rank_restarts_total{"))

@@ -70,6 +70,11 @@ class TrainerMetrics:
             "Mean loss per token of the last evaluation on documents that are not trained on.",
             base,
         )
+        self._bubble = gauge(
+            "ptj_pipeline_bubble_ratio",
+            "Part of a step's passes in which the pipeline's ranks wait, by the times that `Automatic` measured.",
+            base,
+        )
         self._perplexity = gauge("ptj_evaluation_perplexity", "Exponential of `ptj_evaluation_loss`.", base)
         layer = [*base, "layer"]
         self._imbalance = gauge(
@@ -101,6 +106,8 @@ class TrainerMetrics:
             self._seconds.labels(*self._names, rank)
             self._data_wait.labels(*self._names, rank)
         self._ranks = now
+        # A new generation measures anew, if it has such a pipeline at all.
+        self._bubble.clear()
         if "0" not in now:
             self._drop_mixtures()
         self._generation.labels(*self._names).set(number)
@@ -124,6 +131,8 @@ class TrainerMetrics:
             if report.evaluation_loss is not None:
                 self._evaluation_loss.labels(*self._names).set(report.evaluation_loss)
                 self._perplexity.labels(*self._names).set(perplexity(report.evaluation_loss))
+            if report.pipeline_bubble is not None:
+                self._bubble.labels(*self._names).set(report.pipeline_bubble)
             for load in report.experts:
                 self._mixture(load)
 

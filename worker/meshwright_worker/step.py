@@ -53,6 +53,8 @@ class StepResult:
     """Mixture by mixture."""
     skipped: bool = False
     """Whether gradients overflowed fp16, and nothing was updated."""
+    bubble: float | None = None
+    """See `Executor.bubble`."""
 
 
 class Trainer:
@@ -139,7 +141,7 @@ class Trainer:
             stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.loss_scale.passed()
         self.replicas.publish()
-        return StepResult(loss, norm, rate, stopping, self._loads.finish())
+        return StepResult(loss, norm, rate, stopping, self._loads.finish(), bubble=self._executor.bubble)
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = self.replicas.reduce()

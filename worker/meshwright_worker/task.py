@@ -69,6 +69,8 @@ class StepReport:
     """Mean loss per token on documents that are never trained on, after this step; None when it was not evaluated."""
     experts: tuple[ExpertLoad, ...] = ()
     """Mixture by mixture, in the order of layers."""
+    pipeline_bubble: float | None = None
+    """Part of a step in which the pipeline's ranks wait, simulated with measured times; None where none were."""
 
 
 class RankEvents(Protocol):

@@ -240,6 +240,7 @@ class _Loop:
             hardware_flops=self._work.hardware,
             peak_flops=self._work.peak,
             experts=result.experts,
+            pipeline_bubble=result.bubble,
         )
 
 

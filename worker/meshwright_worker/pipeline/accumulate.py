@@ -19,6 +19,8 @@ class Accumulation:
         tokens: what the summed loss is divided by, `tokens_of_step`.
     """
 
+    bubble: float | None = None
+
     def __init__(self, stage: DecoderStage, micro_batches: int, tokens: int) -> None:
         self._stage = stage
         self._micro_batches = micro_batches

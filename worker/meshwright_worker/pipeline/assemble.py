@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.schedules.actions import Schedule
+from meshwright.schedules.division import activation_limit
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.parallel.apply import BuiltStage, division_of
 from meshwright_worker.pipeline.accumulate import Accumulation
@@ -14,8 +17,10 @@ from meshwright_worker.pipeline.channels import Channels
 from meshwright_worker.pipeline.chunk import Chunk
 from meshwright_worker.pipeline.copies import Copies, meeting
 from meshwright_worker.pipeline.executor import Executor, tokens_of_step
+from meshwright_worker.pipeline.measured import Measured
 from meshwright_worker.pipeline.program import channels
 from meshwright_worker.pipeline.scheduled import Scheduled
+from meshwright_worker.pipeline.timed import Stopwatch, TimedChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,27 @@ def assemble(stages: Sequence[BuiltStage], run: RunConfig, model: Architecture, 
         executor = Accumulation(stages[0].module, run.micro_batches, tokens)
         return Pipeline(executor, Copies(division, rank, None, tied=tied))
     transfers = Channels(mesh, channels(division.schedule) | meeting(division, tied=tied))
-    chunks = [Chunk(stage, tokens, rematerialize=run.parallelism.rematerialize) for stage in stages]
+    return Pipeline(
+        _scheduled(stages, run, model, mesh, division.schedule, transfers, tokens),
+        Copies(division, rank, transfers, tied=tied),
+    )
+
+
+def _scheduled(
+    stages: Sequence[BuiltStage],
+    run: RunConfig,
+    model: Architecture,
+    mesh: Mesh,
+    schedule: Schedule,
+    transfers: Channels,
+    tokens: int,
+) -> Scheduled:
+    width, again = model.hidden_size, run.parallelism.rematerialize
     slices = run.tensor if run.parallelism.sequence else 1
-    scheduled = Scheduled(chunks, division.schedule, rank, transfers, width=model.hidden_size, slices=slices)
-    return Pipeline(scheduled, Copies(division, rank, transfers, tied=tied))
+    if run.parallelism.order is PipelineSchedule.AUTOMATIC and run.pipeline > 1:
+        watch = Stopwatch(mesh.device)
+        timed = TimedChunk(stages[0], tokens, rematerialize=again, watch=watch)
+        limit = activation_limit(run.parallelism, run.pipeline)
+        return Measured(timed, schedule, transfers, mesh, watch, limit=limit, width=width, slices=slices)
+    chunks = [Chunk(stage, tokens, rematerialize=again) for stage in stages]
+    return Scheduled(chunks, schedule, mesh.coordinates.pipeline, transfers, width=width, slices=slices)

@@ -13,6 +13,9 @@ from meshwright_worker.data.batch import Batch
 class Executor(Protocol):
     """Runs forward and backward of one replica's batch and leaves gradients in the parameters."""
 
+    bubble: float | None
+    """Part of a step's passes in which ranks wait, simulated with measured times; None where none were measured."""
+
     def run(self, batch: Batch) -> torch.Tensor:
         """Add the gradient of the replica's summed loss over `tokens_of_step`.
 

@@ -43,6 +43,8 @@ class Scheduled:
         slices: into how many parts the positions of hidden states are split over a tensor group.
     """
 
+    bubble: float | None = None
+
     def __init__(
         self,
         chunks: Sequence[Chunk],
