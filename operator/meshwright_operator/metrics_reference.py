@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.metrics import MetricWrapperBase
 
+from meshwright.metric_tables import Row, row, rows_of, table
 from meshwright_operator.job_metrics import JobsCollector
 from meshwright_operator.metrics import OperatorMetrics
 
@@ -18,8 +17,8 @@ HEAD = """# Metrics
 
 The operator serves Prometheus metrics at `/metrics` of its metrics port (9471 by default), beside `/healthz` and
 `/readyz`. Operator metrics have few label values however many jobs there are. Job metrics are computed at each scrape
-from what the operator knows now: a deleted job's series are gone with the next scrape. Worker pods serve the metrics of
-their ranks themselves.
+from what the operator knows now: a deleted job's series are gone with the next scrape. [Worker pods](worker-metrics.md)
+serve the metrics of their ranks themselves.
 
 This page is generated from the code: `python -m meshwright_operator.metrics_reference > docs/metrics.md`.
 """
@@ -44,36 +43,14 @@ VALUES = """
 
 def reference() -> str:
     """The whole page."""
-    parts = [HEAD, "## Operator\n", _table(_operator_rows()), "\n## Jobs\n", _table(_job_rows()), VALUES]
+    parts = [HEAD, "## Operator\n", table(rows_of(OperatorMetrics())), "\n## Jobs\n", table(_job_rows()), VALUES]
     return "\n".join(parts)
 
 
-def _operator_rows() -> list[tuple[str, str, str, str]]:
-    """Name, type, labels and meaning of each of the operator's own metrics, also of those without a sample yet."""
-    rows = []
-    metrics = OperatorMetrics()
-    for collector in vars(metrics).values():
-        if isinstance(collector, MetricWrapperBase):
-            (family,) = collector.describe()
-            rows.append(_row(family, collector._labelnames))
-    return sorted(rows)
-
-
-def _job_rows() -> list[tuple[str, str, str, str]]:
+def _job_rows() -> list[Row]:
     registry = CollectorRegistry()
     registry.register(JobsCollector())
-    return sorted(_row(family, tuple(getattr(family, "_labelnames", ()))) for family in registry.collect())
-
-
-def _row(family: Metric, labels: tuple[str, ...]) -> tuple[str, str, str, str]:
-    name = f"{family.name}_total" if family.type == "counter" else family.name
-    return name, family.type, ", ".join(f"`{label}`" for label in labels), family.documentation
-
-
-def _table(rows: list[tuple[str, str, str, str]]) -> str:
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in rows]
-    return "\n".join(lines)
+    return sorted(row(family, tuple(getattr(family, "_labelnames", ()))) for family in registry.collect())
 
 
 if __name__ == "__main__":

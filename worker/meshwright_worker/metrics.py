@@ -7,7 +7,7 @@ ranks that a new mesh generation moved elsewhere are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,6 +17,7 @@ from meshwright_worker.task import ExpertLoad, StepReport
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
 STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
+JOB_LABELS = ("namespace", "job_name")
 CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
 
 
@@ -28,71 +29,73 @@ class TrainerMetrics:
         self._names = (namespace, job)
         self._ranks: set[str] = set()
         self._mixtures: set[str] = set()
-        base = ["namespace", "job_name"]
-        per_rank = [*base, "rank"]
+        self._describe_job()
+        self._describe_ranks()
+        self._describe_mixtures()
 
-        def gauge(name: str, text: str, names: list[str]) -> Gauge:
-            return Gauge(name, text, names, registry=self.registry)
-
-        def counter(name: str, text: str, names: list[str]) -> Counter:
-            return Counter(name, text, names, registry=self.registry)
-
-        self._generation = gauge("ptj_mesh_generation", "Mesh generation this pod runs or ran last.", base)
-        self._rank_up = gauge("ptj_rank_up", "Whether the rank's process lives.", per_rank)
-        self._restarts = counter(
-            "ptj_rank_restarts_total", "Rank processes started after this pod's first generation.", base
+    def _describe_job(self) -> None:
+        self._generation = self._gauge("ptj_mesh_generation", "Mesh generation this pod runs or ran last.")
+        self._restarts = self._counter(
+            "ptj_rank_restarts_total", "Rank processes started after this pod's first generation."
         )
-        self._step = gauge("ptj_step", "Last finished optimizer step.", per_rank)
-        self._seconds = Histogram(
-            "ptj_step_duration_seconds",
-            "Time of an optimizer step.",
-            per_rank,
-            buckets=STEP_BUCKETS,
-            registry=self.registry,
+        self._tokens = self._counter("ptj_tokens_total", "Tokens trained on by the job while this pod held rank 0.")
+        self._model_flops = self._counter(
+            "ptj_model_flops_total", "Floating-point operations of the job's steps, 6N + 12Lds a token."
         )
-        self._data_wait = counter("ptj_data_wait_seconds_total", "Time steps waited for data.", per_rank)
-        self._tokens = counter("ptj_tokens_total", "Tokens trained on by the job while this pod held rank 0.", base)
-        self._model_flops = counter(
-            "ptj_model_flops_total", "Floating-point operations of the job's steps, 6N + 12Lds a token.", base
+        self._hardware_flops = self._counter(
+            "ptj_hardware_flops_total", "`ptj_model_flops_total` and what activation checkpointing computed again."
         )
-        self._hardware_flops = counter(
-            "ptj_hardware_flops_total", "The same with what activation checkpointing computed again.", base
+        self._mfu = self._gauge(
+            "ptj_mfu", "Model FLOPs of the last step over the GPUs' dense bf16 peak; on known GPUs."
         )
-        self._mfu = gauge(
-            "ptj_mfu", "Model FLOPs of the last step over the GPUs' dense bf16 peak; on known GPUs.", base
+        self._hfu = self._gauge("ptj_hfu", "`ptj_mfu` with what was computed again.")
+        self._loss = self._gauge("ptj_loss", "Mean loss per token of the last step.")
+        self._gradient_norm = self._gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.")
+        self._learning_rate = self._gauge("ptj_learning_rate", "Learning rate of the last step.")
+        self._evaluation_loss = self._gauge(
+            "ptj_evaluation_loss", "Mean loss per token of the last evaluation on documents that are not trained on."
         )
-        self._hfu = gauge("ptj_hfu", "The same with what was computed again.", base)
-        self._loss = gauge("ptj_loss", "Mean loss per token of the last step.", base)
-        self._gradient_norm = gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.", base)
-        self._learning_rate = gauge("ptj_learning_rate", "Learning rate of the last step.", base)
-        self._evaluation_loss = gauge(
-            "ptj_evaluation_loss",
-            "Mean loss per token of the last evaluation on documents that are not trained on.",
-            base,
-        )
-        self._bubble = gauge(
+        self._perplexity = self._gauge("ptj_evaluation_perplexity", "Exponential of `ptj_evaluation_loss`.")
+        self._bubble = self._gauge(
             "ptj_pipeline_bubble_ratio",
             "Part of a step's passes in which the pipeline's ranks wait, by the times that `Automatic` measured.",
-            base,
         )
-        self._perplexity = gauge("ptj_evaluation_perplexity", "Exponential of `ptj_evaluation_loss`.", base)
-        layer = [*base, "layer"]
-        self._imbalance = gauge(
-            "ptj_expert_load_imbalance", "Tokens of a mixture's busiest expert over the mean, in the last step.", layer
-        )
-        self._dropped = gauge(
-            "ptj_expert_dropped_ratio", "Part of a mixture's choices whose expert was full, in the last step.", layer
-        )
-        self._auxiliary = gauge("ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", layer)
-        self._z_loss = gauge("ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", layer)
-        self._checkpoint = Histogram(
+        self._checkpoint = self._histogram(
             "ptj_checkpoint_duration_seconds",
             "Time to make a checkpoint durable (save) or to restore one (load).",
-            [*base, "op"],
-            buckets=CHECKPOINT_BUCKETS,
-            registry=self.registry,
+            CHECKPOINT_BUCKETS,
+            "op",
         )
-        self._phase = gauge("ptj_startup_phase_seconds", "Time of each phase of the last start.", [*base, "phase"])
+        self._phase = self._gauge("ptj_startup_phase_seconds", "Time of each phase of the last start.", "phase")
+
+    def _describe_ranks(self) -> None:
+        self._rank_up = self._gauge("ptj_rank_up", "Whether the rank's process lives.", "rank")
+        self._step = self._gauge("ptj_step", "Last finished optimizer step.", "rank")
+        self._seconds = self._histogram("ptj_step_duration_seconds", "Time of an optimizer step.", STEP_BUCKETS, "rank")
+        self._data_wait = self._counter("ptj_data_wait_seconds_total", "Time steps waited for data.", "rank")
+
+    def _describe_mixtures(self) -> None:
+        self._imbalance = self._gauge(
+            "ptj_expert_load_imbalance",
+            "Tokens of a mixture's busiest expert over the mean, in the last step.",
+            "layer",
+        )
+        self._dropped = self._gauge(
+            "ptj_expert_dropped_ratio", "Part of a mixture's choices whose expert was full, in the last step.", "layer"
+        )
+        self._auxiliary = self._gauge(
+            "ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", "layer"
+        )
+        self._z_loss = self._gauge("ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", "layer")
+
+    def _gauge(self, name: str, text: str, *more: str) -> Gauge:
+        return Gauge(name, text, [*JOB_LABELS, *more], registry=self.registry)
+
+    def _counter(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(name, text, [*JOB_LABELS, *more], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *more: str) -> Histogram:
+        return Histogram(name, text, [*JOB_LABELS, *more], buckets=buckets, registry=self.registry)
 
     def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
         """A generation starts with these local ranks; `restart` says that it is not this pod's first."""
