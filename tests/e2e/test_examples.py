@@ -27,8 +27,11 @@ async def test_planner_chooses_the_degrees_and_says_why(stage):
 
 async def test_a_users_own_ddp_script_survives_the_loss_of_a_pod(stage):
     path = EXAMPLES / "torch-ddp.yaml"
-    await stage.apply(manifest.read(path))
-    name = job_name(path)
+    name, items = job_name(path), manifest.read(path)
+    # A rank in each of two pods: every rank of a script imports torch for itself.
+    spec = next(item["spec"] for item in items if item["kind"] == KIND)
+    spec["replicas"], spec["workers"]["gpusPerWorker"] = 2, 1
+    await stage.apply(items)
     await stage.until(name, holds(conditions.READY), "running")
     first = (await stage.pod(name, 0))["metadata"]["name"]
 

@@ -46,7 +46,7 @@ def _smoke() -> Iterator[Any]:
         seen.add(case.technique)
 
 
-@pytest.mark.parametrize("case", _smoke())
+@pytest.mark.parametrize("case", list(_smoke()))
 def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
     precision = Precision.FP64 if case.exact else Precision.FP32
     errors = measure(case, pool, oracle, [precision])[precision]
