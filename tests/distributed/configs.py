@@ -15,6 +15,15 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from tests.distributed.mixtures import MIXTURES
 
+NUMBERS = {
+    "layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocab_size": 260,
+}
+
 
 def small_run(
     tensor: int = 1,
@@ -46,14 +55,6 @@ def small_run(
     balance: bool = False,
     **model: Any,
 ) -> RunConfig:
-    numbers = {
-        "layers": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "heads": 4,
-        "kv_heads": 2,
-        "vocab_size": 260,
-    }
     return RunConfig(
         tensor=tensor,
         pipeline=pipeline,
@@ -69,7 +70,7 @@ def small_run(
             ulysses=ulysses,
             **{"data_parallel": DataParallelSpec(**(replicas or {})), **(parallelism or {})},
         ),
-        architecture=Architecture(**{**numbers, "mixture": MIXTURES[mixture] if mixture else None, **model}),
+        architecture=Architecture(**{**NUMBERS, "mixture": MIXTURES[mixture] if mixture else None, **model}),
         data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
         training=TrainingSpec(
             **{
@@ -79,11 +80,13 @@ def small_run(
                 "seed": seed,
                 "precision": precision,
                 "outer": OuterSpec(**outer) if outer else None,
-                "optimizer": OptimizerSpec(
-                    **{"learning_rate": 1e-3, "warmup_steps": 2, "gradient_clip": clip, **(optimizer or {})}
-                ),
+                "optimizer": _optimizer(clip, optimizer or {}),
                 **(training or {}),
             }
         ),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )
+
+
+def _optimizer(clip: float, options: Mapping[str, Any]) -> OptimizerSpec:
+    return OptimizerSpec(**{"learning_rate": 1e-3, "warmup_steps": 2, "gradient_clip": clip, **options})
