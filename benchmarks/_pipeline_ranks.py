@@ -15,21 +15,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.layout import Layout
-from meshwright.schedules.actions import Kind, Schedule
+from meshwright.schedules.actions import Schedule
 from meshwright.schedules.simulate import Costs
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.mesh import CONTEXT, DATA, PIPELINE, TENSOR
 from meshwright_worker.pipeline.channels import Channels
+from meshwright_worker.pipeline.chunk import Chunk
 from meshwright_worker.pipeline.measured import MEASURED, WARM_UP, Measured
 from meshwright_worker.pipeline.program import channels
 from meshwright_worker.pipeline.scheduled import Scheduled
-from meshwright_worker.pipeline.timed import Stopwatch
+from meshwright_worker.pipeline.timed import Stopwatch, TimedChunk
 
 WIDTH = 8
 
 
-class SleepingChunk:
-    """A stage that takes a known time: what `Chunk` offers to the executor."""
+class SleepingChunk(Chunk):
+    """A stage that takes a known time: each of its passes sleeps."""
 
     def __init__(self, index: int, stages: int, costs: Costs) -> None:
         module = SimpleNamespace(is_last=index == stages - 1, compute=torch.float32, modules=list)
@@ -58,24 +59,12 @@ class SleepingChunk:
         self._compute(self._costs.backward_weight)
 
 
-class WatchedChunk(SleepingChunk):
-    """One under a stopwatch, as `TimedChunk` is."""
+class TimedSleepingChunk(TimedChunk, SleepingChunk):
+    """One whose passes stand under the worker's own stopwatch."""
 
     def __init__(self, index: int, stages: int, costs: Costs, watch: Stopwatch) -> None:
-        super().__init__(index, stages, costs)
+        SleepingChunk.__init__(self, index, stages, costs)
         self._watch = watch
-
-    def forward(self, micro_batch: int, part: Batch, received: torch.Tensor | None, *, split: bool) -> torch.Tensor:
-        with self._watch.of(Kind.FORWARD):
-            return super().forward(micro_batch, part, received, split=split)
-
-    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        with self._watch.of(Kind.INPUT):
-            return super().backward(micro_batch, gradient)
-
-    def weight(self, micro_batch: int) -> None:
-        with self._watch.of(Kind.WEIGHT):
-            super().weight(micro_batch)
 
 
 @dataclass(frozen=True)
@@ -149,8 +138,8 @@ def executor_of(
     transfers = Channels(mesh, channels(schedule))
     if limit is not None:
         watch = Stopwatch(mesh.device)
-        watched = WatchedChunk(rank, schedule.stages, costs, watch)
-        return Measured(watched, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [watched]
+        timed = TimedSleepingChunk(rank, schedule.stages, costs, watch)
+        return Measured(timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [timed]
     held = sorted({action.stage for action in schedule.actions(rank)})
     chunks = [SleepingChunk(index, schedule.stages, costs) for index in held]
     return Scheduled(chunks, schedule, rank, transfers, width=WIDTH, slices=1), chunks
