@@ -163,7 +163,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
     ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
     ("model.mixture", {**STALE, **mixture()}),
-    ("parallelism.schedule", {**STALE, "training.evaluation": {"everySteps": 5}}),
     ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),

@@ -147,7 +147,8 @@ def _pairs(rows: list[Row]) -> list[str]:
 
 def _cells(row: Row) -> str:
     errors = row.errors or {}
-    single, double = errors.get(Precision.FP32), errors.get(Precision.FP64)
+    double = errors.get(Precision.FP64)
+    single = next((errors[each] for each in errors if each is not Precision.FP64), None)
     numbers = [
         *((single.loss, single.gradient) if single else (None, None)),
         *((double.gradient, double.parameter) if double else (None, None)),
