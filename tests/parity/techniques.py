@@ -51,6 +51,7 @@ def _of(factor: str, options: Mapping[str, tuple[Options, ...]]) -> list[Techniq
 
 _FEW: Options = {"pipeline": 2, "micro_batches": 2}
 _MANY: Options = {"pipeline": 2, "micro_batches": 4}
+_WHOLE: Options = {"parallelism": {"expert_tensor": False}}
 _ONE: Options = {"pipeline": 2, "micro_batches": 1}
 _FOLDED: Options = {"layers": 4}
 _UNCLIPPED: Options = {"clip": 0.0}
@@ -168,6 +169,10 @@ TECHNIQUES: list[Technique] = [
     *_of("embeddings", {"tied embeddings": ({}, {"tie_embeddings": True})}),
     *_of("mixture", {name: _mixture(name) for name in ("Switch", "Mixtral", "ST-MoE", "DeepSeek-V2", "DeepSeek-V3")}),
     *_of("experts", {"expert parallelism": ({"data": 2, "expert": 2}, {}, {"mixture": "Mixtral"})}),
+    *_of(
+        "widths",
+        {"experts whole in a tensor group": ({"tensor": 2, **_WHOLE}, {}, {"mixture": "Mixtral"})},
+    ),
     *_of(
         "checkpointing",
         {
