@@ -221,6 +221,9 @@ def try_what_is_wrong(task: RankTask) -> dict[str, str]:
         )
         trainer = trainer_of(mesh, lambda: Tangle(rare=True, batch_norm=False), PLAN, 0)
         said["unused"] = refused(lambda: trainer.step(1, [batch]))
+        trainer = trainer_of(mesh, build, PLAN, 0)
+        trainer.module.get_submodule("fixed").requires_grad_(True)
+        said["thawed"] = refused(lambda: trainer.step(1, [batch]))
         return said
 
 

@@ -107,6 +107,7 @@ def test_what_would_be_wrong_is_refused_on_every_rank_alike(pool: RankPool) -> N
     assert "out of range" in first["token"]
     assert "the buffer `mine` is no longer the same" in first["buffer"]
     assert "no gradient was computed for rare.weight, rare.bias" in first["unused"]
+    assert "fixed.weight, fixed.bias was frozen when the trainer was made" in first["thawed"]
     assert first["changed"] == ""
 
 

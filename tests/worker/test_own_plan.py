@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from meshwright_worker.own.build import _check_formats
+from meshwright.layout import Layout
+from meshwright_worker.mesh import Mesh
+from meshwright_worker.own.build import checked
 from meshwright_worker.own.plan import ParallelPlan, PlanError
 from meshwright_worker.own.resolve import Role, resolve
 from meshwright_worker.own.shard import check_units
@@ -189,18 +191,61 @@ def test_sizes_that_do_not_divide_are_named(ranks: int, said: str) -> None:
     assert "the nearest size is" in str(error.value)
 
 
+def mesh_of(islands: object = None, **layout: int) -> Mesh:
+    unused: Any = None
+    return Mesh(
+        Layout(**layout), 0, torch.device("cpu"), unused, unused, None, cast(Any, islands), unused, unused, unused
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "said"),
+    [
+        (mesh_of(pipeline=2), 0, "`pipeline`, `context` and `expert` are 1, not 2, 1 and 1"),
+        (mesh_of(context=2), 0, "tensor and data dimensions alone"),
+        (mesh_of(islands=object()), 0, "leave out `training.outer`"),
+        (mesh_of(), 4, "`zero_stage` is one of 0, 1, 2, 3, not 4"),
+        (mesh_of(tensor=5), 0, "do not divide over 5 ranks"),
+    ],
+    ids=["pipeline", "context", "islands", "stage", "sizes"],
+)
+def test_a_mesh_or_stage_that_does_not_fit_is_refused(mesh: Mesh, zero: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        checked(Model(), SPLIT, mesh, zero)
+
+
 def test_formats_are_one_that_can_be_trained() -> None:
-    _check_formats(Model().double())
+    checked(Model().double(), SPLIT, mesh_of(), 0)
     mixed = Model()
     mixed.norm.bfloat16()
     with pytest.raises(ValueError, match=r"`stacks.0.0.up.weight` is torch.float32 and `norm.weight` is"):
-        _check_formats(mixed)
+        checked(mixed, SPLIT, mesh_of(), 0)
     mixed.norm.requires_grad_(False)
-    _check_formats(mixed)
+    checked(mixed, SPLIT, mesh_of(), 0)
     with pytest.raises(ValueError, match=r"is torch.float16: parameters that are trained are fp64, fp32 or bf16"):
-        _check_formats(Model().half())
+        checked(Model().half(), SPLIT, mesh_of(), 0)
     with pytest.raises(ValueError, match="all are frozen"):
-        _check_formats(Model().requires_grad_(False))
+        checked(Model().requires_grad_(False), SPLIT, mesh_of(), 0)
+
+
+def test_scalars_are_refused_by_zero_alone() -> None:
+    model = Model()
+    model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))
+    checked(model, SPLIT, mesh_of(), 0)
+    for stage in (1, 2, 3):
+        with pytest.raises(PlanError, match=r"`scalar` has the shape \[\]"):
+            checked(model, SPLIT, mesh_of(), stage)
+
+
+def test_gradients_that_parts_would_not_get_are_refused() -> None:
+    model = Model()
+    model.norm.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ValueError, match=r"`norm.weight` has a hook on its gradient"):
+        checked(model, SPLIT, mesh_of(), 0)
+    sparse = Model()
+    sparse.add_module("more", nn.Embedding(12, 6, sparse=True))
+    with pytest.raises(ValueError, match="`more` has sparse gradients"):
+        checked(sparse, SPLIT, mesh_of(), 0)
 
 
 def test_an_entry_is_a_tuple() -> None:

@@ -66,6 +66,8 @@ def build(
     """Split and shard a module in place. See `OwnTrainer` for the arguments and what is raised. Collective."""
     parts = checked(module, plan, mesh, zero_stage)
     module.to(mesh.device)
+    # What an earlier backward pass has left would count in the first step.
+    module.zero_grad()
     _check_same(module, mesh.device)
     streams.watch(parts)
     if mesh.layout.tensor > 1:
@@ -109,6 +111,7 @@ def checked(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: int) 
     if zero_stage not in ZERO_STAGES:
         raise ValueError(f"`zero_stage` is one of {', '.join(map(str, ZERO_STAGES))}, not {zero_stage}")
     _check_formats(module)
+    _check_gradients(module)
     parts = resolve(module, plan)
     check_sizes(parts, layout.tensor)
     if zero_stage >= 2:
@@ -134,6 +137,18 @@ def _check_formats(module: nn.Module) -> None:
             raise ValueError(
                 f"`{first}` is {expected} and `{name}` is {parameter.dtype}: bring what is trained to one format by "
                 "`.to()`, and use autocast in `forward` to compute in another"
+            )
+
+
+def _check_gradients(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
+            raise ValueError(f"`{name}` has sparse gradients, which are not summed over ranks: leave out `sparse=True`")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"`{name}` has a hook on its gradient, which the parts that ranks hold would not have: remove it, and "
+                "change what `forward` computes instead"
             )
 
 

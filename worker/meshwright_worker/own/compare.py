@@ -22,6 +22,7 @@ from meshwright_worker.own.resolve import Role, resolve
 from meshwright_worker.own.split import split
 
 LOSS = "loss"
+_SHARE = 1e-3
 
 
 def differences(
@@ -37,7 +38,8 @@ def differences(
 
     Returns:
         The relative difference of the `loss`, and of each parameter's gradient the largest difference over the largest
-        element: about 1e-13 where the plan is right.
+        element, or over a thousandth of the largest of all gradients where that is more, since some are nothing but
+        rounding: about 1e-13 where the plan is right.
 
     Raises:
         PlanError: the plan does not fit the module.
@@ -51,8 +53,9 @@ def differences(
     wanted, got = (loss(one, wide)[0] for one in (whole, apart))
     for one in (wanted, got):
         one.backward()  # type: ignore[no-untyped-call]
-    found = {LOSS: _relative(got.detach(), wanted.detach())}
+    found = {LOSS: _relative(got.detach(), wanted.detach(), 0.0)}
     expected = dict(whole.named_parameters())
+    least = _SHARE * max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
     for name, parameter in apart.named_parameters():
         gradient, reference = parameter.grad, expected[name].grad
         if gradient is None or reference is None:
@@ -61,11 +64,11 @@ def differences(
             gradient = gradient.full_tensor()
         elif mesh.layout.tensor > 1 and parts.roles[name] is Role.PARTIAL:
             dist.all_reduce(gradient, group=mesh.group(TENSOR))
-        found[name] = _relative(gradient, reference)
+        found[name] = _relative(gradient, reference, least)
     return found
 
 
-def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    largest = float(wanted.abs().max())
+def _relative(got: torch.Tensor, wanted: torch.Tensor, least: float) -> float:
+    largest = max(least, float(wanted.abs().max()))
     difference = float((got - wanted).abs().max())
     return difference / largest if largest else difference

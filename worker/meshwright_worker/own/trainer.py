@@ -151,6 +151,9 @@ class OwnTrainer:
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[float]]:
         """Those of `shards`, whole; and of which parameters this rank has computed one."""
+        thawed = [shard.name for shard in self._built.frozen if shard.parameter.requires_grad]
+        if thawed:
+            raise ValueError(f"{', '.join(thawed)} was frozen when the trainer was made: make a new one to train it")
         used = [float(shard.parameter.grad is not None) for shard in self._built.held]
         for shard in self._built.held:
             # A part of the module that this replica's batches do not use; others' may.
@@ -192,7 +195,7 @@ class OwnTrainer:
             self._built.optimizer.forget()
             raise ValueError(
                 f"no gradient was computed for {', '.join(unused)}: freeze what the loss does not use by "
-                "`requires_grad_(False)`"
+                "`requires_grad_(False)` before the trainer is made"
             )
 
     def _check_count(self, batches: Sequence[Any]) -> None:
