@@ -23,6 +23,7 @@ from tests.distributed.meshes import kept_mesh, uses_kept_mesh
 
 WIDTH, HEADS, VOCABULARY, ROWS, LENGTH = 6, 2, 12, 8, 5
 RARE = 11
+SPEC = OptimizerSpec(learning_rate=1e-2, gradient_clip=0.05)
 
 PLAN = ParallelPlan(
     regions=("layers.*.mixer",),
@@ -129,8 +130,7 @@ class Ran:
 
 def trainer_of(mesh: Mesh, build: Callable[[], nn.Module], plan: ParallelPlan, zero: int, **more: Any) -> OwnTrainer:
     torch.manual_seed(0)
-    spec = OptimizerSpec(learning_rate=1e-2, gradient_clip=0.05)
-    return OwnTrainer(build(), plan, tangle_loss, mesh, steps=8, optimizer=spec, zero_stage=zero, **more)
+    return OwnTrainer(build(), plan, tangle_loss, mesh, steps=8, optimizer=SPEC, zero_stage=zero, **more)
 
 
 def share_of(mesh: Mesh, tokens: torch.Tensor, batches: int) -> list[torch.Tensor]:
