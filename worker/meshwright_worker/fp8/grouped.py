@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from meshwright.api.precision import Fp8Spec
 from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, quantised
 from meshwright_worker.fp8.kernels import grouped_kernel_takes, scaled_groups
 from meshwright_worker.fp8.recipe import GRADIENT, INPUT, WEIGHT, Fp8Recipe
+from meshwright_worker.models.deferred import Later, later, operand
 from meshwright_worker.models.experts import Experts
 from meshwright_worker.models.grouped import grouped_linear, grouped_outer
 
@@ -127,10 +128,15 @@ class Fp8GroupedProduct(Fp8Recipe):
 class _Fp8Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, whose: Rows, how: Fp8GroupedProduct
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        whose: Rows,
+        how: Fp8GroupedProduct,
+        left: Later | None,
     ) -> torch.Tensor:
         a, b = how.by_row(rows, INPUT, whose), how.by_matrix(weight)
-        ctx.how, ctx.whose = how, whose
+        ctx.how, ctx.whose, ctx.left = how, whose, left
         if how.rowwise:
             ctx.save_for_backward(rows, weight)
         else:
@@ -138,35 +144,60 @@ class _Fp8Grouped(torch.autograd.Function):
             ctx.save_for_backward(a.values, a.scale, weight, b.scale)
         if grouped_kernel_takes(a, b, rows.dtype):
             return scaled_groups(a, b, whose.counts)
-        return grouped_linear(_wide(a, rows), _wide(b, rows), whose.counts).to(rows.dtype)
+        form = _multiplied_in(rows)
+        return grouped_linear(_wide(a, form), _wide(b, form), whose.counts).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         gradient = gradients[0].contiguous()
         how: Fp8GroupedProduct = ctx.how
         whose: Rows = ctx.whose
+        form = _multiplied_in(gradient)
         incoming = how.by_row(gradient, GRADIENT, whose)
         if how.rowwise:
             rows, weight = ctx.saved_tensors
             matrices = how.by_input(weight)
-            outputs, inputs = how.by_column(gradient, GRADIENT, whose), how.by_column(rows, INPUT, whose)
+            of_weight = partial(_by_column_outer, rows, gradient, whose, how, weight.dtype)
         else:
             values, scale, weight, weight_scale = ctx.saved_tensors
             matrices = quantised(weight, weight_scale * torch.finfo(FORWARD).max, FORWARD)
-            outputs, inputs = incoming, Quantised(values, scale)
-        turned = _wide(matrices, gradient).transpose(1, 2).contiguous()
-        back = grouped_linear(_wide(incoming, gradient), turned, whose.counts)
-        of_weight = grouped_outer(_wide(outputs, gradient), _wide(inputs, gradient), whose.counts)
-        return back.to(gradient.dtype), of_weight.to(weight.dtype), None, None
+            of_weight = partial(_outer, Quantised(values, scale), incoming, whose, form, weight.dtype)
+        turned = _wide(matrices, form).transpose(1, 2).contiguous()
+        back = grouped_linear(_wide(incoming, form), turned, whose.counts).to(gradient.dtype)
+        if ctx.left is None:
+            return back, of_weight(), None, None, None
+        ctx.left.leave(of_weight)
+        return back, None, None, None, None
 
 
-def _wide(x: Quantised, like: torch.Tensor) -> torch.Tensor:
-    """The numbers that fp8 stands for, as they are multiplied: in bf16 where a GPU has a grouped kernel for that."""
-    return (x.values.float() * x.scale).to(like.dtype if like.is_cuda else torch.float32)
+def _outer(inputs: Quantised, outputs: Quantised, whose: Rows, form: torch.dtype, result: torch.dtype) -> torch.Tensor:
+    """The matrices' gradients from quantised rows and gradients, multiplied in `form`. Not collective."""
+    return grouped_outer(_wide(outputs, form), _wide(inputs, form), whose.counts).to(result)
+
+
+def _by_column_outer(
+    rows: torch.Tensor, gradient: torch.Tensor, whose: Rows, how: Fp8GroupedProduct, result: torch.dtype
+) -> torch.Tensor:
+    """The matrices' gradients with a scale for each column of each segment. Not collective."""
+    outputs, inputs = how.by_column(gradient, GRADIENT, whose), how.by_column(rows, INPUT, whose)
+    return _outer(inputs, outputs, whose, _multiplied_in(gradient), result)
+
+
+def _multiplied_in(like: torch.Tensor) -> torch.dtype:
+    """The format of products of fp8 numbers: bf16 where a GPU has a grouped kernel for that."""
+    return like.dtype if like.is_cuda else torch.float32
+
+
+def _wide(x: Quantised, form: torch.dtype) -> torch.Tensor:
+    """The numbers that fp8 stands for."""
+    return (x.values.float() * x.scale).to(form)
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, whose: Rows, how: Fp8GroupedProduct) -> torch.Tensor:
-    result: torch.Tensor = _Fp8Grouped.apply(rows, weight, whose, how)  # type: ignore[no-untyped-call]
+    left = later(rows, weight)
+    result: torch.Tensor = _Fp8Grouped.apply(  # type: ignore[no-untyped-call]
+        rows, operand(rows, weight, left), whose, how, left
+    )
     return result
 
 

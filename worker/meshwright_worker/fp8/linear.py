@@ -8,7 +8,7 @@ steps (delayed: nothing waits for a maximum) or given (static).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from meshwright_worker.fp8.formats import (
     quantised,
 )
 from meshwright_worker.fp8.recipe import GRADIENT, INPUT, WEIGHT, Fp8Recipe
-from meshwright_worker.models.layers import Linear, local
+from meshwright_worker.models.deferred import Later, later, operand
+from meshwright_worker.models.layers import Linear
 from meshwright_worker.models.llama import DecoderStage
 
 
@@ -68,8 +69,9 @@ class Fp8Product(Fp8Recipe):
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, how: Fp8Product) -> torch.Tensor:
+    left = later(x, weight)
     flat: torch.Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), local(weight).to(x.dtype), how
+        x.flatten(0, -2), operand(x, weight, left), how, left
     )
     return flat.view(*x.shape[:-1], -1)
 
@@ -84,36 +86,48 @@ def _untraced() -> Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tens
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Fp8Product) -> torch.Tensor:
-        ctx.how = how
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Fp8Product, left: Later | None) -> torch.Tensor:
+        ctx.how, ctx.left = how, left
         if how.rowwise:
             ctx.save_for_backward(x, weight)
             a, b = how.rows(x, INPUT, along_inputs=True), how.rows(weight, WEIGHT, along_inputs=True)
             return product(a, b, x.dtype, hardware=how.hardware)
-        small, matrix = how.whole(x, INPUT), how.whole(weight, WEIGHT)
+        small, whole = how.whole(x, INPUT), how.whole(weight, WEIGHT)
         # One scale serves both directions: a byte an element is kept of the input.
-        ctx.save_for_backward(small.values, small.scale, weight, matrix.scale)
-        return product(small, matrix, x.dtype, hardware=how.hardware)
+        ctx.save_for_backward(small.values, small.scale, weight, whole.scale)
+        return product(small, whole, x.dtype, hardware=how.hardware)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         (gradient,) = gradients
         how: Fp8Product = ctx.how
         if how.rowwise:
             x, weight = ctx.saved_tensors
             incoming = how.rows(gradient, GRADIENT, along_outputs=True)
             columns = how.rows(weight.t().contiguous(), WEIGHT, along_outputs=True)
-            # These sums run over tokens, which no group splits.
-            outputs = how.rows(gradient.t().contiguous(), GRADIENT)
-            inputs = how.rows(x.t().contiguous(), INPUT)
             back = product(incoming, columns, x.dtype, hardware=how.hardware)
-            return back, product(outputs, inputs, weight.dtype, hardware=how.hardware), None
-        values, scale, weight, weight_scale = ctx.saved_tensors
-        incoming = how.whole(gradient, GRADIENT)
-        matrix = quantised(weight, weight_scale * torch.finfo(FORWARD).max, FORWARD)
-        back = product(incoming, matrix.transposed, gradient.dtype, hardware=how.hardware)
-        inputs = Quantised(values, scale).transposed
-        return back, product(incoming.transposed, inputs, weight.dtype, hardware=how.hardware), None
+            of_weight = partial(_rowwise_outer, x, gradient, weight.dtype, how)
+        else:
+            values, scale, weight, weight_scale = ctx.saved_tensors
+            incoming = how.whole(gradient, GRADIENT)
+            whole = quantised(weight, weight_scale * torch.finfo(FORWARD).max, FORWARD)
+            back = product(incoming, whole.transposed, gradient.dtype, hardware=how.hardware)
+            of_weight = partial(_outer, Quantised(values, scale), incoming, weight.dtype, how)
+        if ctx.left is None:
+            return back, of_weight(), None, None
+        ctx.left.leave(of_weight)
+        return back, None, None, None
+
+
+def _outer(x: Quantised, gradient: Quantised, form: torch.dtype, how: Fp8Product) -> torch.Tensor:
+    """The weight's gradient. All maxima are known: nothing is collective."""
+    return product(gradient.transposed, x.transposed, form, hardware=how.hardware)
+
+
+def _rowwise_outer(x: torch.Tensor, gradient: torch.Tensor, form: torch.dtype, how: Fp8Product) -> torch.Tensor:
+    """The weight's gradient. Its sums run over tokens, which no group splits: nothing is collective."""
+    outputs, inputs = how.rows(gradient.t().contiguous(), GRADIENT), how.rows(x.t().contiguous(), INPUT)
+    return product(outputs, inputs, form, hardware=how.hardware)
 
 
 def use_fp8(stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None) -> None:
