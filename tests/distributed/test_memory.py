@@ -1,0 +1,60 @@
+"""Live bytes of a rank's tensors against the planner's account of memory, which is asked before a job is admitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.planner.cost.memory import Memory, every_stage
+from meshwright.planner.job import Job
+from meshwright.protocol import RunConfig
+from tests.distributed.configs import small_run
+from tests.distributed.held import most_in_a_step
+from tests.distributed.pool import RankPool
+from tests.distributed.replicas import measure_memory
+
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "kv_heads": 4}
+
+
+def planned(run: RunConfig) -> Memory:
+    assert run.architecture is not None
+    assert run.training is not None
+    job = Job.made(run.architecture, run.training, run.parallelism, run.data_parallel)
+    (memory,) = every_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes_a_parameter"),
+    [
+        # In fp32: parameters 4, gradients 4, moments 8.
+        ({"tensor": 2, "sequence": False}, 16 / 2),
+        ({"tensor": 2}, 16 / 2),
+        ({"tensor": 4, "sequence": False}, 16 / 4),
+        ({"tensor": 4}, 16 / 4),
+        ({"tensor": 2, "data": 2, "zero": 3}, 16 / 2 / 2),
+    ],
+    ids=str,
+)
+def test_a_tensor_group_divides_states(pool: RankPool, layout: dict[str, Any], bytes_a_parameter: float) -> None:
+    """As the optimizer begins. Matrices are split (arXiv 1909.08053, section 3); norms are whole on every rank."""
+    run = small_run(**layout, micro_batches=1, layers=2, **WIDE)
+    want = planned(run).states
+    assert run.architecture is not None
+    assert want == pytest.approx(bytes_a_parameter * run.architecture.parameters, rel=0.05)
+    for held in pool.run(measure_memory, run):
+        assert held.at_update == pytest.approx(want, rel=0.05)
+
+
+def test_inside_a_step_zero_3_has_few_layers_gathered_however_many_there_are(pool: RankPool) -> None:
+    """arXiv 1910.02054, section 5.3: a layer's parameters are gathered where it computes, and freed."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "kv_heads": 4}
+    runs = [small_run(data=2, zero=3, micro_batches=1, layers=n, length=8, batch=2, **wide) for n in (4, 8)]
+    few, many = (pool.run(most_in_a_step, run) for run in runs)
+    plans = [planned(run) for run in runs]
+    for measured, plan in zip((few, many), plans, strict=True):
+        assert measured == pytest.approx([plan.counted] * 2, rel=0.05)
+    # Were more layers gathered at the peak, they would take half as much again as what is kept of them.
+    states = plans[1].states - plans[0].states
+    assert [most - least for least, most in zip(few, many, strict=True)] == pytest.approx([states] * 2, rel=0.05)
