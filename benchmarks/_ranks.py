@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.protocol import RunConfig
 from meshwright_worker.task import RankTask
-from tests.distributed.pool import tasks_of
+from tests.distributed.pool import free_port, tasks_of
 
 
 class RankError(RuntimeError):
@@ -26,7 +26,7 @@ def on_ranks(function: Callable[..., Any], run: RunConfig, *arguments: Any) -> l
     # A device's context does not outlive a fork, and what a run left on the device goes with its process.
     context = multiprocessing.get_context("spawn")
     ranks = []
-    for task in tasks_of(run):
+    for task in tasks_of(run, port=free_port()):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_rank, args=(theirs, function, task, arguments), daemon=True)
         process.start()

@@ -63,6 +63,10 @@ class ParallelismSpec(ApiModel):
     parameters. Must divide `replicas` times `context`, and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
+    expert_tensor: bool = True
+    """Whether `tensor` splits the experts of a mixture too. With false each GPU of a tensor-parallel group holds them
+    whole and routes its own positions, which saves the collectives around them and makes larger products of narrow
+    experts. Needs `sequence: true` and no `training.fp8`."""
     tensor_overlap: bool = False
     """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are taken
     apart into sends between neighbours, which run during the products around them. Needs `tensor` of at least 2,

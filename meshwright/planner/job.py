@@ -109,6 +109,7 @@ class Job:
             tensor=layout.tensor,
             sequence_parallel=asked.sequence and layout.tensor > 1,
             tensor_overlap=asked.tensor_overlap,
+            expert_tensor=asked.expert_tensor,
             context=layout.context,
             context_method=asked.context_method,
             ulysses=asked.ulysses or 1,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.api.precision import Precision
+from meshwright.api.training import OuterMethod
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.checkpoint.tensors import checkpoint_tensors
@@ -19,10 +20,11 @@ from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.data.tokenizer import SEPARATOR
 from meshwright_worker.failures import classify, describe
 from meshwright_worker.mesh import Mesh, joined
+from meshwright_worker.outer.asynchronous import AsynchronousSGD
 from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankTask, StepReport
-from meshwright_worker.train import train
+from meshwright_worker.train import train, trainer_of
 from meshwright_worker.validate import validate
 from tests.distributed.counting import Counting, Traffic
 from tests.distributed.meshes import kept_mesh, uses_kept_mesh
@@ -106,34 +108,71 @@ def in_format(run: RunConfig, precision: Precision) -> RunConfig:
     return run.model_copy(update={"training": run.training.model_copy(update={"precision": precision})})
 
 
-def trained(
-    run: RunConfig, mesh: Mesh, steps: int, part: Callable[[Shard, torch.Tensor], torch.Tensor] = whole_of
-) -> Trained:
+Part = Callable[[Shard, torch.Tensor], torch.Tensor]
+"""What is told of a shard's tensor."""
+FEDERATED = (30, 10)
+"""Samples of the islands of a federated run."""
+
+
+class Training:
+    """A run's steps on random tokens, and what is to be told of them.
+
+    `among` are the islands that this one is of, each of which has its part of a step's samples; left out where the
+    mesh knows.
+    """
+
+    def __init__(self, run: RunConfig, mesh: Mesh, part: Part = whole_of, island: int = 0, among: int = 1) -> None:
+        model, self._data, training = validate(run)
+        federated = training.outer is not None and training.outer.method is OuterMethod.FED_AVG
+        self.trainer = trainer_of(run, mesh, FEDERATED[mesh.island] if federated else 1)
+        self._part = part
+        self._vocabulary, self._length = model.vocab_size, training.sequence_length
+        self._batch = training.global_batch_size * among
+        self._share = training.global_batch_size // mesh.layout.data
+        self._first = mesh.coordinates.data * self._share + island * training.global_batch_size
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._results: list[StepResult] = []
+        updates = self.trainer.outer if isinstance(self.trainer.outer, AsynchronousSGD) else self.trainer.optimizer
+        name = "update" if updates is self.trainer.outer else "step"
+        self._update = getattr(updates, name)
+        setattr(updates, name, self.take)
+
+    def step(self, number: int) -> None:
+        samples = samples_of(number, self._batch, self._length, self._vocabulary)[self._first :][: self._share]
+        mine = (number - 1) * self._batch + self._first
+        batch = batch_of(samples, self._data, SEPARATOR, range(mine, mine + self._share))
+        result = self.trainer.step(number, batch)
+        self._results += [result] if result is not None else []
+
+    def take(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
+        """What the trainer calls to update."""
+        if not self._gradients:
+            for shard, local in zip(self.trainer.shards, gradients, strict=True):
+                self._gradients[shard.name] = self._part(shard, local)
+        self._update(gradients, rate)
+
+    def catch(self, update: Callable[[Sequence[torch.Tensor], float], None]) -> None:
+        """Call `update` in place of the optimizer."""
+        self._update = update
+
+    def told(self) -> Trained:
+        """After the last step."""
+        trainer = self.trainer
+        self._results += trainer.settle()
+        trainer.close()
+        parameters = {shard.name: self._part(shard, shard.local) for shard in trainer.shards}
+        parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
+        boxes = {shard.name: shard.box for shard in trainer.shards}
+        elements = sum(shard.local.numel() for shard in trainer.shards)
+        return Trained(self._results, self._gradients, parameters, elements, boxes)
+
+
+def trained(run: RunConfig, mesh: Mesh, steps: int, part: Part = whole_of) -> Trained:
     """The steps on random tokens; what is told of a shard's tensors is their `part`."""
-    model, data, training = validate(run)
-    trainer = Trainer(run, model, training, mesh)
-    update = trainer.optimizer.step
-    gradients: dict[str, torch.Tensor] = {}
-
-    def watched(reduced: list[torch.Tensor], rate: float) -> None:
-        if not gradients:
-            for shard, local in zip(trainer.shards, reduced, strict=True):
-                gradients[shard.name] = part(shard, local)
-        update(reduced, rate)
-
-    trainer.optimizer.step = watched  # type: ignore[method-assign]
-    share = training.global_batch_size // mesh.layout.data
-    first = mesh.coordinates.data * share
-    results = []
+    training = Training(run, mesh, part)
     for number in range(1, steps + 1):
-        batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
-        mine = (number - 1) * training.global_batch_size + first
-        numbers = range(mine, mine + share)
-        results.append(trainer.step(number, batch_of(batch[first : first + share], data, SEPARATOR, numbers)))
-    parameters = {shard.name: part(shard, shard.local) for shard in trainer.shards}
-    parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
-    boxes = {shard.name: shard.box for shard in trainer.shards}
-    return Trained(results, gradients, parameters, sum(shard.local.numel() for shard in trainer.shards), boxes)
+        training.step(number)
+    return training.told()
 
 
 @uses_kept_mesh

@@ -63,6 +63,13 @@ def test_every_layout_evaluates_alike(
         assert got.loss == pytest.approx(want.loss, rel=1e-5)
 
 
+def test_a_pipeline_without_a_flush_drains_and_evaluates(pool: RankPool, text: Path) -> None:
+    run = run_of(pipeline=2, clip=0.0, parallelism={"schedule": "PipeDream2BW"})
+    found = reports(pool, run, text)
+    assert [report.step for report in found] == [1, 2, 3, 4, 5]
+    assert [report.step for report in found if report.evaluation_loss is not None] == [2, 4, 5]
+
+
 def test_evaluation_leaves_no_trace_in_training(pool: RankPool, text: Path, alone: list[StepReport]) -> None:
     without = reports(pool, run_of(evaluated=False), text)
     assert [report.loss for report in without] == [report.loss for report in alone]

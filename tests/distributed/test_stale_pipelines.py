@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,7 +33,17 @@ def stale_run(schedule: str, **layout: Any) -> RunConfig:
     return small_run(parallelism={"schedule": schedule}, clip=0.0, precision=Precision.FP64, **layout)
 
 
-def train_without_flush(task: RankTask, steps: int, drain_after: int) -> Trained:
+@dataclass(frozen=True)
+class Unflushed:
+    """One rank after its last step."""
+
+    steps: list[int]
+    losses: list[float]
+    parameters: Weights
+    evaluated: float
+
+
+def train_without_flush(task: RankTask, steps: int, drain_after: int) -> Unflushed:
     model, _, training = validate(task.run)
     with joined(task) as mesh:
         trainer = StaleTrainer(task.run, model, training, mesh)
@@ -47,11 +58,15 @@ def train_without_flush(task: RankTask, steps: int, drain_after: int) -> Trained
                 results += trainer.settle()
         results += trainer.settle()
         parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
-        return Trained(results, {}, parameters, len(trainer._pipeline.stash.versions))
+        held_out = samples_of(99, training.global_batch_size, training.sequence_length, model.vocab_size)
+        evaluated = trainer.evaluate([Batch.of(held_out[first : first + share])])
+        return Unflushed(
+            [result.step for result in results], [result.loss for result in results], parameters, evaluated
+        )
 
 
-def by_definition(run: RunConfig, drain_after: int, *, double_buffered: bool) -> tuple[list[float], Weights]:
-    """Losses and final weights, from the formula in `pipeline.stale` alone."""
+def by_definition(run: RunConfig, drain_after: int, *, double_buffered: bool) -> tuple[list[float], Weights, float]:
+    """Losses and final weights, from the formula in `pipeline.stale` alone, and what those weights evaluate to."""
     model, _, training = validate(run)
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -81,7 +96,9 @@ def by_definition(run: RunConfig, drain_after: int, *, double_buffered: bool) ->
             group["lr"] = learning_rate(step, training.steps, training.optimizer)
         optimizer.step()
         versions.append({name: p.clone() for name, p in current.items()})
-    return losses, versions[-1]
+    held_out = Batch.of(samples_of(99, training.global_batch_size, training.sequence_length, model.vocab_size))
+    loss = functional_call(module, versions[-1], (held_out.tokens,), {"targets": held_out.targets})
+    return losses, versions[-1], float(loss) / held_out.targets.numel()
 
 
 def _stages(module: DecoderStage, layers: int, stages: int) -> dict[str, int]:
@@ -115,10 +132,12 @@ def test_gradients_are_as_stale_as_written(
     pool: RankPool, schedule: str, layout: dict[str, Any], drain_after: int
 ) -> None:
     run = stale_run(schedule, **layout)
-    losses, weights = by_definition(run, drain_after, double_buffered=schedule == "PipeDream2BW")
+    losses, weights, evaluated = by_definition(run, drain_after, double_buffered=schedule == "PipeDream2BW")
     ranks = pool.run(train_without_flush, run, STEPS, drain_after)
     for rank in ranks:
-        assert [result.loss for result in rank.results] == pytest.approx(losses, rel=1e-12)
+        assert rank.steps == list(range(1, STEPS + 1))
+        assert rank.losses == pytest.approx(losses, rel=1e-12)
+        assert rank.evaluated == pytest.approx(evaluated, rel=1e-12)
         for name, got in rank.parameters.items():
             assert float((got - weights[name]).abs().max() / weights[name].abs().max()) <= 1e-10, name
     assert set(weights) == set().union(*(rank.parameters for rank in ranks))
@@ -152,4 +171,6 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankP
     assert again[0][0] is Outcome.COMPLETE
     assert again[0][1].began_at in (4, 8)  # the save of step 8 was perhaps not durable yet
     assert again[0][1].reports[-1].loss == whole[0][1].reports[-1].loss
-    assert [report.step for report in whole[0][1].reports][-1] == 12
+    assert [report.step for report in whole[0][1].reports] == list(range(1, 13))
+    assert [report.samples for report in whole[0][1].reports] == [8 * step for step in range(1, 13)]
+    assert all(report.seconds > 0 for report in whole[0][1].reports)

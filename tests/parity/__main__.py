@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.api.precision import Precision
 from tests.distributed.pool import RankFailedError, RankPool
 from tests.parity.case import Case, meshes_of
 from tests.parity.matrix import all_cases
@@ -30,8 +29,7 @@ def run(case: Case, pool: RankPool, oracle: Oracle) -> Row:
     if case.refused is not None:
         check_refused(case)
         return Row(case, None)
-    formats = (Precision.FP32, Precision.FP64) if case.exact else (Precision.FP32,)
-    return Row(case, measure(case, pool, oracle, formats), time.monotonic() - began)
+    return Row(case, measure(case, pool, oracle, case.formats), time.monotonic() - began)
 
 
 def main() -> int:

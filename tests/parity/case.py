@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from meshwright.api.precision import Precision
+from meshwright.api.training import OuterMethod
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import ASYNCHRONOUS
 from tests.distributed.configs import small_run
 from tests.distributed.meshes import can_be_kept
 
@@ -39,6 +42,22 @@ class Case:
     """The techniques of a row of pairs."""
 
     @property
+    def formats(self) -> tuple[Precision, ...]:
+        """The number formats that it is measured in."""
+        exact = (Precision.FP32, Precision.FP64)
+        return exact if self.exact else (self.common.get("precision", Precision.FP32),)
+
+    @property
+    def defined_by_layout(self) -> bool:
+        """Whether the layout decides what one process has to compute, as where weights are stale or islands apart."""
+        return self.run().parallelism.order in ASYNCHRONOUS or "outer" in self.layout
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it depends on the clock as well, so that one process has to follow what the ranks did."""
+        return self.layout.get("outer", {}).get("method") == OuterMethod.ASYNC_SGD
+
+    @property
     def name(self) -> str:
         """Unique among the cases."""
         options = {**self.common, **self.layout}
@@ -49,8 +68,13 @@ class Case:
         return small_run(**{**self.common, **self.layout, **more})
 
     def reference(self, **more: Any) -> RunConfig:
-        """The run in one process."""
-        return small_run(**{**self.common, **more})
+        """The run in one process; of islands, that of one of them."""
+        run = small_run(**{**self.common, **more})
+        islands = self.run().islands
+        if islands == 1 or run.training is None:
+            return run
+        share = run.training.model_copy(update={"global_batch_size": run.training.global_batch_size // islands})
+        return run.model_copy(update={"training": share})
 
 
 def meshes_of(case: Case) -> tuple[int, ...]:

@@ -14,12 +14,18 @@ from typing import Any
 import torch
 
 from meshwright.api.precision import Precision
+from meshwright.protocol import RunConfig
+from meshwright_worker.outer.asynchronous import AsynchronousSGD
+from meshwright_worker.outer.staleness import Event
+from meshwright_worker.parallel.shards import Shard
 from meshwright_worker.task import RankTask
-from tests.distributed.cases import Trained, in_format, trained
+from tests.distributed.cases import Trained, Training, in_format, trained
 from tests.distributed.meshes import kept_mesh, uses_kept_mesh
+from tests.parity.definitions import as_defined
 
 Boxes = Mapping[str, tuple[tuple[int, int], ...]]
 """By name, the first index of each dimension and the one after the last."""
+Events = Mapping[Precision, list[Event]]
 
 
 @dataclass(frozen=True)
@@ -44,25 +50,49 @@ class Compared:
     """Where this rank's part of each trained parameter lies in the whole."""
 
 
+@dataclass(frozen=True)
+class Told:
+    """One rank's part of an asynchronous run, and the order that its server wrote down, where it has one."""
+
+    island: int
+    own: Trained
+    events: list[Event]
+
+
 @uses_kept_mesh
-def train_as_reference(task: RankTask, steps: Mapping[Precision, int], path: Path) -> None:
-    """So many steps in each number format, each from the start, written to a file for `train_and_compare`."""
+def train_as_reference(
+    task: RankTask, steps: Mapping[Precision, int], path: Path, definition: RunConfig, events: Events | None = None
+) -> None:
+    """So many steps in each number format, each from the start, written to a file for `train_and_compare`.
+
+    `definition` is a run whose semantics are wanted, see `as_defined`.
+    """
     with kept_mesh(task) as mesh:
-        runs = {precision: trained(in_format(task.run, precision), mesh, count) for precision, count in steps.items()}
+        runs = {
+            precision: as_defined(
+                in_format(task.run, precision), definition, mesh, count, events[precision] if events else None
+            )
+            for precision, count in steps.items()
+        }
     arrays = {
-        precision: ([result.loss for result in run.results], _arrays(run.gradients), _arrays(run.parameters))
-        for precision, run in runs.items()
+        precision: [
+            ([result.loss for result in each.results], _arrays(each.gradients), _arrays(each.parameters))
+            for each in islands
+        ]
+        for precision, islands in runs.items()
     }
     path.write_bytes(pickle.dumps(arrays))
 
 
-def references(path: Path) -> dict[Precision, Reference]:
-    """What `train_as_reference` wrote."""
+def references(path: Path) -> dict[Precision, list[Reference]]:
+    """What `train_as_reference` wrote, by island."""
     # As arrays, since reading a tensor costs far more than its bytes.
     stored = pickle.loads(path.read_bytes())  # noqa: S301
     return {
-        precision: Reference(losses, _tensors(gradients), _tensors(parameters))
-        for precision, (losses, gradients, parameters) in stored.items()
+        precision: [
+            Reference(losses, _tensors(gradients), _tensors(parameters)) for losses, gradients, parameters in islands
+        ]
+        for precision, islands in stored.items()
     }
 
 
@@ -72,15 +102,34 @@ def train_and_compare(task: RankTask, steps: Mapping[Precision, int], path: Path
     wants = references(path)
     with kept_mesh(task) as mesh:
         return {
-            precision: _compared(
-                trained(in_format(task.run, precision), mesh, count, lambda _, local: local.detach().clone()),
-                wants[precision],
+            precision: compared(
+                trained(in_format(task.run, precision), mesh, count, _local), wants[precision][mesh.island]
             )
             for precision, count in steps.items()
         }
 
 
-def _compared(got: Trained, want: Reference) -> Compared:
+@uses_kept_mesh
+def train_and_tell(task: RankTask, steps: Mapping[Precision, int]) -> dict[Precision, Told]:
+    """The same where the reference follows from what the ranks did: their part, to be compared later."""
+    told = {}
+    with kept_mesh(task) as mesh:
+        for precision, count in steps.items():
+            training = Training(in_format(task.run, precision), mesh, _local)
+            for number in range(1, count + 1):
+                training.step(number)
+            outer = training.trainer.outer
+            server = outer.server if isinstance(outer, AsynchronousSGD) else None
+            own = training.told()
+            told[precision] = Told(mesh.island, own, list(server.order.events) if server else [])
+    return told
+
+
+def _local(_: Shard, local: torch.Tensor) -> torch.Tensor:
+    return local.detach().clone()
+
+
+def compared(got: Trained, want: Reference) -> Compared:
     gradients = {name: _error(tensor, want.gradients, name, got) for name, tensor in got.gradients.items()}
     parameters = {name: _error(tensor, want.parameters, name, got) for name, tensor in got.parameters.items()}
     losses = [
@@ -104,7 +153,10 @@ def _error(part: torch.Tensor, wants: Mapping[str, torch.Tensor], name: str, got
 
 
 def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    # There are no arrays of bf16.
+    return {
+        name: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy() for name, tensor in tensors.items()
+    }
 
 
 def _tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:

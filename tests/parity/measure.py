@@ -16,7 +16,16 @@ from meshwright.api.precision import Precision
 from meshwright_worker.validate import InvalidRunError, validate
 from tests.distributed.pool import RankPool
 from tests.parity.case import Case
-from tests.parity.compare import Compared, Reference, references, train_and_compare, train_as_reference
+from tests.parity.compare import (
+    Compared,
+    Events,
+    Reference,
+    compared,
+    references,
+    train_and_compare,
+    train_and_tell,
+    train_as_reference,
+)
 
 STEPS = 3
 STEPS_ROUNDED = 2
@@ -49,13 +58,18 @@ class Oracle:
         self._folder = TemporaryDirectory(prefix="parity-")
         self._known: dict[str, Path] = {}
 
-    def of(self, case: Case, steps: Mapping[Precision, int]) -> Path:
-        """The file with the reference of a case, in each number format after so many steps."""
-        run = case.reference()
-        key = json.dumps([run.model_dump(mode="json"), steps], sort_keys=True)
-        if key not in self._known:
+    def of(self, case: Case, steps: Mapping[Precision, int], events: Events | None = None) -> Path:
+        """The file with the reference of a case, in each number format after so many steps.
+
+        `events` are those of the parameter server of an asynchronous case.
+        """
+        run, layout = case.reference(), case.run()
+        # Of one process most layouts' definitions are the same.
+        definition = layout.model_dump(mode="json") if case.defined_by_layout else None
+        key = json.dumps([run.model_dump(mode="json"), steps, definition], sort_keys=True)
+        if events is not None or key not in self._known:
             path = Path(self._folder.name) / f"{len(self._known)}.pt"
-            self._pool.run(train_as_reference, run, steps, path)
+            self._pool.run(train_as_reference, run, steps, path, layout, events)
             self._known[key] = path
         return self._known[key]
 
@@ -79,10 +93,17 @@ def measure(case: Case, pool: RankPool, oracle: Oracle, precisions: Sequence[Pre
         AssertionError: a rank failed, or the ranks together do not have the model's parameters.
     """
     steps = steps_in(precisions)
-    path = oracle.of(case, steps)
-    ranks = pool.run(train_and_compare, case.run(), steps, path)
-    wants = references(path)
-    return {each: _errors(case, each, wants[each], [rank[each] for rank in ranks]) for each in precisions}
+    if case.asynchronous:
+        told = pool.run(train_and_tell, case.run(), steps)
+        wants = references(oracle.of(case, steps, {each: told[0][each].events for each in precisions}))
+        ranks = [
+            {each: compared(rank[each].own, wants[each][rank[each].island]) for each in precisions} for rank in told
+        ]
+    else:
+        path = oracle.of(case, steps)
+        ranks = pool.run(train_and_compare, case.run(), steps, path)
+        wants = references(path)
+    return {each: _errors(case, each, wants[each][0], [rank[each] for rank in ranks]) for each in precisions}
 
 
 def _errors(case: Case, precision: Precision, want: Reference, ranks: list[Compared]) -> Errors:

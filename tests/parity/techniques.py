@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
+from meshwright.api.precision import Precision
 from meshwright_worker.validate import InvalidRunError, validate
 from tests.parity.case import Case
 from tests.parity.cases.models import GPT, LATENT, LATENT_QUERIES, LLAMA31, QWEN2, QWEN3, YARN
 
 RANKS = 8
 """The largest world of a case."""
+SCRATCH = str(Path(gettempdir()) / "meshwright-parity")
 FEW_RANKS = 4
 """The world of a case unless it needs more."""
+ISLANDS = 2
 ROUNDED_OTHERWISE = 0.5
 """The limit of gradients in fp8 where ranks round other numbers than one process; losses stay close."""
 ROUTED_OTHERWISE = 1.0
@@ -46,7 +51,10 @@ def _of(factor: str, options: Mapping[str, tuple[Options, ...]]) -> list[Techniq
 
 _FEW: Options = {"pipeline": 2, "micro_batches": 2}
 _MANY: Options = {"pipeline": 2, "micro_batches": 4}
+_WHOLE: Options = {"parallelism": {"expert_tensor": False}}
+_ONE: Options = {"pipeline": 2, "micro_batches": 1}
 _FOLDED: Options = {"layers": 4}
+_UNCLIPPED: Options = {"clip": 0.0}
 _SMALL: Options = {"bucket_elements": 4000}
 
 
@@ -73,6 +81,14 @@ def _training(**options: Any) -> tuple[Options, Options]:
 def _fp8(name: str, **options: Any) -> Technique:
     # Scales are of a micro-batch, so one process has the same ones.
     return Technique("products", f"fp8, {name}", {}, {"training": {"fp8": options}}, tolerance=2e-2)
+
+
+_ALONE: Options = {"training": {"master_weights": False}}
+"""Parameters and moments in bf16 too, rounded stochastically."""
+
+
+def _islands(method: str, **options: Any) -> Options:
+    return {"outer": {"method": method, "islands": ISLANDS, **options}}
 
 
 def _compressed(name: str, tolerance: float | None, **options: Any) -> Technique:
@@ -103,6 +119,8 @@ TECHNIQUES: list[Technique] = [
             "automatic zero bubble": (_schedule("Automatic", _MANY, activation_limit=3),),
             "DualPipe": (_schedule("DualPipe", _MANY),),
             "DualPipeV": (_schedule("DualPipeV", _MANY), _FOLDED),
+            "PipeDream": (_schedule("PipeDream", _ONE), _UNCLIPPED),
+            "PipeDream-2BW": (_schedule("PipeDream2BW"), _UNCLIPPED),
         },
     ),
     *_of(
@@ -152,6 +170,10 @@ TECHNIQUES: list[Technique] = [
     *_of("mixture", {name: _mixture(name) for name in ("Switch", "Mixtral", "ST-MoE", "DeepSeek-V2", "DeepSeek-V3")}),
     *_of("experts", {"expert parallelism": ({"data": 2, "expert": 2}, {}, {"mixture": "Mixtral"})}),
     *_of(
+        "widths",
+        {"experts whole in a tensor group": ({"tensor": 2, **_WHOLE}, {}, {"mixture": "Mixtral"})},
+    ),
+    *_of(
         "checkpointing",
         {
             "full checkpointing": _training(activation_checkpointing="Full"),
@@ -167,6 +189,7 @@ TECHNIQUES: list[Technique] = [
         {
             "Muon": ({}, {"optimizer": {"name": "Muon"}}),
             "optimizer offload": ({"optimizer": {"offload": "CPU"}},),
+            "optimizer offload to a file": ({"optimizer": {"offload": "File", "offload_path": SCRATCH}},),
         },
     ),
     *_of(
@@ -190,6 +213,19 @@ TECHNIQUES: list[Technique] = [
     _fp8("rowwise", scaling="Rowwise"),
     _fp8("delayed", update="Delayed", history=2),
     _fp8("static", update="Static", gradient_amax=0.01),
+    # Sums of another order are rounded to the other side, as far as a bit of these formats goes.
+    Technique("precision", "bf16", {}, {"precision": Precision.BF16}, tolerance=5e-2),
+    Technique("precision", "fp16", {}, {"precision": Precision.FP16}, tolerance=1e-2),
+    Technique("precision", "bf16 alone", {}, {"precision": Precision.BF16, **_ALONE}, tolerance=5e-2),
+    *_of(
+        "islands",
+        {
+            # Local SGD is the same code with equal weights, so a pair with one is a pair with both.
+            "federated averaging": (_islands("FedAvg", every_steps=3),),
+            "DiLoCo": (_islands("DiLoCo", every_steps=1, learning_rate=0.6, momentum=0.8),),
+            "asynchronous SGD": (_islands("AsyncSGD", every_steps=3, staleness=1),),
+        },
+    ),
     *_of("accumulation", {"gradient accumulation": ({}, {}, {"micro_batches": 2})}),
 ]
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
@@ -206,6 +242,8 @@ def case_of(names: Iterable[str], refused: str | None = None) -> Case:
         layout |= {name: value for name, value in technique.unless.items() if name not in layout | common}
         if "micro_batches" in technique.unless:
             layout["micro_batches"] = max(layout.get("micro_batches", 1), technique.unless["micro_batches"])
+    if "outer" in layout:
+        layout["data"] = ISLANDS * layout.get("data", 1)
     if "mixture" in layout:
         common["mixture"] = layout.pop("mixture")
     if layout.get("context", 1) > 1 and "shard_size" in layout.get("replicas", {}):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.precision import Precision
 from tests.distributed.pool import RankPool
 from tests.parity.case import Case, meshes_of
 from tests.parity.matrix import all_cases
@@ -48,7 +47,7 @@ def _smoke() -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", list(_smoke()))
 def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
-    precision = Precision.FP64 if case.exact else Precision.FP32
+    precision = case.formats[-1]
     errors = measure(case, pool, oracle, [precision])[precision]
     assert errors.within(*limits(case, precision)), errors
 

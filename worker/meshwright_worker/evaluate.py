@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from meshwright.api.data import DataSpec
 from meshwright.api.training import EvaluationSpec, TrainingSpec
-from meshwright_worker.data.batch import Batch
+from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.mixed import open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.mesh import Mesh
-from meshwright_worker.step import Trainer
+from meshwright_worker.parallel.collectives import sum_over
+
+
+class Evaluates(Protocol):
+    """What has a model to evaluate."""
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+
+
+def mean_loss(loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch], mesh: Mesh) -> float:
+    """The mean over the targets of all replicas' batches. Collective.
+
+    Args:
+        loss_of: see `Executor.evaluate`.
+        batches: of this rank, on its device.
+        mesh: all ranks.
+    """
+    _, pipeline, _, tensor = mesh.coordinates
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        loss = loss_of(batch)
+        if tensor == 0:
+            sums[0] += loss.double()
+            # Every stage has the targets.
+            sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
+    sum_over(sums, dist.group.WORLD)
+    total, targets = sums.tolist()
+    return float(total / max(1.0, targets))
 
 
 class Evaluation:
@@ -30,7 +62,7 @@ class Evaluation:
         """Whether `step` is followed by an evaluation."""
         return step % self._spec.every_steps == 0 or step == self._training.steps
 
-    def loss(self, trainer: Trainer, mesh: Mesh) -> float:
+    def loss(self, trainer: Evaluates, mesh: Mesh) -> float:
         """Mean loss per token, on every rank. Collective."""
         return trainer.evaluate(self._batches(mesh))
 

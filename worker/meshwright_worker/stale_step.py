@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,14 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.evaluate import mean_loss
 from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
-from meshwright_worker.optimizer import AdamW, learning_rate
+from meshwright_worker.optimizer import learning_rate
+from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.outer.outer import Outer
 from meshwright_worker.parallel.apply import build_stages
+from meshwright_worker.parallel.context import own_slice
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
 from meshwright_worker.parallel.replicas import replicas_of
 from meshwright_worker.parallel.shards import Shard, shards_of
@@ -40,13 +44,15 @@ class StaleTrainer:
         self._mesh, self._training = mesh, training
         self.stages = build_stages(run, model, mesh)
         (stage,) = self.stages
-        self._replicas = replicas_of(run, shards_of(stage.module, stage.distributed, run, mesh), mesh)
+        self._deal = Deal.of(run)
+        shards = shards_of(stage.module, stage.distributed, run, mesh)
+        self._replicas = replicas_of(run, [shard for shard in shards if shard.parameter.requires_grad], mesh)
         self.shards: Sequence[Shard] = self._replicas.shards
         self.outer: Outer | None = None
         self.memory = self._replicas.memory
-        self.frozen: list[Shard] = []
+        self.frozen: list[Shard] = [shard for shard in shards if not shard.parameter.requires_grad]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.optimizer = AdamW(self.shards, training.optimizer)
+        self.optimizer = build_optimizer(self.shards, training, mesh)
         place, places = mesh.coordinates.pipeline, mesh.layout.pipeline
         pairs = {(one, one + 1) for one in range(places - 1)} | {(one + 1, one) for one in range(places - 1)}
         self._pipeline = StalePipeline(
@@ -78,7 +84,7 @@ class StaleTrainer:
         Raises:
             DivergedError: that step's loss or gradients are not finite; weights have been updated with them.
         """
-        batch = batch.to(self._mesh.device)
+        batch = self._own(batch)
         places = self._mesh.layout.pipeline
         if self._told == 0:
             self._told = number
@@ -114,6 +120,13 @@ class StaleTrainer:
         results = [result for result in (self._hear() for _ in range(len(self._under_way))) if result is not None]
         self._told = 0
         return results
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """See `Trainer.evaluate`. The pipeline must be empty, as `settle` leaves it."""
+        return mean_loss(self._pipeline.evaluate, (self._own(batch) for batch in batches), self._mesh)
+
+    def _own(self, batch: Batch) -> Batch:
+        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
         """The stage's own update, when its part of a step's gradients is there."""
@@ -156,4 +169,4 @@ class StaleTrainer:
                 "longer `warmupSteps` may help: stale weights bear less than fresh ones"
             )
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        return StepResult(loss, norm, rate, stops > 0 or self._stops)
+        return StepResult(number, loss, norm, rate, stops > 0 or self._stops)

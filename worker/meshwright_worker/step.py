@@ -7,18 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.evaluate import mean_loss
 from meshwright_worker.fp8.history import Fp8History
 from meshwright_worker.loss_scale import LossScale, scale_gradients_of
-from meshwright_worker.mesh import TENSOR, Mesh
+from meshwright_worker.mesh import ISLAND, TENSOR, Mesh
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
+from meshwright_worker.outer.averaging import average
 from meshwright_worker.outer.choose import outer_of
 from meshwright_worker.outer.outer import Outer, Rounds
 from meshwright_worker.parallel.apply import build_stages
@@ -42,6 +43,8 @@ class DivergedError(ArithmeticError):
 class StepResult:
     """What a step came to; the same numbers on every rank."""
 
+    step: int
+    """Its number, from 1."""
     loss: float
     """Mean loss over the global batch's targets, before the update."""
     gradient_norm: float
@@ -78,7 +81,9 @@ class Trainer:
         self.shards, self.memory = self.replicas.shards, self.replicas.memory
         self.frozen: list[Shard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in buffers_of(stage.module).items()}
-        self._loads = ExpertLoads([stage.module for stage in self.stages], model, mesh, tokens_of_step(training))
+        self._loads = ExpertLoads(
+            [stage.module for stage in self.stages], model, mesh, tokens_of_step(training), run.islands
+        )
         self.optimizer = build_optimizer(self.shards, training, mesh)
         self._fp8 = Fp8History((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
@@ -126,7 +131,7 @@ class Trainer:
         if not math.isfinite(loss + norm):
             if self.loss_scale.skip():
                 self.optimizer.forget()
-                return StepResult(loss, norm, rate, stopping, self._loads.finish(), skipped=True)
+                return StepResult(number, loss, norm, rate, stopping, self._loads.finish(moves=False), skipped=True)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
@@ -141,7 +146,11 @@ class Trainer:
             stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.loss_scale.passed()
         self.replicas.publish()
-        return StepResult(loss, norm, rate, stopping, self._loads.finish(), bubble=self._executor.bubble)
+        loads = self._loads.finish()
+        if self.outer is not None and self._rounds.over(number):
+            # Routers' biases have just moved, by each island's own loads.
+            average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND))
+        return StepResult(number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble)
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = self.replicas.reduce()
@@ -153,17 +162,7 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
-        _, pipeline, _, tensor = self._mesh.coordinates
-        sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        for batch in batches:
-            batch = self._own(batch)
-            loss = self._executor.evaluate(batch)
-            if tensor == 0:
-                sums[0] += loss.double()
-                sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
-        sum_over(sums, dist.group.WORLD)
-        total, targets = sums.tolist()
-        return float(total / max(1.0, targets))
+        return mean_loss(self._executor.evaluate, (self._own(batch) for batch in batches), self._mesh)
 
     def _own(self, batch: Batch) -> Batch:
         """This rank's part of a replica's batch, on its device."""

@@ -79,12 +79,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
             samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
-            stale = task.run.parallelism.order in ASYNCHRONOUS and task.run.pipeline > 1
-            trainer: Trainer | StaleTrainer = (
-                StaleTrainer(task.run, architecture, training, mesh)
-                if stale
-                else Trainer(task.run, architecture, training, mesh, samples)
-            )
+            trainer = trainer_of(task.run, mesh, samples)
             asked = training.evaluation
             evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
         session = None
@@ -101,6 +96,18 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         events.running(state.step)
         work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
         return _Loop(task.run, trainer, stream, session, evaluation, mesh, work, events).run(state)
+
+
+def trainer_of(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | StaleTrainer:
+    """What trains this rank's part; `samples` are those of its island, see `Trainer`.
+
+    Raises:
+        InvalidRunError: the run cannot be executed in this layout.
+    """
+    architecture, _, training = validate(run)
+    if run.parallelism.order in ASYNCHRONOUS and run.pipeline > 1:
+        return StaleTrainer(run, architecture, training, mesh)
+    return Trainer(run, architecture, training, mesh, samples)
 
 
 def begin_from_weights(
@@ -144,6 +151,8 @@ class _Loop:
         self._work = work
         self._events = events
         self._digest = SampleDigest()
+        self._unreported = 0.0
+        """Seconds of steps whose results are still to come: a pipeline without a flush tells them later."""
         self._samples = ReadAhead(self._read, mesh.device)
 
     def run(self, state: TrainingState) -> Outcome:
@@ -190,24 +199,43 @@ class _Loop:
         mine = self._samples.take(state.samples, consumed if number < self._training.steps else None)
         read = time.monotonic()
         result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
+        results = [] if result is None else [result]
+        evaluation = self._evaluation if self._evaluation is not None and self._evaluation.due(number) else None
+        if evaluation is not None:
+            # A pipeline without a flush drains: all stages' weights are then those after this step.
+            results += self._trainer.settle()
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine.numbers, mine.samples)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
-        if result is None:
-            return after, False
-        report = self._report(number, result, consumed, time.monotonic() - began, read - began)
-        if self._evaluation is not None and self._evaluation.due(number) and isinstance(self._trainer, Trainer):
-            report = replace(report, evaluation_loss=self._evaluation.loss(self._trainer, self._mesh))
-        self._events.step(report)
-        return self._trainer.record(after.model_copy(update={"loss": result.loss.hex()})), result.stop
+        after = self._tell(results, after, time.monotonic() - began, read - began, evaluation)
+        return self._trainer.record(after), any(result.stop for result in results)
 
     def _settle(self, state: TrainingState) -> TrainingState:
         """The state when every update of its steps is made: a pipeline without a flush is some steps behind."""
         began = time.monotonic()
         results = self._trainer.settle()
+        return self._tell(results, state, time.monotonic() - began, 0.0, None) if results else state
+
+    def _tell(
+        self,
+        results: Sequence[StepResult],
+        state: TrainingState,
+        seconds: float,
+        data_seconds: float,
+        evaluation: Evaluation | None,
+    ) -> TrainingState:
+        """Report results, the last of them with an evaluation if there is one; the state with the last one's loss."""
         if not results:
+            self._unreported += seconds
             return state
-        self._events.step(self._report(state.step, results[-1], state.samples, time.monotonic() - began, 0.0))
+        if len(results) > 1:
+            # Of several steps at once each took its share of what has passed.
+            seconds, self._unreported = (seconds + self._unreported) / len(results), 0.0
+        for result in results:
+            report = self._report(result, state, seconds, data_seconds / len(results))
+            if evaluation is not None and result is results[-1]:
+                report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
+            self._events.step(report)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
 
     def _read(self, first: int) -> Read:
@@ -226,14 +254,14 @@ class _Loop:
         first = first_sample(self._training, step.start, share, self._mesh)
         return range(first, first + share)
 
-    def _report(self, number: int, result: StepResult, samples: int, seconds: float, data_seconds: float) -> StepReport:
+    def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(
-            step=number,
+            step=result.step,
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             learning_rate=result.learning_rate,
             tokens=self._training.global_batch_size * self._training.sequence_length,
-            samples=samples,
+            samples=state.samples - (state.step - result.step) * self._training.global_batch_size,
             seconds=seconds,
             data_seconds=data_seconds,
             model_flops=self._work.model,

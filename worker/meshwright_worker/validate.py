@@ -128,8 +128,14 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     if not model.gated or model.biases or model.activation is not Activation.SILU:
         yield "`model.mixture` needs `gated: true`, `biases: false` and `activation: SiLU`: experts are SwiGLU"
     yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
+    if not run.parallelism.expert_tensor and (not run.parallelism.sequence or _uses_fp8(run)):
+        yield (
+            "`parallelism.expertTensor: false` needs `parallelism.sequence: true` and no `training.fp8`: GPUs with "
+            "whole experts route positions of their own, and fp8 scales are of all"
+        )
+    split = run.parallelism.expert_tensor
     widths = {
-        "model.mixture.intermediateSize": mixture.intermediate_size,
+        **({"model.mixture.intermediateSize": mixture.intermediate_size} if split else {}),
         "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
     }
     fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
@@ -141,6 +147,10 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
             "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
             "ranks hold parts of a sequence"
         )
+
+
+def _uses_fp8(run: RunConfig) -> bool:
+    return run.training is not None and run.training.fp8 is not None
 
 
 def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:

@@ -60,8 +60,6 @@ def _outer_problems(run: RunConfig) -> Iterator[str]:
         yield f"{wrong} must be at least 2 and divide `replicas: {replicas}`; nearest: {fits}"
     if run.expert > 1:
         yield f"`parallelism.expert: {run.expert}` cannot be combined with `training.outer`: experts would span islands"
-    if run.architecture is not None and run.architecture.mixture is not None:
-        yield "`model.mixture` cannot be combined with `training.outer`: routers' balancing would differ by island"
     every, checkpoint = outer.every_steps, run.checkpoint
     if checkpoint is not None and checkpoint.interval % every:
         fits = nearest(every, lambda n: checkpoint.interval % n == 0, checkpoint.interval)

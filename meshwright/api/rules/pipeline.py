@@ -80,12 +80,6 @@ def _stale_is_not_computed_again(spec: Spec) -> bool:
     return spec.parallelism.order not in _STALE or not spec.parallelism.rematerialize
 
 
-def _stale_is_plain(spec: Spec) -> bool:
-    if spec.training is None or spec.parallelism.order not in _STALE:
-        return True
-    return spec.parallelism.sharing == 1 and spec.training.lora is None and spec.training.evaluation is None
-
-
 def _stale_is_not_mixed(spec: Spec) -> bool:
     mixed = spec.model is not None and spec.model.mixture is not None
     return not mixed or spec.parallelism.order not in _STALE
@@ -168,14 +162,6 @@ PIPELINE_RULES = (
         "must be 0 with `PipeDream` and `PipeDream2BW`: they keep several versions of a stage's weights",
         "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || self.parallelism.zeroStage == 0",
         _stale_is_not_sharded,
-    ),
-    Rule(
-        "parallelism.schedule",
-        "must be another than `PipeDream` and `PipeDream2BW` with `parallelism.context`, `training.lora` or "
-        "`training.evaluation`",
-        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !has(self.training)"
-        " || (self.parallelism.context == 1 && !has(self.training.lora) && !has(self.training.evaluation))",
-        _stale_is_plain,
     ),
     Rule(
         "model.mixture",

@@ -124,6 +124,8 @@ class Choices:
     layer_split: tuple[int, ...] | None = None
     """Layers of each pipeline rank; None for as even as can be, the first ranks taking the remainder."""
     expert: int = 1
+    expert_tensor: bool = True
+    """Whether tensor parallelism splits the widths of experts."""
     data: int = 1
     zero_stage: int = 0
     """0: nothing sharded over `data x context`; 1 optimizer state, 2 gradients too, 3 parameters too."""
@@ -153,6 +155,11 @@ class Choices:
     def world(self) -> int:
         """Number of ranks."""
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert_parts(self) -> int:
+        """Ranks that a layer's experts are split over, by number and by width."""
+        return self.expert * (self.tensor if self.expert_tensor else 1)
 
     @property
     def replicas(self) -> int:
@@ -194,6 +201,7 @@ class LayerLayout(NamedTuple):
     context_method: ContextMethod
     ulysses: int
     expert: int
+    expert_tensor: bool
     micro_batch_size: int
     numbers: Numbers
 
@@ -208,6 +216,7 @@ class LayerLayout(NamedTuple):
             choices.context_method,
             choices.ulysses,
             choices.expert,
+            choices.expert_tensor,
             choices.micro_batch_size,
             choices.numbers,
         )

@@ -131,10 +131,10 @@ def within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> Memo
 
 def states_within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> bool:
     """Whether parameters, gradients and optimizer state alone leave room in `limit` bytes, whatever is recomputed."""
-    model, tensor, expert = work.model, choices.tensor, choices.expert
+    model, tensor, parts = work.model, choices.tensor, choices.expert_parts
     room = (limit - runtime.context) / (1.0 + runtime.fragmentation)
     for stage in stages_of(model, choices).heaviest:
-        states = states_of(stage_parameters(model, stage, tensor, expert), choices, runtime, stage)
+        states = states_of(stage_parameters(model, stage, tensor, parts), choices, runtime, stage)
         if sum(states) - states.cast > room:
             return False
     return True
@@ -157,7 +157,14 @@ def _candidates(work: Work, choices: Choices) -> tuple[Stage, ...]:
 @lru_cache(maxsize=65536)
 def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: Runtime) -> _Common:
     model, tensor, numbers = work.model, choices.tensor, choices.numbers
-    rest = (work.sequence_length, tensor, choices.sequence_parallel, numbers, runtime, choices.expert > 1)
+    rest = (
+        work.sequence_length,
+        tensor,
+        choices.sequence_parallel,
+        numbers,
+        runtime,
+        choices.expert > 1 or not choices.expert_tensor,
+    )
     dense = layer_activations(model, False, *rest)
     mixed = layer_activations(model, True, *rest) if model.experts is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
@@ -194,7 +201,7 @@ def _logits(work: Work, choices: LayerLayout, chunk: int | None, runtime: Runtim
 
 def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common: _Common) -> _Parts:
     """The fields of `Memory` for the ranks of one stage, in its order."""
-    own = stage_parameters(work.model, stage, choices.tensor, choices.expert)
+    own = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
     states = states_of(own, choices, runtime, stage)
     kept, working = _activations(work, choices, runtime, stage, common)
     activations = held_bytes(choices, stage.rank, kept, common.tokens * left_by_stage(work.model, stage, choices))

@@ -103,11 +103,14 @@ def stages_of(model: Transformer, choices: Choices) -> Stages:
 
 
 @lru_cache(maxsize=65536)
-def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int) -> StageParameters:
-    """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole."""
+def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts: int) -> StageParameters:
+    """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole.
+
+    `expert_parts` is how many ranks a layer's experts are split over, `Choices.expert_parts`.
+    """
     dense = stage.dense * _unsplit(layer_counts(model, False), tensor)
     mixed = layer_counts(model, True)
-    experts = stage.mixtures * mixed.experts / (tensor * expert)
+    experts = stage.mixtures * mixed.experts / expert_parts
     dense += stage.mixtures * _unsplit(mixed, tensor)
     tables = 0.0
     if stage.embedding:
@@ -118,14 +121,14 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int)
     layer = (mixed.total if stage.mixtures else layer_counts(model, False).total) / tensor
     largest = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
     if stage.mixtures:
-        layer = _unsplit(mixed, tensor) + mixed.experts / (tensor * expert)
+        layer = _unsplit(mixed, tensor) + mixed.experts / expert_parts
     return StageParameters(dense + tables, experts, largest, layer, tables)
 
 
 @lru_cache(maxsize=65536)
-def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert: int) -> StageParameters:
+def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert_parts: int) -> StageParameters:
     """Parameters of the rank that has most of them."""
-    each = [stage_parameters(model, stage, tensor, expert) for stage in stages.distinct]
+    each = [stage_parameters(model, stage, tensor, expert_parts) for stage in stages.distinct]
     return max(each, key=lambda parameters: parameters.total)
 
 

@@ -26,6 +26,7 @@ def choices_of(request: Request, shape: Shape, size: int, **more: object) -> Cho
         context=shape.context,
         pipeline=shape.pipeline,
         expert=shape.expert,
+        expert_tensor=request.expert_tensor,
         data=shape.data,
         micro_batch_size=size,
         micro_batches=request.work.global_batch // shape.data // size,

@@ -144,6 +144,10 @@ class MixtureOfExperts(nn.Module):
         self.balance = Balance(mixture, Sequences())
         self.copies = 1
         """How many ranks route the same tokens, each with a part of the experts' widths."""
+        self.slices = 1
+        """How many ranks of a tensor group route positions of their own."""
+        self.whole = True
+        """Whether no tensor group splits the experts' widths."""
         self.tally = Tally(mixture.experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ class AsynchronousSGD:
     ) -> None:
         self._shards = shards
         self._mesh = mesh
+        self.weight = 1 / mesh.group(ISLAND).size()
         self._publish = publish
         self._link = _Link(mesh, sum(shard.local.numel() for shard in shards), shards[0].local.dtype)
         self.server = _serve(shards, optimizer, mesh, staleness, self._link) if mesh.island == 0 else None
@@ -171,9 +172,10 @@ class _Link:
         """End the conversation, and wait until the server's threads have ended."""
         if self._ends:
             self._header(_END, 0.0)
-        self.tell(None)
         for thread in self.threads:
             thread.join()
+        # Other ranks' servers follow this one's order until its last conversation is over.
+        self.tell(None)
 
     def _header(self, kind: int, value: float) -> None:
         dist.send(torch.tensor([kind, value], dtype=torch.float64), group=self._between, group_dst=0)

@@ -34,7 +34,7 @@ class Averaging:
         self._group = mesh.group(ISLAND)
         total = torch.tensor([samples], dtype=torch.float64, device=mesh.device)
         dist.all_reduce(total, group=self._group)
-        self._weight = samples / float(total.item())
+        self.weight = samples / float(total.item())
 
     def before(self) -> None:
         """See `Outer.before`."""
@@ -45,12 +45,8 @@ class Averaging:
 
     def meet(self, *, stop: bool) -> bool:
         """See `Outer.meet`."""
-        parameters = locals_of(self._shards)
-        with torch.no_grad():
-            mean = joined_up(parameters) * self._weight
-            dist.all_reduce(mean, group=self._group)
-            spread_out(mean, parameters)
-        return any_island(stop, mean.device, self._group)
+        average(locals_of(self._shards), self.weight, self._group)
+        return any_island(stop, self._shards[0].local.device, self._group)
 
     def loaded(self, step: int) -> None:
         """See `Outer.loaded`: nothing is kept."""
@@ -65,6 +61,15 @@ class Averaging:
 
     def close(self) -> None:
         """See `Outer.close`."""
+
+
+@torch.no_grad()
+def average(tensors: Sequence[torch.Tensor], weight: float, group: dist.ProcessGroup) -> None:
+    """Replace tensors of one number format by their sum over islands, each times its weight. Collective."""
+    if tensors:
+        mean = joined_up(tensors) * weight
+        dist.all_reduce(mean, group=group)
+        spread_out(mean, tensors)
 
 
 def any_island(stop: bool, device: torch.device, group: dist.ProcessGroup) -> bool:

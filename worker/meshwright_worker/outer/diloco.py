@@ -37,7 +37,7 @@ class DiLoCo:
         self._shards = shards
         self._optimizer = optimizer
         self._group = mesh.group(ISLAND)
-        self._islands = self._group.size()
+        self.weight = 1 / self._group.size()
         self._spec = spec
         self._began = [local.clone() for local in locals_of(shards)]
         self._momentum = [torch.zeros_like(local) for local in locals_of(shards)]
@@ -53,7 +53,7 @@ class DiLoCo:
         """See `Outer.meet`."""
         parameters = locals_of(self._shards)
         with torch.no_grad():
-            change = joined_up(torch._foreach_sub(self._began, parameters)).div_(self._islands)
+            change = joined_up(torch._foreach_sub(self._began, parameters)).mul_(self.weight)
             dist.all_reduce(change, group=self._group)
             momentum = joined_up(self._momentum).mul_(self._spec.momentum).add_(change)
             spread_out(momentum, self._momentum)

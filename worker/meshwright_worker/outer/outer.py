@@ -14,6 +14,9 @@ from meshwright_worker.parallel.shards import Shard
 class Outer(Protocol):
     """Keeps islands together. Each method is called by every rank of every island, the first two at every step."""
 
+    weight: float
+    """Of this island in an average over islands; they add up to 1."""
+
     def before(self) -> None:
         """A step begins: parameters may be brought up to date."""
 

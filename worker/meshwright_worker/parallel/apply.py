@@ -95,7 +95,7 @@ def _build(
         adapt(stage, run.training.lora)
     if run.context > 1 or packs_documents(run):
         share_rows(stage, Deal.of(run), sharing)
-    spread_experts(stage, mesh, sequence=run.parallelism.sequence)
+    spread_experts(stage, mesh, sequence=run.parallelism.sequence, tensor=run.parallelism.expert_tensor)
     if mesh.layout.tensor > 1:
         asked = run.parallelism
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)

@@ -1,6 +1,7 @@
 """What a step's routers did, on every rank: the report of it, and the balancing biases that follow from it.
 
-Loads are counted over the whole step and all ranks, so the biases move alike in every layout (arXiv 2408.15664).
+Loads are counted over the whole step and all ranks that take it together, so the biases move alike in every layout
+(arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.models.architecture import Architecture
@@ -27,11 +27,15 @@ class ExpertLoads:
         model: the whole model.
         mesh: all ranks.
         tokens: what every summed loss is divided by, `tokens_of_step`.
+        islands: that train apart; each counts its own part of a step's tokens.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], model: Architecture, mesh: Mesh, tokens: int) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], model: Architecture, mesh: Mesh, tokens: int, islands: int = 1
+    ) -> None:
         self._mesh = mesh
         self._tokens = tokens
+        self._islands = islands
         self._layers = mixture_layers(model.mixture, model.layers)
         self._mixture = model.mixture
         self._own = {
@@ -46,8 +50,11 @@ class ExpertLoads:
         for mixture in self._own.values():
             mixture.tally.loss_weight = factor / self._tokens
 
-    def finish(self) -> tuple[ExpertLoad, ...]:
-        """The loads since the last call, layer by layer; moves the biases. Collective; every rank gets the same."""
+    def finish(self, *, moves: bool = True) -> tuple[ExpertLoad, ...]:
+        """The loads since the last call, layer by layer; moves the biases, but for a step that changes nothing.
+
+        Collective over an island, all of whose ranks get the same.
+        """
         if self._mixture is None or not self._layers:
             return ()
         count = self._mixture.experts
@@ -57,8 +64,8 @@ class ExpertLoads:
             # Ranks that route the same tokens count them once.
             if mixture.copies == 1 or self._mesh.coordinates.tensor == 0:
                 table[row] += tally
-        sum_over(table, dist.group.WORLD)
-        for row, mixture in self._own.items():
+        sum_over(table, self._mesh.together)
+        for row, mixture in self._own.items() if moves else ():
             self._move_bias(mixture, table[row, :count])
         return tuple(self._load(layer, row) for layer, row in zip(self._layers, table.tolist(), strict=True))
 
@@ -74,6 +81,6 @@ class ExpertLoads:
             layer=layer,
             imbalance=max(counts) * len(counts) / choices if choices else 0.0,
             dropped=dropped / choices if choices else 0.0,
-            auxiliary_loss=auxiliary / self._tokens,
-            z_loss=z / self._tokens,
+            auxiliary_loss=auxiliary * self._islands / self._tokens,
+            z_loss=z * self._islands / self._tokens,
         )

@@ -25,7 +25,7 @@ from meshwright_worker.models.layers import Linear, PositionEmbedding, local
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
 from meshwright_worker.parallel.collectives import enter, leave
-from meshwright_worker.parallel.expert import routers_of, routes_slices
+from meshwright_worker.parallel.expert import experts_of_slices, routers_of, routes_slices
 from meshwright_worker.parallel.tensor_ring import Entry, Exit
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
@@ -83,7 +83,7 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
     Inside attention these are the norms of heads and what makes latents: whole on every rank, used for its own heads
     alone; of an adapter it is the matrix that is not split. Under sequence parallelism, further, what works on the
     residual stream and sees a slice of the positions. And always the routers, which each rank learns from its own
-    positions or through its own part of the experts.
+    positions or through its own part of the experts; so too experts that no tensor group splits.
     """
     inside = [
         parameter
@@ -92,7 +92,7 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
         if name in _WHOLE
         for parameter in module.parameters()
     ]
-    inside += [*_of_adapters(stage), *routers_of(stage)]
+    inside += [*_of_adapters(stage), *routers_of(stage), *experts_of_slices(stage)]
     return inside + (_on_residual_stream(stage) if sequence else [])
 
 

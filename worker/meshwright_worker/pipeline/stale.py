@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -103,17 +104,49 @@ class StalePipeline:
         self._channels.flush()
         self._base = self._updated = -1
 
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """See `Executor.evaluate`: with the weights of now, which are all stages' after as many updates once drained.
+
+        Raises:
+            RuntimeError: micro-batches are on their way.
+        """
+        if self._passing:
+            raise RuntimeError("stages have made different numbers of updates: drain the pipeline first")
+        loss = torch.zeros((), device=batch.tokens.device)
+        for part in batch.chunk(self._micro_batches):
+            output: torch.Tensor = self._stage(self._input(part), **self._about(part))
+            if self._stage.is_last:
+                loss = loss + output
+            else:
+                self._channels.send(output, self._place + 1)
+        self._channels.flush()
+        return loss
+
+    def _shape(self, part: Batch) -> torch.Size:
+        """Of a micro-batch's hidden states."""
+        rows, length = part.tokens.shape
+        return torch.Size((rows, length // self._slices, self._width))
+
+    def _input(self, part: Batch) -> torch.Tensor:
+        """A micro-batch's tokens, or the hidden states that the stage before sends next."""
+        if self._stage.is_first:
+            return part.tokens
+        return self._channels.post(self._place - 1, self._shape(part), self._stage.compute).wait()
+
+    def _about(self, part: Batch) -> dict[str, Any]:
+        return {"targets": part.targets if self._stage.is_last else None, "places": part.places}
+
     def _version(self, step: int) -> int:
         return max(self._base, step - 2) if self._double_buffered else self._updated
 
     def _forward(self, step: int, part: Batch, *, last: bool) -> None:
-        rows, length = part.tokens.shape
-        shape = torch.Size((rows, length // self._slices, self._width))
         stage, version = self._stage, self._version(step)
-        x = part.tokens
+        x = self._input(part)
         if not stage.is_first:
-            x = self._channels.post(self._place - 1, shape, stage.compute).wait().requires_grad_()
-        output = self.stash.run(version, x, targets=part.targets if stage.is_last else None, places=part.places)
+            x.requires_grad_()
+        with self.stash.of(version):
+            output: torch.Tensor = stage(x, **self._about(part))
         seed = None
         if stage.is_last:
             output = output / self._tokens
@@ -121,14 +154,15 @@ class StalePipeline:
             self._loss[step] = self._loss[step] + output.detach()
         else:
             self._channels.send(output.detach(), self._place + 1)
-        self._passing.append(_Passing(step, version, last, x, get_gradient_edge(output), seed, shape))
+        self._passing.append(_Passing(step, version, last, x, get_gradient_edge(output), seed, self._shape(part)))
 
     def _backward(self) -> None:
         one = self._passing.pop(0)
         gradient = one.seed
         if gradient is None:
             gradient = self._channels.post(self._place + 1, one.gradient_shape, self._stage.compute).wait()
-        torch.autograd.backward((one.output,), (gradient,))
+        with self.stash.of(one.version):
+            torch.autograd.backward((one.output,), (gradient,))
         if one.input.grad is not None:
             self._channels.send(one.input.grad, self._place - 1)
         if one.last:

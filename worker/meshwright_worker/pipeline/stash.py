@@ -5,11 +5,10 @@ A micro-batch's backward pass must see the weights of its forward pass (PipeDrea
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
 from torch import nn
-from torch.func import functional_call
 
 
 class Stash:
@@ -17,7 +16,7 @@ class Stash:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._versions: dict[int, dict[str, torch.Tensor]] = {}
+        self._versions: dict[int, dict[str, nn.Parameter]] = {}
 
     @property
     def versions(self) -> list[int]:
@@ -25,9 +24,11 @@ class Stash:
         return sorted(self._versions)
 
     def keep(self, version: int) -> None:
-        """Copy the weights as they are now."""
+        """Copy the weights as they are now, but for frozen ones, which have one version."""
         self._versions[version] = {
-            name: parameter.detach().clone().requires_grad_() for name, parameter in self._module.named_parameters()
+            name: nn.Parameter(parameter.detach().clone())
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad
         }
 
     def forget_before(self, version: int) -> None:
@@ -35,13 +36,26 @@ class Stash:
         for old in [known for known in self._versions if known < version]:
             del self._versions[old]
 
-    def run(self, version: int, *inputs: Any, **more: Any) -> torch.Tensor:
-        """The stage's output with the weights of a version."""
-        output: torch.Tensor = functional_call(self._module, self._versions[version], inputs, more)
-        return output
+    @contextmanager
+    def of(self, version: int) -> Iterator[None]:
+        """The module has the weights of a version inside the block.
+
+        A backward pass belongs into one too: what is checkpointed is computed again there.
+        """
+        weights, now = self._versions[version], dict(self._module.named_parameters())
+        self._set(weights)
+        try:
+            yield
+        finally:
+            self._set({name: now[name] for name in weights})
+
+    def _set(self, weights: dict[str, nn.Parameter]) -> None:
+        for name, weight in weights.items():
+            owner, _, own = name.rpartition(".")
+            setattr(self._module.get_submodule(owner), own, weight)
 
     def hand_over_gradients(self, version: int) -> None:
         """Move what was added up in a version's gradients to those of the weights that the optimizer updates."""
-        for name, parameter in self._module.named_parameters():
-            weight = self._versions[version][name]
-            parameter.grad, weight.grad = weight.grad, None
+        trained = dict(self._module.named_parameters())
+        for name, weight in self._versions[version].items():
+            trained[name].grad, weight.grad = weight.grad, None

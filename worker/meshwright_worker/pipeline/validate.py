@@ -96,26 +96,12 @@ def _asynchronous_problems(run: RunConfig, model: Architecture, training: Traini
             f"`training.optimizer.gradientClip: {training.optimizer.gradient_clip}` must be 0 with {schedule.value}: "
             "no moment exists when a step's gradients are known everywhere"
         )
-    unsupported = {
-        "parallelism.context": run.context > 1,
-        "training.lora": training.lora is not None,
-        "training.evaluation": training.evaluation is not None,
-    }
-    for field in [field for field, asked in unsupported.items() if asked]:
-        yield f"`{field}` needs another `parallelism.schedule` than {schedule.value}: leave it out"
     if model.mixture is not None:
         yield f"`model.mixture` needs another `parallelism.schedule` than {schedule.value}, which has no common step"
     if model.tie_embeddings:
         yield f"`model.tieEmbeddings: true` needs `parallelism.pipeline: 1` with {schedule.value}"
-    if run.context > 1:
-        yield f"`parallelism.context: {run.context}` must be 1 with {schedule.value}: stages would wait for each other"
     if training.precision is Precision.FP16 or training.fp8 is not None:
         yield (
             f"`training.precision: fp16` and `training.fp8` need another `parallelism.schedule` than {schedule.value}: "
             "their scales follow from a common step"
-        )
-    if training.evaluation is not None or training.lora is not None:
-        yield (
-            f"`training.evaluation` and `training.lora` need another `parallelism.schedule` than {schedule.value}, "
-            "whose stages have no common step"
         )
