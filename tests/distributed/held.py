@@ -11,6 +11,7 @@ import torch
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.pipeline import scheduled
 from meshwright_worker.pipeline.scheduled import Scheduled
+from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import Trainer
 from meshwright_worker.task import RankTask
 from meshwright_worker.validate import validate
@@ -53,6 +54,25 @@ def most_activations(task: RankTask) -> int:
             finally:
                 scheduled._Step = real  # type: ignore[misc]
         return max(peaks)
+
+
+@uses_kept_mesh
+def most_versions(task: RankTask) -> tuple[int, int]:
+    """Bytes of this stage's kept versions, the most after any of some steps, and of the weights that it updates."""
+    model, _, training = validate(task.run)
+    with kept_mesh(task) as mesh:
+        trainer, most = StaleTrainer(task.run, model, training, mesh), 0
+        weights = [shard.parameter for shard in trainer.shards]
+        own = {weight.untyped_storage().data_ptr() for weight in weights}
+        for number in range(1, 6):
+            batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
+            trainer.step(number, Batch.of(batch))
+            kept = [tensor for one in trainer._pipeline.stash._versions.values() for tensor in one.values()]
+            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+            assert not own & set(storages)
+            most = max(most, sum(storages.values()))
+        trainer.settle()
+        return most, sum(weight.untyped_storage().nbytes() for weight in weights)
 
 
 class _Peak(Allocated):

@@ -10,18 +10,26 @@ from meshwright.planner.cost.memory import Memory, every_stage
 from meshwright.planner.job import Job
 from meshwright.protocol import RunConfig
 from tests.distributed.configs import small_run
-from tests.distributed.held import most_in_a_step
+from tests.distributed.held import most_in_a_step, most_versions
 from tests.distributed.pool import RankPool
 from tests.distributed.replicas import measure_memory
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "kv_heads": 4}
 
 
-def planned(run: RunConfig) -> Memory:
+FP32 = 4
+
+
+def plans(run: RunConfig) -> list[Memory]:
+    """Of the ranks of each stage."""
     assert run.architecture is not None
     assert run.training is not None
     job = Job.made(run.architecture, run.training, run.parallelism, run.data_parallel)
-    (memory,) = every_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
+    return every_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
+
+
+def planned(run: RunConfig) -> Memory:
+    (memory,) = plans(run)
     return memory
 
 
@@ -45,6 +53,26 @@ def test_a_tensor_group_divides_states(pool: RankPool, layout: dict[str, Any], b
     assert want == pytest.approx(bytes_a_parameter * run.architecture.parameters, rel=0.05)
     for held in pool.run(measure_memory, run):
         assert held.at_update == pytest.approx(want, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "kept"), [("PipeDream", 1, [3, 2, 1]), ("PipeDream2BW", 4, [2] * 3)]
+)
+def test_a_stage_keeps_as_many_versions_of_its_weights_as_are_in_use(
+    pool: RankPool, schedule: str, micro_batches: int, kept: list[int]
+) -> None:
+    """Of stage s at most P - s (arXiv 1806.03377, section 3.3), or two (arXiv 2006.09503, section 3.1)."""
+    run = small_run(
+        pipeline=3, micro_batches=micro_batches, layers=3, clip=0.0, parallelism={"schedule": schedule}, **WIDE
+    )
+    assert run.architecture is not None
+    layer = FP32 * run.architecture.layer_parameters
+    table = FP32 * run.architecture.vocab_size * run.architecture.hidden_size
+    stages = [table + layer, layer, layer + table + FP32 * run.architecture.hidden_size]
+    answers = pool.run(most_versions, run)
+    assert [versions for versions, _ in answers] == [n * size for n, size in zip(kept, stages, strict=True)]
+    for (versions, weights), memory in zip(answers, plans(run), strict=True):
+        assert versions + weights == pytest.approx(memory.parameters, rel=0.05)
 
 
 def test_inside_a_step_zero_3_has_few_layers_gathered_however_many_there_are(pool: RankPool) -> None:

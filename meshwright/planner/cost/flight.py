@@ -64,9 +64,11 @@ def waiting(choices: Choices, times: StageTimes) -> float:
 
 
 def versions(choices: Choices, rank: int) -> float:
-    """Versions of its weights that a rank keeps: one for each micro-batch under way, or two (arXiv 2006.09503)."""
+    """Versions of its weights that a rank keeps beside those that it updates: one for each micro-batch under way, or
+    two (arXiv 2006.09503). The newest equals the weights until the next update.
+    """
     if choices.pipeline == 1 or choices.schedule not in STALE:
-        return 1.0
+        return 0.0
     return 2.0 if choices.schedule is Schedule.PIPEDREAM_2BW else float(choices.pipeline - rank)
 
 
