@@ -204,7 +204,8 @@ def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common:
     own = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
     states = states_of(own, choices, runtime, stage)
     kept, working = _activations(work, choices, runtime, stage, common)
-    activations = held_bytes(choices, stage.rank, kept, common.tokens * left_by_stage(work.model, stage, choices))
+    left = common.tokens * left_by_stage(work.model, stage, choices) if runtime.frees_halfway else kept
+    activations = held_bytes(choices, stage.rank, kept, left)
     if stage.output:
         activations += _kept_behind_layers(work, choices, runtime, common)
     parameters = states.parameters
