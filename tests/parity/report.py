@@ -39,8 +39,8 @@ apart and rounds, an asynchronous parameter server to the order of reads and wri
 
 Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {LIMITS[Precision.FP64][0]:g}, parameters
 {LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8 and 16-bit formats) name their own limit of
-gradients, and their losses differ by that or {LOSS_OF_ROUNDED:g}, whichever is less; of 16-bit formats the numbers stand
-under fp32.
+gradients, and their losses differ by that or {LOSS_OF_ROUNDED:g}, whichever is less; those of 16-bit formats
+stand under fp32.
 """
 
 

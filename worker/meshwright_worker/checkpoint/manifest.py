@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -59,13 +60,20 @@ class TrainingState(ApiModel):
     """Steps without an overflow since the scale last changed."""
 
 
-class Manifest(ApiModel):
-    """The content of `meshwright.json`."""
+class Written(ApiModel):
+    """What `meshwright.json` says of every checkpoint, whatever was trained."""
 
     format: int = FORMAT
     """Version of the checkpoint format."""
     state: TrainingState
     """Where training stands."""
+    files: dict[str, FileRecord] = {}
+    """Every other file of the checkpoint."""
+
+
+class Manifest(Written):
+    """That of a checkpoint of one of the runtime's own models."""
+
     architecture: Architecture
     """The model."""
     seed: int
@@ -80,14 +88,56 @@ class Manifest(ApiModel):
     """The adapters that the checkpoint holds, in place of the model's parameters; None where it holds the model."""
     initial_weights: str | None = None
     """Where the model that adapters belong to was read from; None for random weights by `seed`."""
-    files: dict[str, FileRecord] = {}
-    """Every other file of the checkpoint."""
+
+
+class ModuleManifest(Written):
+    """That of a checkpoint of a module of one's own."""
+
+    module: str
+    """The module's class."""
+    layout: LayoutRecord
+    """Who wrote it."""
+
+
+class ForeignCheckpointError(ValueError):
+    """A checkpoint is whole, but of a module of one's own instead of a model of the runtime, or the other way round."""
+
+
+Kind = TypeVar("Kind", bound=Written)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a checkpoint directory; None when there is none that this version can read."""
+    """`read_written` for one of the runtime's own models."""
+    return read_written(directory, Manifest)
+
+
+def read_written(directory: Path, kind: type[Kind]) -> Kind | None:
+    """The manifest of a checkpoint directory; None when there is none that this version can read.
+
+    Raises:
+        ForeignCheckpointError: it is of another kind.
+    """
     try:
-        manifest = Manifest.model_validate_json((directory / MANIFEST).read_bytes())
-    except (OSError, ValidationError):
+        content = (directory / MANIFEST).read_bytes()
+        manifest = kind.model_validate_json(content)
+    except OSError:
+        return None
+    except ValidationError:
+        for other in (Manifest, ModuleManifest):
+            if other is not kind and _is_of(content, other):
+                raise ForeignCheckpointError(
+                    f"{directory} is a checkpoint of {_NAMES[other]}, not of {_NAMES[kind]}: use another directory"
+                ) from None
         return None
     return manifest if manifest.format == FORMAT else None
+
+
+_NAMES: dict[type[Written], str] = {Manifest: "one of the runtime's models", ModuleManifest: "a module of one's own"}
+
+
+def _is_of(content: bytes, kind: type[Written]) -> bool:
+    try:
+        kind.model_validate_json(content)
+    except ValidationError:
+        return False
+    return True

@@ -128,12 +128,16 @@ def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:
 
 
 def hold_local_parts(module: nn.Module) -> dict[str, DTensor]:
-    """`compute_on_local` for any module."""
+    """`compute_on_local` for any module. A parameter that is used in several places stays one."""
     distributed: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
-    for name, value in distributed.items():
-        path, _, leaf = name.rpartition(".")
-        part = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
-        module.get_submodule(path).register_parameter(leaf, part)
+    parts = {
+        id(value): nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
+        for value in distributed.values()
+    }
+    for name, value in list(module.named_parameters(remove_duplicate=False)):
+        if id(value) in parts:
+            path, _, leaf = name.rpartition(".")
+            module.get_submodule(path).register_parameter(leaf, parts[id(value)])
     return distributed
 
 
