@@ -100,7 +100,7 @@ class ParallelismSpec(ApiModel):
     out. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
     stage_balance: StageBalance = StageBalance.LAYERS
     """What stages have the same of. `Layers`: their number, the first stages taking what is left over. `Flops`: the
-    work, the last stage's output projection counted."""
+    work, of dense layers, of mixtures and of the last stage's output projection each its own."""
     rematerialize: bool = False
     """Keep only the input of each stage for a micro-batch and compute the stage again before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""

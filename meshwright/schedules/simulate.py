@@ -22,6 +22,11 @@ class Costs:
     backward_input: float = 1.0
     backward_weight: float = 1.0
 
+    @property
+    def total(self) -> float:
+        """Seconds of a micro-batch's forward and backward pass."""
+        return self.forward + self.backward_input + self.backward_weight
+
     def of(self, kind: Kind) -> float:
         """Seconds of one action."""
         if kind is Kind.FORWARD:

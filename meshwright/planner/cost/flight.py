@@ -1,13 +1,13 @@
 """What a pipeline's schedule does to a rank: micro-batches that it holds, seconds that it waits, copies of its weights.
 
-Forms are those of `meshwright.schedules`. An automatic schedule is found under a limit of memory between ZB-H1 and
-ZB-H2 and waits as the one that its limit allows. The asynchronous ones never drain: nobody waits.
+Forms are those of `meshwright.schedules`, also for an automatic schedule: searching one for each layout would take
+longer than all of the plan. The asynchronous ones never drain: nobody waits.
 """
 
 from __future__ import annotations
 
 from meshwright.planner.cost.choices import STALE, Choices, Schedule
-from meshwright.schedules.closed_forms import StageTimes, bubble, in_flight
+from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, in_flight
 from meshwright.schedules.closed_forms import halfway as halfway_of
 
 HALVES = frozenset({Schedule.ZB_H1, Schedule.ZB_H2, Schedule.ZB_V, Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V})
@@ -58,8 +58,7 @@ def waiting(choices: Choices, times: StageTimes) -> float:
     if ranks == 1 or schedule in STALE:
         return 0.0
     if schedule is Schedule.AUTOMATIC:
-        roomy = (choices.settings.activation_limit or ranks) >= 2 * ranks - 1
-        schedule = Schedule.ZB_H2 if roomy else Schedule.ZB_H1
+        return automatic_bubble(ranks, choices.micro_batches, choices.settings.activation_limit or ranks, times)
     return bubble(schedule.value, ranks, choices.micro_batches, choices.virtual_stages, times)
 
 

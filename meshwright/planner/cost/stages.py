@@ -13,10 +13,7 @@ from meshwright.models.counts import (
     prediction_parameters,
 )
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, Schedule
-
-V_SHAPED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE_V})
-"""Schedules whose first rank holds the model's end as well as its beginning."""
+from meshwright.planner.cost.choices import CHUNKED, V_SHAPED, Choices, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +68,20 @@ class Stages:
 
 
 @lru_cache(maxsize=16384)
-def _stages(model: Transformer, pipeline: int, split: tuple[int, ...] | None, folded: bool) -> Stages:
-    held = Choices(pipeline=pipeline, layer_split=split).layers_of(model.layers)
-    listed, first, last = [], 0, len(held) - 1
+def _stages(
+    model: Transformer, pipeline: int, split: tuple[int, ...] | None, schedule: Schedule, chunks: int
+) -> Stages:
+    held = Choices(pipeline=pipeline, layer_split=split, schedule=schedule, virtual_stages=chunks).layers_of(
+        model.layers
+    )
+    listed, last = [], 0 if schedule in V_SHAPED else len(held) - 1
     kinds: dict[tuple[int, int, bool, bool], list[Stage]] = {}
-    for rank, layers in enumerate(held):
-        mixtures = model.mixtures(first, first + layers)
-        output = rank == 0 if folded else rank == last
-        stage = Stage(rank, layers, mixtures, rank == 0, output)
-        kinds.setdefault((layers, mixtures, stage.embedding, output), []).append(stage)
+    for rank, parts in enumerate(held):
+        layers = sum(len(part) for part in parts)
+        mixtures = sum(model.mixtures(part.start, part.stop) for part in parts)
+        stage = Stage(rank, layers, mixtures, rank == 0, rank == last)
+        kinds.setdefault((layers, mixtures, stage.embedding, stage.output), []).append(stage)
         listed.append(stage)
-        first += layers
     different = tuple(like[0] for like in kinds.values())
     heaviest = tuple(stage for stage in different if not any(_covers(other, stage) for other in different))
     return Stages(tuple(listed), different, tuple(len(like) for like in kinds.values()), heaviest)
@@ -99,7 +99,15 @@ def stages_of(model: Transformer, choices: Choices) -> Stages:
     Raises:
         ValueError: there are more ranks than layers, or `layer_split` does not add up.
     """
-    return _stages(model, choices.pipeline, choices.layer_split, choices.schedule in V_SHAPED)
+    return _stages(model, choices.pipeline, choices.layer_split, *_shape(choices))
+
+
+def _shape(choices: Choices) -> tuple[Schedule, int]:
+    """What of the schedule the stages depend on, the same for all that lay them alike."""
+    if choices.pipeline == 1 or choices.schedule not in CHUNKED | V_SHAPED:
+        return Schedule.ONE_F_ONE_B, 1
+    like = Schedule.ZB_V if choices.schedule in V_SHAPED else Schedule.INTERLEAVED
+    return like, choices.virtual_stages
 
 
 @lru_cache(maxsize=65536)
