@@ -114,3 +114,14 @@ def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int, rank:
     if schedule == "dualpipe-v":
         return min(float(micro_batches), stages + 0.5)
     raise ValueError(f"no schedule is called `{schedule}`")
+
+
+def halfway(schedule: str, stages: int, micro_batches: int, rank: int) -> float:
+    """Of `in_flight`, micro-batches whose backward pass has come halfway (arXiv 2401.10241, section 2.3): all that is
+    left of them is what the gradients of weights need. Schedules whose peak has none of them are not asked about it.
+    """
+    extra = {"zb-h1": 1, "zb-h2": 2}.get(schedule, 0)
+    if extra == 0 or stages == 1:
+        return 0.0
+    begun = min(micro_batches, extra * (stages - rank - 1) + 1)
+    return float(min(extra * rank, micro_batches - begun))

@@ -14,9 +14,10 @@ from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Action, Kind, Schedule
 from meshwright.schedules.automatic import _search, automatic
-from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, in_flight
+from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, halfway, in_flight
 from meshwright.schedules.division import divide, schedule_of
 from meshwright.schedules.generate import NAMES, generate
+from meshwright.schedules.held import Kept, peaks
 from meshwright.schedules.profile import stage_costs
 from meshwright.schedules.simulate import Costs, first_idle, simulate
 from meshwright.schedules.validate import problems
@@ -71,6 +72,39 @@ def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> No
         assert max(held) == max(expected)
     else:
         assert held == expected
+
+
+@given(st.sampled_from(["zb-h1", "zb-h2"]), st.integers(2, 6), st.integers(1, 30), st.floats(0.0, 2.0))
+def test_what_is_left_between_halves_has_a_closed_form(name: str, ranks: int, micro_batches: int, left: float) -> None:
+    held = peaks(generate(name, ranks, micro_batches), Kept(1.0, left))
+    for rank, most in enumerate(held):
+        half = halfway(name, ranks, micro_batches, rank)
+        whole = in_flight(name, ranks, micro_batches, 1, rank) - half
+        # Where the first half of a backward pass leaves more than was kept, the peak is behind one.
+        if left <= 1.0 or micro_batches >= 2 * ranks:
+            assert most == pytest.approx(whole + half * left + max(0.0, left - 1.0))
+
+
+def test_halves_hold_what_the_zero_bubble_paper_says() -> None:
+    forward, left, ranks = 10.0, 3.0, 4
+    one, two = (peaks(generate(name, ranks, 12), Kept(forward, left)) for name in ("zb-h1", "zb-h2"))
+    assert one == tuple((ranks - rank) * forward + rank * left for rank in range(ranks))
+    assert two == tuple((2 * (ranks - rank) - 1) * forward + 2 * rank * left for rank in range(ranks))
+
+
+def test_stages_may_keep_different_amounts() -> None:
+    schedule = generate("zb-v", 2, 4)
+    kept = [Kept(float(stage + 1), 0.5) for stage in range(4)]
+    # F0.0 F0.1 F0.2 F3.0 there, F1.0 F2.0 F1.1 F2.1 here.
+    assert peaks(schedule, kept) == (3 * 1.0 + 4.0, 2 * 2.0 + 2 * 3.0)
+    with pytest.raises(ValueError, match="1 stages, for 4"):
+        peaks(schedule, kept[:1])
+
+
+def test_the_forward_pass_of_a_pair_may_end_first() -> None:
+    pair = (Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 1))
+    schedule = Schedule("pair", 1, 2, (((Action(Kind.FORWARD, 0, 0),), pair, (Action(Kind.BACKWARD, 0, 1),)),))
+    assert peaks(schedule) == (2.0,)
 
 
 @given(shapes)

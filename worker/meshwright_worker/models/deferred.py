@@ -132,7 +132,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, cast = ctx.saved_tensors
         (gradient,) = gradients
-        ctx.left.leave(partial(outer, x, gradient))
+        # Attached to the graph, x would keep what the stage received until then.
+        ctx.left.leave(partial(outer, x.detach(), gradient))
         return gradient @ cast, None, None
 
 
@@ -147,7 +148,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         rows, cast, counts = ctx.saved_tensors
         (gradient,) = gradients
-        ctx.left.leave(partial(grouped_outer, gradient, rows, counts))
+        ctx.left.leave(partial(grouped_outer, gradient, rows.detach(), counts))
         return grouped_shares(gradient, cast, counts), None, None, None
 
 

@@ -157,7 +157,7 @@ def _of_weights(
     if left is None:
         return [outer(x, gradient) for gradient in gradients]
     for one, gradient in zip(left, gradients, strict=True):
-        one.leave(partial(outer, x, gradient))
+        one.leave(partial(outer, x.detach(), gradient))
     return [None] * len(gradients)
 
 
