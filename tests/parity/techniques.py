@@ -25,9 +25,9 @@ SCRATCH = str(Path(gettempdir()) / "meshwright-parity")
 FEW_RANKS = 4
 """The world of a case unless it needs more."""
 ISLANDS = 2
-ROUNDED_OTHERWISE = 0.5
-"""The limit of gradients in fp8 where ranks round other numbers than one process; losses stay close."""
-ROUTED_OTHERWISE = 1.0
+ROUNDED_OTHERWISE = 0.15
+"""The limit of gradients in fp8 where ranks add up in another order than one process, see `_rounded_otherwise`."""
+ROUTED_OTHERWISE = 0.4
 """The same in a mixture: where a router's scores are close, a token goes to another expert, whose gradient is small."""
 Options = Mapping[str, Any]
 
@@ -276,9 +276,9 @@ def case_of(names: Iterable[str], refused: str | None = None) -> Case:
 
 
 def _rounded_otherwise(layout: Options) -> bool:
-    """Whether a product's factors differ from those of one process: parts of sequences have scales of their own, and
-    sums over a tensor group have another order, so that now and then a number is rounded to the other side, which
-    rounds others otherwise behind it."""
+    """Whether a product's factors differ from those of one process: scales are the same, but sums over a tensor group,
+    and attention in parts, have another order, so that now and then a number is rounded to the other side, which rounds
+    others otherwise behind it."""
     return layout.get("context", 1) > 1 or layout.get("tensor", 1) > 1
 
 

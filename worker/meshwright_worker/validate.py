@@ -128,6 +128,12 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     if not model.gated or model.biases or model.activation is not Activation.SILU:
         yield "`model.mixture` needs `gated: true`, `biases: false` and `activation: SiLU`: experts are SwiGLU"
     yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
+    if _uses_fp8(run) and spread > 1 and spread % run.context and run.context % spread:
+        fits = nearest(spread, lambda n: replicas % n == 0 and (n % run.context == 0 or run.context % n == 0), replicas)
+        yield (
+            f"`parallelism.expert: {spread}` must divide `parallelism.context: {run.context}`, or be a multiple of it, "
+            f"with `training.fp8`, whose scales are of whole sequences; nearest that fit: {fits}"
+        )
     if not run.parallelism.expert_tensor and (not run.parallelism.sequence or _uses_fp8(run)):
         yield (
             "`parallelism.expertTensor: false` needs `parallelism.sequence: true` and no `training.fp8`: GPUs with "

@@ -2,9 +2,9 @@
 
 Recipes are those of `linear`, scaled so that spreading experts over ranks changes no number. What a dense layer's
 tensor is there, the rows of one micro-batch are here: with one scale a tensor each row takes that of the micro-batch it
-came with, over whichever ranks its experts are. An expert's matrix has scales of its own; a history (delayed) keeps the
-largest of all experts of a layer. Sums over tokens, the weights' gradients, take scales a column of each expert's rows
-of one micro-batch.
+came with, over whichever ranks its experts are, and whichever have other tokens of it. An expert's matrix has scales of
+its own; a history (delayed) keeps the largest of all experts of a layer. Sums over tokens, the weights' gradients, take
+scales a column of each expert's rows of one micro-batch.
 
 Hopper's grouped kernel multiplies e4m3 by e4m3 with a scale a row, which serves the forward pass; gradients are e5m2.
 Those, and all where there is no such kernel, are the same quantised numbers multiplied in bf16 or fp32.
@@ -38,15 +38,46 @@ class Rows:
     counts: torch.Tensor
     """int64 [groups]: consecutive rows of each expert."""
     origin: torch.Tensor
-    """int64 [rows]: by whose micro-batch each row was sent, a rank of the expert group."""
+    """int64 [rows]: of which micro-batch each row is, numbered over the expert group."""
     origins: int
-    """How many ranks send."""
+    """How many micro-batches the expert group has."""
 
     @property
     def segment(self) -> torch.Tensor:
         """int64 [rows]: equal for the rows of one expert and one micro-batch."""
         group = torch.arange(len(self.counts), device=self.counts.device)
         return group.repeat_interleave(self.counts, output_size=len(self.origin)) * self.origins + self.origin
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How micro-batches lie over the ranks that hold one set of experts, where ranks share the tokens of each.
+
+    Either an expert group has all ranks of several micro-batches, or all of its ranks have parts of one.
+    """
+
+    ranks: int = 1
+    """Of the expert group that have parts of one micro-batch."""
+    micro_batches: int = 1
+    """Of the expert group."""
+    tokens: dist.ProcessGroup | None = None
+    """The context group, where some of it is outside of the expert group."""
+    parts: int = 1
+    """Different sets of experts in that context group, one a rank of the expert group."""
+    part: int = 0
+    """Which of them is here."""
+
+    @classmethod
+    def of(cls, spread: dist.ProcessGroup | None, context: dist.ProcessGroup | None) -> Sharing:
+        """The sharing of an expert group and a context group, one of which divides the other; None are of one rank."""
+        experts, sharing = 1 if spread is None else spread.size(), 1 if context is None else context.size()
+        ranks = min(experts, sharing)
+        if experts >= sharing:
+            return cls(ranks, experts // ranks)
+        return cls(ranks, 1, context, experts, 0 if spread is None else spread.rank())
+
+
+ALONE = Sharing()
 
 
 class Fp8GroupedProduct(Fp8Recipe):
@@ -57,7 +88,7 @@ class Fp8GroupedProduct(Fp8Recipe):
         group: the ranks that the experts' widths are split over; None where there are none.
         inputs: whether a matrix's inputs are split; otherwise, in a group, its outputs are.
         experts: the ranks that the experts are spread over; None where all are here.
-        origins: how many ranks send rows here.
+        sharing: how the expert group's ranks share micro-batches.
     """
 
     def __init__(
@@ -67,20 +98,19 @@ class Fp8GroupedProduct(Fp8Recipe):
         experts: dist.ProcessGroup | None,
         *,
         inputs: bool,
-        origins: int = 1,
+        sharing: Sharing = ALONE,
     ) -> None:
-        super().__init__(spec, group, inputs=inputs)
+        super().__init__(spec, group, inputs=inputs, tokens=sharing.tokens)
         self._experts = experts
-        self._origins = origins
+        self._sharing = sharing
         self._run: Callable[..., torch.Tensor] = _multiply
 
     def __call__(
         self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
     ) -> torch.Tensor:
         """See `models.experts.GroupedProduct`. Collective where experts are spread and scales are one a tensor."""
-        if origin is None:
-            origin = counts.new_zeros(rows.shape[0])
-        return self._run(rows, weight, Rows(counts, origin, self._origins), self)
+        own = counts.new_zeros(rows.shape[0]) if origin is None else origin // self._sharing.ranks
+        return self._run(rows, weight, Rows(counts, own, self._sharing.micro_batches), self)
 
     def compile(self) -> None:
         """Get ready for torch.compile: rows are counted on the way."""
@@ -101,6 +131,7 @@ class Fp8GroupedProduct(Fp8Recipe):
         self._agreed(sent, split)
         if self._experts is not None:
             dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._experts)
+        self._agreed_by_parts(sent)
         return quantised(x, sent[whose.origin].unsqueeze(1), form)
 
     def by_matrix(self, weight: torch.Tensor) -> Quantised:
@@ -118,11 +149,14 @@ class Fp8GroupedProduct(Fp8Recipe):
         return quantised(weight, self._agreed(weight.abs().amax(1, keepdim=True).float(), self._split[1]), FORWARD)
 
     def by_column(self, x: torch.Tensor, role: int, whose: Rows) -> Quantised:
-        """Rows [rows, columns] with a scale for each column of each segment; no group splits what they run along."""
-        segment = whose.segment
-        amax = x.new_zeros(len(whose.counts) * whose.origins, x.shape[1], dtype=torch.float32)
-        amax.scatter_reduce_(0, segment.unsqueeze(1).expand(x.shape), x.abs().float(), "amax")
-        return quantised(x, amax[segment], BACKWARD if role == GRADIENT else FORWARD)
+        """Rows [rows, columns] with a scale for each column of each segment. Collective where a context group is wider
+        than the expert group: then the rows of one expert and micro-batch are on several of its ranks.
+        """
+        segment, sharing = whose.segment, self._sharing
+        amax = x.new_zeros(sharing.parts, len(whose.counts) * whose.origins, x.shape[1], dtype=torch.float32)
+        amax[sharing.part].scatter_reduce_(0, segment.unsqueeze(1).expand(x.shape), x.abs().float(), "amax")
+        self._agreed_by_parts(amax)
+        return quantised(x, amax[sharing.part][segment], BACKWARD if role == GRADIENT else FORWARD)
 
 
 class _Fp8Grouped(torch.autograd.Function):
@@ -178,7 +212,7 @@ def _outer(inputs: Quantised, outputs: Quantised, whose: Rows, form: torch.dtype
 def _by_column_outer(
     rows: torch.Tensor, gradient: torch.Tensor, whose: Rows, how: Fp8GroupedProduct, result: torch.dtype
 ) -> torch.Tensor:
-    """The matrices' gradients with a scale for each column of each segment. Not collective."""
+    """The matrices' gradients with a scale for each column of each segment."""
     outputs, inputs = how.by_column(gradient, GRADIENT, whose), how.by_column(rows, INPUT, whose)
     return _outer(inputs, outputs, whose, _multiplied_in(gradient), result)
 
@@ -210,7 +244,11 @@ def _untraced() -> Callable[..., torch.Tensor]:
 
 
 def use_fp8_in_experts(
-    experts: Experts, spec: Fp8Spec, group: dist.ProcessGroup | None, spread: dist.ProcessGroup | None
+    experts: Experts,
+    spec: Fp8Spec,
+    group: dist.ProcessGroup | None,
+    spread: dist.ProcessGroup | None,
+    context: dist.ProcessGroup | None = None,
 ) -> None:
     """Let a mixture's routed experts compute in fp8.
 
@@ -219,8 +257,9 @@ def use_fp8_in_experts(
         spec: how scales come about.
         group: the tensor group; None where there is none.
         spread: the expert group; None where there is none.
+        context: the context group, likewise; one of the two divides the other.
     """
-    origins = 1 if spread is None else spread.size()
+    sharing = Sharing.of(spread, context)
     for name, matrix in experts.named_parameters():
         along = [p.dim for p in matrix.placements if isinstance(p, ShardedAlong)] if isinstance(matrix, DTensor) else []
-        experts.products[name] = Fp8GroupedProduct(spec, group, spread, inputs=2 in along, origins=origins)
+        experts.products[name] = Fp8GroupedProduct(spec, group, spread, inputs=2 in along, sharing=sharing)

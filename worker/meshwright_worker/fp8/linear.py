@@ -1,8 +1,8 @@
 """A layer's matrix products in fp8: forward, and both of the backward pass.
 
-What a scale is taken from is a maximum, and a rank of a tensor group that sees part of a tensor takes it over the
-group: then the numbers are quantised as in one process. Scales are of the micro-batch at hand (dynamic), of the last
-steps (delayed: nothing waits for a maximum) or given (static).
+What a scale is taken from is a maximum, and a rank that sees part of a tensor, of its columns in a tensor group or of
+its tokens in a context group, takes it over the group: then the numbers are quantised as in one process. Scales are of
+the micro-batch at hand (dynamic), of the last steps (delayed: nothing waits for a maximum) or given (static).
 """
 
 from __future__ import annotations
@@ -37,8 +37,15 @@ class Fp8Product(Fp8Recipe):
     delayed scaling each has its own, for its maxima. Arguments as for `Fp8Recipe`.
     """
 
-    def __init__(self, spec: Fp8Spec, group: dist.ProcessGroup | None, *, inputs: bool) -> None:
-        super().__init__(spec, group, inputs=inputs)
+    def __init__(
+        self,
+        spec: Fp8Spec,
+        group: dist.ProcessGroup | None,
+        *,
+        inputs: bool,
+        tokens: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(spec, group, inputs=inputs, tokens=tokens)
         self.hardware = hardware_multiplies()
         self._multiply: Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor] = _multiply
 
@@ -59,13 +66,19 @@ class Fp8Product(Fp8Recipe):
             return quantised(x, known, form)
         inputs, outputs = self._split
         amax = self._agreed(largest(x, rowwise=False), (inputs, inputs or outputs, outputs)[role])
-        return quantised(x, amax, form)
+        return quantised(x, amax if role == WEIGHT else self._agreed_by_parts(amax), form)
 
     def rows(self, x: torch.Tensor, role: int, *, along_inputs: bool = False, along_outputs: bool = False) -> Quantised:
         """A tensor with a scale a row; what runs along its rows may be split over the group."""
         split = (along_inputs and self._split[0]) or (along_outputs and self._split[1])
         amax = self._agreed(largest(x, rowwise=True), split)
         return quantised(x, amax, BACKWARD if role == GRADIENT else FORWARD)
+
+    def columns(self, x: torch.Tensor, role: int) -> Quantised:
+        """Tokens [tokens, width] as rows of columns [width, tokens], with a scale a column."""
+        turned = x.t().contiguous()
+        amax = self._agreed_by_parts(largest(turned, rowwise=True))
+        return quantised(turned, amax, BACKWARD if role == GRADIENT else FORWARD)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, how: Fp8Product) -> torch.Tensor:
@@ -125,18 +138,20 @@ def _outer(x: Quantised, gradient: Quantised, form: torch.dtype, how: Fp8Product
 
 
 def _rowwise_outer(x: torch.Tensor, gradient: torch.Tensor, form: torch.dtype, how: Fp8Product) -> torch.Tensor:
-    """The weight's gradient. Its sums run over tokens, which no group splits: nothing is collective."""
-    outputs, inputs = how.rows(gradient.t().contiguous(), GRADIENT), how.rows(x.t().contiguous(), INPUT)
-    return product(outputs, inputs, form, hardware=how.hardware)
+    """The weight's gradient. Its sums run over tokens, which only a context group splits: collective there."""
+    return product(how.columns(gradient, GRADIENT), how.columns(x, INPUT), form, hardware=how.hardware)
 
 
-def use_fp8(stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None) -> None:
+def use_fp8(
+    stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None, tokens: dist.ProcessGroup | None = None
+) -> None:
     """Let every linear layer of a stage's blocks compute in fp8; embedding and output projection stay as they are.
 
     Args:
         stage: the stage, split over its tensor group but not sharded over replicas.
         spec: how scales come about.
         group: the tensor group; None where there is none.
+        tokens: the context group, likewise.
     """
     shared: dict[tuple[dist.ProcessGroup | None, bool], Fp8Product] = {}
     for module in stage.layers.modules():
@@ -146,5 +161,5 @@ def use_fp8(stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None)
             along = split.dim if isinstance(split, ShardedAlong) else None
             kind = (group if along is not None else None, along == 1)
             if spec.update is Fp8Update.DELAYED or kind not in shared:
-                shared[kind] = Fp8Product(spec, kind[0], inputs=kind[1])
+                shared[kind] = Fp8Product(spec, kind[0], inputs=kind[1], tokens=tokens)
             module.product = shared[kind]
