@@ -69,7 +69,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         RuntimeError: torch lost the connection to another rank.
     """
     architecture, data, training = validate(task.run)
-    check_vocabulary(task, architecture, data)
+    tokenizer = check_vocabulary(task, architecture, data)
     started = time.monotonic()
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
@@ -87,6 +87,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
+            blank = blank.model_copy(update={"tokenizer": tokenizer})
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
             begin_from_weights(trainer, architecture, training, mesh)

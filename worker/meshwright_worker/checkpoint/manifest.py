@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
+from meshwright_worker.data.tokenizer import TokenizerRecord
 
 MANIFEST = "meshwright.json"
 FORMAT = 1
@@ -74,6 +75,8 @@ class Manifest(ApiModel):
     """Tokens per sample."""
     stream: str
     """Identity of the sample stream that `state.samples` counts in."""
+    tokenizer: TokenizerRecord | None = None
+    """What the run's text is written in; None in checkpoints from before this was kept."""
     layout: LayoutRecord
     """Who wrote it."""
     lora: LoraSpec | None = None

@@ -15,34 +15,36 @@ from meshwright.data.shards import read_manifest
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.corpus import folder_of, root_of
 from meshwright_worker.data.prepared import tokenizer_of
+from meshwright_worker.data.tokenizer import TokenizerRecord
 from meshwright_worker.outer.text import is_federated
 from meshwright_worker.task import RankTask
 from meshwright_worker.validate import InvalidRunError
 
 
-def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> None:
-    """Refuse a model whose vocabulary is smaller than what this rank's text is written in.
+def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> TokenizerRecord:
+    """What this rank's text is written in, after making sure that the model's vocabulary has all of it.
 
     Raises:
-        InvalidRunError: names the nearest vocabulary that has a row for every id and divides over the ranks.
+        InvalidRunError: it has not; names the nearest size that has a row for every id and divides over the ranks.
         DataError: the tokenizer or a manifest cannot be read.
     """
-    where, needed = max(_vocabularies(data, _own_root(task)), key=lambda found: found[1])
-    if needed <= model.vocab_size:
-        return
-    tensor = task.run.tensor
-    raise InvalidRunError(
-        f"`model.vocabSize: {model.vocab_size}` must be at least {needed} for the ids of {where}, and divisible by "
-        f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
-    )
+    root = _own_root(task)
+    place = None if data.tokenizer is Tokenizer.BYTE else root_of(data, root)
+    tokenizer = tokenizer_of(data, place or "")
+    named = "data.tokenizer: Byte" if place is None else f"data.tokenizerFile: {data.tokenizer_file}"
+    where, needed = max([(f"`{named}`", tokenizer.vocabulary), *_manifests(data, root)], key=lambda found: found[1])
+    if needed > model.vocab_size:
+        tensor = task.run.tensor
+        raise InvalidRunError(
+            f"`model.vocabSize: {model.vocab_size}` must be at least {needed} for the ids of {where}, and divisible by "
+            f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
+        )
+    file = None if place is None else f"{place.rstrip('/')}/{data.tokenizer_file}"
+    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file)
 
 
-def _vocabularies(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
-    """What holds ids, and one above the largest of them."""
-    if data.tokenizer is Tokenizer.BYTE:
-        yield "`data.tokenizer: Byte`", tokenizer_of(data, "").vocabulary
-    else:
-        yield f"`data.tokenizerFile: {data.tokenizer_file}`", tokenizer_of(data, root_of(data, root)).vocabulary
+def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
+    """Folders of tokens, and one above the largest id that each may hold."""
     if data.format is DataFormat.TOKENS:
         paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
         for path in paths:
