@@ -71,6 +71,8 @@ STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradien
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
 
+CONFIG = '{"model_type": "llama", "hidden_size": 64}'
+
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
@@ -105,6 +107,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("model.preset", {"model.preset": "llama-3-8b"}),
     ("model.preset", {"model": {"preset": "llama-3-8b", "tieEmbeddings": False}}),
     ("model.preset", {"model": {"preset": "llama-3-8b", "ropeTheta": 10000}}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "huggingFace": CONFIG}}),
+    ("model.huggingFace", {"model.huggingFace": CONFIG}),
+    ("model.huggingFace", {"model": {"huggingFace": CONFIG, "tieEmbeddings": False}}),
+    ("model.huggingFace", {"model": {"huggingFace": "meta-llama/Llama-3.1-8B"}}),
+    ("model.huggingFace", {"model": {"huggingFace": "[" + CONFIG + "]"}}),
+    ("model.huggingFace", {"model": {"huggingFace": '{"hidden_size": 64}'}}),
     ("model", {"model": {}}),
     ("model", {"model.layers": None}),
     ("model", {"model.hiddenSize": None}),
@@ -262,6 +270,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
     (GOOD, {"parallelism": None}),
     (GOOD, {"model": {"preset": "llama-3-8b"}}),
+    (GOOD, {"model": {"huggingFace": CONFIG}}),
+    (GOOD, {"model": {"huggingFace": " \t\r\n " + CONFIG + "\n"}, "parallelism.expert": 2}),
     (GOOD, {"model.kvHeads": None}),
     (GOOD, {"model.tieEmbeddings": True}),
     (GOOD, STALE),

@@ -29,6 +29,8 @@ MALFORMED = [
     ("spec.training.steps", {"training.steps": -1}),
     ("spec.replicas", {"replicas": 0}),
     ("spec.replicas", {"replicas": 65537}),
+    ("spec.model.huggingFace", {"model": {"huggingFace": {"model_type": "llama"}}}),
+    ("spec.model.huggingFace", {"model": {"huggingFace": '{"model_type": "llama"' + " " * 32768 + "}"}}),
     ("spec.parallelism.tensor", {"parallelism.tensor": -2}),
     ("spec.training.optimizer.learningRate", {"training.optimizer": {"learningRate": 0}}),
     ("spec.training.optimizer.beta1", {"training.optimizer": {"beta1": 1}}),
