@@ -75,6 +75,7 @@ CONFIG = '{"model_type": "llama", "hidden_size": 64}'
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
+    ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
@@ -307,6 +308,10 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
     (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
     (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
+    (
+        GOOD,
+        {"training.parameterOffload": True, "training.parameterOffloadPath": "/scratch", "parallelism.zeroStage": 3},
+    ),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]
