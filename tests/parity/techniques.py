@@ -194,7 +194,14 @@ TECHNIQUES: list[Technique] = [
     ),
     *_of(
         "parameters",
-        {"parameter offload": ({"data": 2, "training": {"parameter_offload": True}}, {}, {"zero": 3})},
+        {
+            "parameter offload": ({"data": 2, "training": {"parameter_offload": True}}, {}, {"zero": 3}),
+            "parameter offload to a file": (
+                {"data": 2, "training": {"parameter_offload": True, "parameter_offload_path": SCRATCH}},
+                {},
+                {"zero": 3},
+            ),
+        },
     ),
     *_of("loss", {"chunked loss": _training(loss_chunk_tokens=12)}),
     *_of(

@@ -33,6 +33,7 @@ from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.data.vocabulary import check_vocabulary
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.models.lora import is_adapter
@@ -59,7 +60,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     """Run this rank of the task's mesh generation to its end.
 
     Raises:
-        InvalidRunError: the run cannot be executed in this layout.
+        InvalidRunError: the run cannot be executed in this layout, or the model lacks tokens of the text.
         PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, or not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
@@ -68,6 +69,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         RuntimeError: torch lost the connection to another rank.
     """
     architecture, data, training = validate(task.run)
+    tokenizer = check_vocabulary(task, architecture, data)
     started = time.monotonic()
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
@@ -85,6 +87,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
+            blank = blank.model_copy(update={"tokenizer": tokenizer})
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
             begin_from_weights(trainer, architecture, training, mesh)

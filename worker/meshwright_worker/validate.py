@@ -52,7 +52,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *memory_problems(run, run.training),
         *replica_problems(run),
         *combination_problems(run, run.training),
-        *_data_problems(run.architecture, run.data),
+        *_data_problems(run, run.architecture, run.data),
     ]
     if problems:
         raise InvalidRunError("; ".join(problems))
@@ -189,8 +189,12 @@ def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str
         yield "`training.evaluation` needs `data.heldOut` above 0: it is measured on documents that are not trained on"
 
 
-def _data_problems(model: Architecture, data: DataSpec) -> Iterator[str]:
+def _data_problems(run: RunConfig, model: Architecture, data: DataSpec) -> Iterator[str]:
+    # What the files of other tokenizers need is not known without reading them: `data.vocabulary` does.
     if data.tokenizer is Tokenizer.BYTE and model.vocab_size < VOCABULARY:
-        yield f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`"
+        yield (
+            f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`; nearest: "
+            f"{-(-VOCABULARY // run.tensor) * run.tensor}"
+        )
     if data.balance and data.packing is not Packing.DOCUMENTS:
         yield "`data.balance: true` needs `data.packing: Documents`: without documents every row costs the same"

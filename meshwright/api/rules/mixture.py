@@ -27,8 +27,9 @@ def _each(holds: Callable[[MixtureSpec], bool]) -> Callable[[Spec], bool]:
 
 
 def _has_experts(spec: Spec) -> bool:
-    described = spec.model is not None and (spec.model.preset is not None or spec.model.mixture is not None)
-    return (spec.parallelism.expert or 1) == 1 or described
+    model = spec.model
+    named = model is not None and (model.preset is not None or model.hugging_face is not None)
+    return (spec.parallelism.expert or 1) == 1 or named or _mixture(spec) is not None
 
 
 def _experts_divide(spec: Spec) -> bool:
@@ -122,9 +123,10 @@ MIXTURE_RULES = (
     ),
     Rule(
         "parallelism.expert",
-        "needs `model.mixture`, or a `model.preset` that has one: without experts there is nothing to spread",
+        "needs `model.mixture`, or a `model.preset` or `model.huggingFace` that has one: without experts there is "
+        "nothing to spread",
         "!has(self.parallelism.expert) || self.parallelism.expert == 1"
-        " || (has(self.model) && (has(self.model.preset) || has(self.model.mixture)))",
+        " || (has(self.model) && (has(self.model.preset) || has(self.model.huggingFace) || has(self.model.mixture)))",
         _has_experts,
     ),
     Rule(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
+from meshwright_worker.data.tokenizer import TokenizerRecord
 
 MANIFEST = "meshwright.json"
 FORMAT = 1
@@ -82,6 +83,8 @@ class Manifest(Written):
     """Tokens per sample."""
     stream: str
     """Identity of the sample stream that `state.samples` counts in."""
+    tokenizer: TokenizerRecord | None = None
+    """What the run's text is written in; None in checkpoints from before this was kept."""
     layout: LayoutRecord
     """Who wrote it."""
     lora: LoraSpec | None = None
