@@ -71,7 +71,7 @@ def damage(path: Path) -> None:
 def test_a_run_from_start_to_end(pool: RankPool, tmp_path: Path, text: Path) -> None:
     (outcome, recorder), *others = complete(pool, small_run(data=2, steps=8, every=3), tmp_path, text)
     assert outcome is Outcome.COMPLETE
-    assert recorder.phases == ["rendezvous", "build", "load", "first-step"]
+    assert recorder.phases == ["data", "rendezvous", "build", "load", "first-step"]
     assert recorder.began_at == 0
     assert [report.step for report in recorder.reports] == list(range(1, 9))
     assert [report.samples for report in recorder.reports] == [8 * step for step in range(1, 9)]

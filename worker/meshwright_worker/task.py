@@ -77,7 +77,7 @@ class RankEvents(Protocol):
     """What a training rank tells its agent, and asks of it. Called from the rank's main thread."""
 
     def phase(self, name: str, seconds: float) -> None:
-        """A phase of the start is over: `rendezvous`, `build`, `load`, `first-step`."""
+        """A phase of the start is over: `data`, `rendezvous`, `build`, `load`, `first-step`."""
 
     def running(self, step: int) -> None:
         """Start-up is over; the next step to run is `step + 1`."""

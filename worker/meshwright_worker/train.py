@@ -1,10 +1,11 @@
-"""Training on one rank, from the rendezvous to the last checkpoint.
+"""Training on one rank, from the first look at its data to the last checkpoint.
 
-1. rendezvous: the process groups of the mesh generation;
-2. build: this rank's shard of the model, its optimizer, the stream of samples;
-3. load: the newest whole checkpoint, whatever layout wrote it;
-4. steps, each reported, with a checkpoint at every interval written in the background;
-5. the last checkpoint, written before the rank says that it is done.
+1. data: what it reads is opened, and the run is refused if that, the device or the configuration will not do;
+2. rendezvous: the process groups of the mesh generation;
+3. build: this rank's shard of the model and its optimizer;
+4. load: the newest whole checkpoint, whatever layout wrote it;
+5. steps, each reported, with a checkpoint at every interval written in the background;
+6. the last checkpoint, written before the rank says that it is done.
 
 Every rank takes each of these steps, and every decision that all must share (which checkpoint, when to stop) is taken
 from numbers that all of them have.
@@ -29,14 +30,13 @@ from meshwright_worker.data.ahead import Read, ReadAhead
 from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
-from meshwright_worker.data.instruction import InstructionStream
-from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.evaluate import Evaluation
+from meshwright_worker.inputs import Inputs, open_inputs
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.models.lora import is_adapter
-from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
+from meshwright_worker.outer.text import first_sample, joint_identity
 from meshwright_worker.pretrained.files import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
@@ -61,27 +61,26 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
         PretrainedError: the weights to begin from cannot be used.
-        DataError: there is no text to train on, or not the same on every rank.
+        DataError: there is no text to train on, it is damaged, or it is not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
         RuntimeError: torch lost the connection to another rank.
     """
     architecture, data, training = validate(task.run)
+    with _phase(events, "data"):
+        inputs = open_inputs(task, architecture, data, training)
+    stream = inputs.stream
     started = time.monotonic()
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            own_dir = own_data_dir(training, task.data_dir, mesh)
-            stream = open_stream(data, own_dir, training.sequence_length, training.seed)
             identity = joint_identity(training, stream.identity, mesh)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
             samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
             trainer = trainer_of(task.run, mesh, samples)
-            asked = training.evaluation
-            evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
@@ -95,7 +94,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         trainer.resume(state)
         events.running(state.step)
         work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
-        return _Loop(task.run, trainer, stream, session, evaluation, mesh, work, events).run(state)
+        return _Loop(task.run, trainer, inputs, session, mesh, work, events).run(state)
 
 
 def trainer_of(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | StaleTrainer:
@@ -133,9 +132,8 @@ class _Loop:
         self,
         run: RunConfig,
         trainer: Trainer | StaleTrainer,
-        stream: SampleStream | InstructionStream | MixedStream,
+        inputs: Inputs,
         session: CheckpointSession | None,
-        evaluation: Evaluation | None,
         mesh: Mesh,
         work: Work,
         events: RankEvents,
@@ -144,9 +142,8 @@ class _Loop:
         self._cost = Cost.of(architecture)
         self._micro_batches = run.micro_batches
         self._trainer = trainer
-        self._stream = stream
+        self._stream, self._evaluation = inputs.stream, inputs.evaluation
         self._session = session
-        self._evaluation = evaluation
         self._mesh = mesh
         self._work = work
         self._events = events

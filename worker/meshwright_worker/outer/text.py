@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.training import OuterMethod, TrainingSpec
+from meshwright.protocol import RunConfig
 from meshwright_worker.mesh import Mesh, same_everywhere
 
 
@@ -17,11 +18,12 @@ def is_federated(training: TrainingSpec) -> bool:
     return training.outer is not None and training.outer.method is OuterMethod.FED_AVG
 
 
-def own_data_dir(training: TrainingSpec, data_dir: str | None, mesh: Mesh) -> str | None:
-    """The folder of this rank's text below the data volume's."""
-    if data_dir is None or not is_federated(training):
+def own_data_dir(run: RunConfig, data_dir: str | None, rank: int) -> str | None:
+    """The folder of a rank's text below the data volume's. Rank and layout tell it: no group has formed yet."""
+    if data_dir is None or run.training is None or not is_federated(run.training):
         return data_dir
-    return str(Path(data_dir) / f"island-{mesh.island}")
+    # Replicas are the outermost dimension, so an island has consecutive ranks.
+    return str(Path(data_dir) / f"island-{rank // (run.layout.world_size // run.islands)}")
 
 
 def joint_identity(training: TrainingSpec, identity: str, mesh: Mesh) -> str | None:
