@@ -32,6 +32,8 @@ from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.data.stream import SampleStream
+from meshwright_worker.device import facts_of
+from meshwright_worker.device_validate import validate_device
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.inputs import Inputs, open_inputs
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
@@ -59,7 +61,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     """Run this rank of the task's mesh generation to its end.
 
     Raises:
-        InvalidRunError: the run cannot be executed in this layout.
+        InvalidRunError: the run cannot be executed in this layout, or not on this device.
         PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, it is damaged, or it is not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
@@ -68,6 +70,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         RuntimeError: torch lost the connection to another rank.
     """
     architecture, data, training = validate(task.run)
+    validate_device(facts_of(task.local_rank), task.local_world_size, training)
     with _phase(events, "data"):
         inputs = open_inputs(task, architecture, data, training)
     stream = inputs.stream
