@@ -14,6 +14,7 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.mixed import open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.mesh import Mesh
+from meshwright_worker.outer.text import Place
 from meshwright_worker.parallel.collectives import sum_over
 
 
@@ -48,6 +49,14 @@ def mean_loss(loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]
 class Evaluation:
     """Evaluates at the steps that `training.evaluation` asks for, each time on the same samples.
 
+    With FedAvg each island has held-out documents of its own, and the mean is over the targets of all islands.
+
+    Args:
+        spec: how often, and on how many samples of all islands.
+        training: see above.
+        data: see above.
+        data_dir: where the text of this rank's island is.
+
     Raises:
         DataError: what is held out cannot be read, or is too short for one sample.
     """
@@ -67,8 +76,7 @@ class Evaluation:
         return trainer.evaluate(self._batches(mesh))
 
     def _batches(self, mesh: Mesh) -> Iterator[Batch]:
-        size = self._training.global_batch_size
-        share = size // mesh.layout.data
+        size, place = self._training.global_batch_size, Place.of(self._training, mesh)
         for first in range(0, self._spec.samples, size):
-            samples = self._stream.batch(first + mesh.coordinates.data * share, share)
-            yield batch_of(samples, self._data, self._stream.separator)
+            mine = place.of_replica(range(first, first + size))
+            yield batch_of(self._stream.rows(mine), self._data, self._stream.separator)

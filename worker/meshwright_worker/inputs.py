@@ -14,7 +14,7 @@ from meshwright.api.data import DataSpec, Tokenizer
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.corpus import CorpusError, root_of
-from meshwright_worker.data.mixed import Stream, open_stream
+from meshwright_worker.data.mixed import MixedStream, Stream, open_stream
 from meshwright_worker.data.prepared import tokenizer_of
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.outer.text import own_data_dir
@@ -29,6 +29,11 @@ class Inputs:
     stream: Stream
     evaluation: Evaluation | None
     """None where `training.evaluation` is left out."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, for `FedAvg`; 1 of a mixture, which has no epochs and is refused there."""
+        return 1 if isinstance(self.stream, MixedStream) else self.stream.samples_per_epoch
 
 
 def open_inputs(task: RankTask, architecture: Architecture, data: DataSpec, training: TrainingSpec) -> Inputs:

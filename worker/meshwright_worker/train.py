@@ -27,18 +27,17 @@ from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.ahead import Read, ReadAhead
-from meshwright_worker.data.balance import Cost, deal
+from meshwright_worker.data.balance import Cost
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.packing import batch_of
-from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.device import facts_of
 from meshwright_worker.device_validate import validate_device
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.inputs import Inputs, open_inputs
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.models.lora import is_adapter
-from meshwright_worker.outer.text import first_sample, joint_identity
+from meshwright_worker.outer.text import Place, joint_identity
 from meshwright_worker.pretrained.files import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
@@ -82,8 +81,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-            samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
-            trainer = trainer_of(task.run, mesh, samples)
+            trainer = trainer_of(task.run, mesh, inputs.samples)
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
@@ -148,6 +146,7 @@ class _Loop:
         self._stream, self._evaluation = inputs.stream, inputs.evaluation
         self._session = session
         self._mesh = mesh
+        self._place = Place.of(self._training, mesh)
         self._work = work
         self._events = events
         self._digest = SampleDigest()
@@ -246,13 +245,9 @@ class _Loop:
 
     def _share(self, step: range) -> Sequence[int]:
         """The numbers of the samples that this replica takes of a step's."""
-        replicas, own = self._mesh.layout.data, self._mesh.coordinates.data
-        if self._data.balance:
-            costs = [self._cost.row(self._stream.documents(sample)) for sample in step]
-            return [step[row] for row in deal(costs, replicas, self._micro_batches)[own]]
-        share = len(step) // replicas
-        first = first_sample(self._training, step.start, share, self._mesh)
-        return range(first, first + share)
+        if not self._data.balance:
+            return self._place.of_replica(step)
+        return self._place.balanced(step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches)
 
     def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
         return StepReport(

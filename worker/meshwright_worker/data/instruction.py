@@ -47,6 +47,7 @@ class InstructionStream:
             )
         self._rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
         self.separator = separator
+        self.samples_per_epoch = len(self._rows)
         self._length = length
         self._seed = seed
         self._epoch = 0
