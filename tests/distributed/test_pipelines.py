@@ -59,11 +59,11 @@ def varying(task: RankTask) -> Seen:
         trainer = Trainer(task.run, model, training, mesh)
         executor = trainer._executor
         assert isinstance(executor, Scheduled)
-        total = sum(float(executor.run_parts(parts_of(sizes, model.vocab_size))) for sizes in STEPS_OF_SHAPES)
+        total = sum(float(executor.run(parts_of(sizes, model.vocab_size))) for sizes in STEPS_OF_SHAPES)
         trainer._copies.add_up()
         gradients = {shard.name: whole_of(shard, shard.gradient()) for shard in trainer.shards}
         (batch,) = parts_of([(8, 16)], model.vocab_size)
-        return Seen(total, float(executor.evaluate(batch)), gradients)
+        return Seen(total, float(executor.evaluate(batch.chunk(task.run.micro_batches))), gradients)
 
 
 def alone(task: RankTask) -> Seen:
@@ -78,7 +78,7 @@ def alone(task: RankTask) -> Seen:
                 total += float(loss.detach())
         gradients = {shard.name: shard.gradient() for shard in trainer.shards}
         (batch,) = parts_of([(8, 16)], model.vocab_size)
-        evaluated = trainer._executor.evaluate(batch)
+        evaluated = trainer._executor.evaluate(batch.chunk(task.run.micro_batches))
         return Seen(total, float(evaluated), gradients)
 
 
@@ -150,7 +150,7 @@ def trace_of_exchanges(task: RankTask) -> list[str]:
         (batch,) = parts_of([(8, 16)], model.vocab_size)
         dispatch.finish = traced
         try:
-            trainer._executor.run(batch)
+            trainer._executor.run(batch.chunk(task.run.micro_batches))
         finally:
             dispatch.finish = real
     return trace
@@ -171,7 +171,7 @@ def live_activations(task: RankTask) -> tuple[int, int]:
         executor = trainer._executor
         assert isinstance(executor, Scheduled)
         (batch,) = parts_of([(8, 16)], model.vocab_size)
-        executor.run(batch)
+        executor.run(batch.chunk(task.run.micro_batches))
         live = _Live(trainer)
         marks: dict[int, int] = {}
         chunk = next(iter(executor._chunks.values()))
@@ -185,7 +185,7 @@ def live_activations(task: RankTask) -> tuple[int, int]:
 
         chunk.forward = measured  # type: ignore[method-assign]
         with torch.autograd.graph.saved_tensors_hooks(live.pack, live.unpack):
-            executor.run(batch)
+            executor.run(batch.chunk(task.run.micro_batches))
         return live.peak, marks[0]
 
 

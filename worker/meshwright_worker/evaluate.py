@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -25,25 +25,32 @@ class Evaluates(Protocol):
         """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
 
 
-def mean_loss(loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch], mesh: Mesh) -> float:
+def mean_loss(
+    loss_of: Callable[[Sequence[Batch]], torch.Tensor], batches: Iterable[Sequence[Batch]], mesh: Mesh
+) -> float:
     """The mean over the targets of all replicas' batches. Collective.
 
     Args:
         loss_of: see `Executor.evaluate`.
-        batches: of this rank, on its device.
+        batches: of this rank, on its device, in micro-batches.
         mesh: all ranks.
     """
     _, pipeline, _, tensor = mesh.coordinates
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in batches:
-        loss = loss_of(batch)
+    for parts in batches:
+        loss = loss_of(parts)
         if tensor == 0:
             sums[0] += loss.double()
             # Every stage has the targets.
-            sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
+            sums[1] += targets_of(parts) if pipeline == 0 else 0
     sum_over(sums, dist.group.WORLD)
     total, targets = sums.tolist()
     return float(total / max(1.0, targets))
+
+
+def targets_of(parts: Sequence[Batch]) -> torch.Tensor:
+    """How many tokens are predicted in micro-batches, int64 []."""
+    return torch.stack([(part.targets != IGNORED).sum() for part in parts]).sum()
 
 
 class Evaluation:

@@ -54,7 +54,7 @@ class StepReport:
     gradient_norm: float
     learning_rate: float
     tokens: int
-    """Tokens of the global batch."""
+    """Tokens of the global batch, without what rows are padded with."""
     samples: int
     """Sequences consumed since the beginning of the run."""
     seconds: float

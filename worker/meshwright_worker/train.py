@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from meshwright.api.training import TrainingSpec
@@ -36,6 +37,7 @@ from meshwright_worker.device_validate import validate_device
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.inputs import Inputs, open_inputs
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.micro_batches import Fed
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.outer.text import Place, joint_identity
 from meshwright_worker.pretrained.files import PretrainedError
@@ -43,7 +45,7 @@ from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
-from meshwright_worker.utilisation import Work, work_of
+from meshwright_worker.utilisation import work_of
 from meshwright_worker.validate import validate
 
 log = logging.getLogger(__name__)
@@ -94,8 +96,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             trainer.loaded(state.step)
         trainer.resume(state)
         events.running(state.step)
-        work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
-        return _Loop(task.run, trainer, inputs, session, mesh, work, events).run(state)
+        return _Loop(task.run, trainer, inputs, session, mesh, events).run(state)
 
 
 def trainer_of(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | StaleTrainer:
@@ -136,7 +137,6 @@ class _Loop:
         inputs: Inputs,
         session: CheckpointSession | None,
         mesh: Mesh,
-        work: Work,
         events: RankEvents,
     ) -> None:
         architecture, self._data, self._training = validate(run)
@@ -147,7 +147,9 @@ class _Loop:
         self._session = session
         self._mesh = mesh
         self._place = Place.of(self._training, mesh)
-        self._work = work
+        self._islands = run.islands
+        self._work = partial(work_of, architecture, self._training, mesh.layout.world_size, mesh.device)
+        self._full_rows = self._work()
         self._events = events
         self._digest = SampleDigest()
         self._unreported = 0.0
@@ -250,18 +252,23 @@ class _Loop:
         return self._place.balanced(step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches)
 
     def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
+        tokens, work = self._training.global_batch_size * self._training.sequence_length, self._full_rows
+        if result.fed is not None:
+            # Islands hear of each other after a round alone: this one stands for all.
+            fed = Fed(result.fed.tokens * self._islands, result.fed.squares * self._islands)
+            tokens, work = fed.tokens, self._work(fed)
         return StepReport(
             step=result.step,
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             learning_rate=result.learning_rate,
-            tokens=self._training.global_batch_size * self._training.sequence_length,
+            tokens=tokens,
             samples=state.samples - (state.step - result.step) * self._training.global_batch_size,
             seconds=seconds,
             data_seconds=data_seconds,
-            model_flops=self._work.model,
-            hardware_flops=self._work.hardware,
-            peak_flops=self._work.peak,
+            model_flops=work.model,
+            hardware_flops=work.hardware,
+            peak_flops=work.peak,
             experts=result.experts,
             pipeline_bubble=result.bubble,
         )
