@@ -21,7 +21,7 @@ class Sums:
     """The checksums of a file."""
 
     file: str
-    """Its name, for people."""
+    """Its path or name, for people."""
     size: int
     """Bytes of it."""
     block: int

@@ -175,7 +175,7 @@ class TokenShards:
                     f"{shard.file} has {sizes.get(shard.file, 'no')} bytes where the manifest says "
                     f"{shard.tokens * self._dtype.itemsize}: copy the folder again, or tokenize again"
                 )
-        self._checked = Checked([_sums(shard, self._dtype.itemsize) for shard in self.manifest.shards], self._bytes)
+        self._checked = Checked([self._sums(shard) for shard in self.manifest.shards], self._bytes)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -205,6 +205,12 @@ class TokenShards:
         self._checked.check(index, offset * size, (offset + count) * size)
         return np.frombuffer(self._bytes(index, offset * size, (offset + count) * size), dtype=self._dtype)
 
+    def _sums(self, shard: ShardRecord) -> Sums:
+        size, name = shard.tokens * self._dtype.itemsize, str(self._folder.local(shard.file) or shard.file)
+        if shard.block_crc32:
+            return Sums(name, size, BLOCK, shard.block_crc32)
+        return Sums(name, size, size, [shard.crc32])
+
     def _bytes(self, index: int, first: int, last: int) -> memoryview:
         """The bytes `first` to `last - 1` of a shard."""
         name = self.manifest.shards[index].file
@@ -219,13 +225,6 @@ class TokenShards:
         if len(raw) != last - first:
             raise DataError(f"{name} ends early: the data must not change during a run")
         return memoryview(raw)
-
-
-def _sums(shard: ShardRecord, itemsize: int) -> Sums:
-    size = shard.tokens * itemsize
-    if shard.block_crc32:
-        return Sums(shard.file, size, BLOCK, shard.block_crc32)
-    return Sums(shard.file, size, size, [shard.crc32])
 
 
 def read_manifest(folder: Folder) -> TokensManifest:
