@@ -109,14 +109,14 @@ def _rank(
     ranks = len(schedule.ranks)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     executor, chunks = executor_of(schedule, costs, rank, limit)
-    batch = Batch.of(torch.zeros(schedule.micro_batches, 2, dtype=torch.int64))
+    parts = Batch.of(torch.zeros(schedule.micro_batches, 2, dtype=torch.int64)).chunk(schedule.micro_batches)
     for _ in range(1 if limit is None else WARM_UP + MEASURED):
-        executor.run(batch)
+        executor.run(parts)
     took = []
     for _ in range(steps):
         dist.barrier()
         start, before = time.monotonic(), sum(chunk.busy for chunk in chunks)
-        executor.run(batch)
+        executor.run(parts)
         took.append(Took(start, time.monotonic(), sum(chunk.busy for chunk in chunks) - before))
     answer.send(took)
     dist.destroy_process_group()

@@ -122,8 +122,8 @@ class TrainingSpec(ApiModel):
     """Whether parameters are fp32 where compute is not. False, with `precision: bf16`: parameters, gradients and
     AdamW's moments are bf16, and updates are rounded stochastically (arXiv 2010.06192)."""
     fp8: Fp8Spec | None = None
-    """Matrix products of the layers in fp8, between activations in `precision` (bf16 or fp32); off when left out. Where
-    the GPU has no such products they are emulated with the same numbers."""
+    """Matrix products of the layers in fp8, between activations in `precision` (bf16 or fp32); off when left out. A
+    GPU without such products refuses it; a CPU emulates them with the same numbers."""
     loss_scale: LossScaleSpec = LossScaleSpec()
     """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()

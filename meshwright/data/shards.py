@@ -1,11 +1,12 @@
 """Tokens on disk: shards that are memory-mapped as they are, and a manifest that tells whether they are whole.
 
-    meshwright-tokens.json   the manifest: tokenizer, type, and size and CRC-32 of every shard
+    meshwright-tokens.json   the manifest: tokenizer, type, and size and checksums of every shard
     00000.tokens             little-endian uint16 or uint32, every document followed by the separator
     00001.tokens             …
 
 The manifest is written last, so that a folder with one is complete. What a token is depends on no machine: two runs of
-`meshwright data tokenize` on the same files give the same bytes.
+`meshwright data tokenize` on the same files give the same bytes. What is read is checked first, a mebibyte at a time: a
+flipped bit is an error, never another token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from meshwright.api.base import ApiModel
+from meshwright.data.checksums import BLOCK, Checked, Sums, block_sums
 from meshwright.data.errors import DataError
 from meshwright.data.files import Folder, LocalFolder
 
@@ -44,6 +46,8 @@ class ShardRecord(ApiModel):
     """Tokens in it."""
     crc32: int
     """CRC-32 of its bytes."""
+    block_crc32: list[int] = []
+    """CRC-32 of each mebibyte of it, in order; in folders of an older version none, and shards are checked whole."""
 
 
 class TokensManifest(ApiModel):
@@ -146,12 +150,13 @@ class ShardWriter:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        self._shards.append(ShardRecord(file=name, tokens=self._held, crc32=zlib.crc32(content)))
+        sums = block_sums(content)
+        self._shards.append(ShardRecord(file=name, tokens=self._held, crc32=zlib.crc32(content), block_crc32=sums))
         self._pending, self._held = [], 0
 
 
 class TokenShards:
-    """The tokens of a folder as one row. Local shards are memory-mapped, others read in ranges.
+    """The tokens of a folder as one row. Local shards are memory-mapped, others read in ranges; see `checksums`.
 
     Raises:
         DataError: the folder holds no complete tokens, or a shard's size is not what the manifest says.
@@ -162,7 +167,7 @@ class TokenShards:
         self.manifest = read_manifest(folder)
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
-        self._maps: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+        self._maps: dict[int, npt.NDArray[np.uint8]] = {}
         sizes = {entry.name: entry.size for entry in folder.files()}
         for shard in self.manifest.shards:
             if sizes.get(shard.file) != shard.tokens * self._dtype.itemsize:
@@ -170,6 +175,7 @@ class TokenShards:
                     f"{shard.file} has {sizes.get(shard.file, 'no')} bytes where the manifest says "
                     f"{shard.tokens * self._dtype.itemsize}: copy the folder again, or tokenize again"
                 )
+        self._checked = Checked([self._sums(shard) for shard in self.manifest.shards], self._bytes)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -183,7 +189,7 @@ class TokenShards:
         """The tokens at `start` to `stop - 1`, int64 [stop - start].
 
         Raises:
-            DataError: a shard cannot be read, or holds a token that its tokenizer has not.
+            DataError: a shard cannot be read, is not what was written, or holds a token that its tokenizer has not.
         """
         row = np.empty(stop - start, dtype=np.int64)
         index, position = bisect_right(self._ends, start), start
@@ -202,19 +208,30 @@ class TokenShards:
         return row
 
     def _part(self, index: int, offset: int, count: int) -> npt.NDArray[np.unsignedinteger]:
+        size = self._dtype.itemsize
+        self._checked.check(index, offset * size, (offset + count) * size)
+        return np.frombuffer(self._bytes(index, offset * size, (offset + count) * size), dtype=self._dtype)
+
+    def _sums(self, shard: ShardRecord) -> Sums:
+        size, name = shard.tokens * self._dtype.itemsize, str(self._folder.local(shard.file) or shard.file)
+        if shard.block_crc32:
+            return Sums(name, size, BLOCK, shard.block_crc32)
+        return Sums(name, size, size, [shard.crc32])
+
+    def _bytes(self, index: int, first: int, last: int) -> memoryview:
+        """The bytes `first` to `last - 1` of a shard."""
         name = self.manifest.shards[index].file
         path = self._folder.local(name)
         if path is not None:
             if index not in self._maps:
-                self._maps[index] = np.memmap(path, dtype=self._dtype, mode="r")
-            return self._maps[index][offset : offset + count]
-        size = self._dtype.itemsize
+                self._maps[index] = np.memmap(path, dtype=np.uint8, mode="r")
+            return self._maps[index][first:last].data
         with self._folder.open(name) as file:
-            file.seek(offset * size)
-            raw = file.read(count * size)
-        if len(raw) != count * size:
+            file.seek(first)
+            raw = file.read(last - first)
+        if len(raw) != last - first:
             raise DataError(f"{name} ends early: the data must not change during a run")
-        return np.frombuffer(raw, dtype=self._dtype)
+        return memoryview(raw)
 
 
 def read_manifest(folder: Folder) -> TokensManifest:
@@ -232,6 +249,10 @@ def read_manifest(folder: Folder) -> TokensManifest:
         raise DataError(f"{MANIFEST} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
     if manifest.format != FORMAT or manifest.dtype not in ("uint16", "uint32") or not manifest.shards:
         raise DataError(f"{MANIFEST} is of format {manifest.format}; this version reads format {FORMAT}")
+    itemsize = np.dtype(manifest.dtype).itemsize
+    for shard in manifest.shards:
+        if len(shard.block_crc32) not in (0, -(-shard.tokens * itemsize // BLOCK)):
+            raise DataError(f"{MANIFEST} is damaged: {shard.file} has {len(shard.block_crc32)} checksums of blocks")
     return manifest
 
 

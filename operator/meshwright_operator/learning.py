@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import isclose
 
+from meshwright.api.data import DataFormat
 from meshwright.api.job import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
@@ -89,6 +90,9 @@ class Learning:
             return None
         spec = parse_spec(job)
         if spec.model is None or spec.training is None:
+            return None
+        if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:
+            # Its rows are as long as its records, which its tokens per second say and no price knows.
             return None
         wishes = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
         if wishes not in known:

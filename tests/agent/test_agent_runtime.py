@@ -8,10 +8,12 @@ import re
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+from meshwright.api.data import DataSource, DataSpec
 from meshwright.protocol import MeshDocument, WorkerState
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
 
@@ -107,6 +109,35 @@ async def check_report_and_metrics(coordinator: Coordinator, port: int) -> None:
     other = coordinator.last(1)
     assert other is not None
     assert other.progress is None
+
+
+@pytest.mark.long
+async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
+    coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "good" / "a.py").write_text("def one():\n    return 1\n" * 20)
+    agents = [
+        start_agent(worker, MESHWRIGHT_DATA_DIR=str(tmp_path / name)) for worker, name in enumerate(("good", "bad"))
+    ]
+    data = DataSpec(source=DataSource.FILES, claim_name="v", pattern="**/*.py")
+    run = training_run(5, data_parallel=2).model_copy(update={"data": data})
+    coordinator.announce(mesh(1, run, await coordinator.gang(2), 1))
+    await until(lambda: coordinator.states(1)[-1:] == [WorkerState.FAILED], 150, lambda: agents[1].log)
+    report = coordinator.last(1)
+    assert report is not None
+    assert report.failure == "Error"
+    assert "CorpusError: `data.pattern: **/*.py` matches no file" in report.message
+    # The other one has found nothing wrong, and waits for this one; the next generation ends that.
+    await until(agents[0].ranks_started, 60, lambda: agents[0].log)
+    assert coordinator.states(0)[-1] is WorkerState.STARTING
+    (waiting,) = (pid for _, _, pid in agents[0].ranks_started())
+    assert alive(waiting)
+    (tmp_path / "bad" / "a.py").write_text("def one():\n    return 1\n" * 20)
+    coordinator.announce(mesh(2, run, await coordinator.gang(2, above=1), 1))
+    await until(lambda: not alive(waiting), 5)
+    assert [await agent.exit_code(60) for agent in agents] == [0, 0]
 
 
 async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:

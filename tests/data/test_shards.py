@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import models
 
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
+from meshwright.data.checksums import BLOCK
 from meshwright.data.errors import DataError
 from meshwright.data.files import open_folder
 from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards, verify
@@ -103,6 +105,44 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="00001.tokens has no bytes"):
         open_shards(tmp_path)
     assert "cannot be read" in verify(open_folder(str(tmp_path)))[1][0]
+
+
+def flip(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_a_flipped_bit_is_an_error_when_its_block_is_read_and_not_before(tmp_path: Path, scheme: str) -> None:
+    tokens = BLOCK // 2
+    write(tmp_path, [[1] * (2 * tokens + tokens // 2)], shard=1 << 30)
+    flip(tmp_path / "00000.tokens", BLOCK + 77)
+    shards = TokenShards(open_folder(f"{scheme}{tmp_path}"))
+    assert shards.tokens(tokens - 1, tokens).tolist() == [1]
+    assert shards.tokens(2 * tokens, len(shards))[-1] == 256
+    for start, stop in ((tokens - 1, tokens + 1), (2 * tokens - 1, 2 * tokens), (0, len(shards))):
+        with pytest.raises(
+            DataError, match=r"00000\.tokens is damaged: its bytes 1048576 to 2097151 .* `meshwright data"
+        ):
+            shards.tokens(start, stop)
+
+
+def test_folders_without_checksums_of_blocks_are_checked_by_whole_shards(tmp_path: Path) -> None:
+    write(tmp_path, [[1, 2, 3], [4, 5, 6], [7]], shard=4)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    for shard in manifest["shards"]:
+        del shard["blockCrc32"]
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    flip(tmp_path / "00001.tokens", 0)
+    shards = open_shards(tmp_path)
+    assert shards.tokens(0, 4).tolist() == [1, 2, 3, 256]
+    with pytest.raises(DataError, match="00001.tokens is damaged"):
+        shards.tokens(7, 8)
+    manifest["shards"][0]["blockCrc32"] = [1, 2]
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="damaged: 00000.tokens has 2 checksums"):
+        open_shards(tmp_path)
 
 
 def test_tokens_outside_the_vocabulary_are_found(tmp_path: Path) -> None:

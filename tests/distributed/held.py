@@ -45,12 +45,12 @@ def most_activations(task: RankTask) -> int:
         assert isinstance(executor, Scheduled)
         batch = Batch.of(samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size))
         # Gradients have their memory from here on, and add up in place.
-        executor.run(batch)
+        executor.run(batch.chunk(task.run.micro_batches))
         real, peaks = scheduled._Step, [0]
         with Allocated() as made:
             scheduled._Step = partial(_Sampled, made, peaks)  # type: ignore[assignment, misc]
             try:
-                executor.run(batch)
+                executor.run(batch.chunk(task.run.micro_batches))
             finally:
                 scheduled._Step = real  # type: ignore[misc]
         return max(peaks)

@@ -124,7 +124,7 @@ def trace_a_step(task: RankTask, apart: bool) -> Trace:
         Pending.wait = lambda *given: tracing.wait(*given)  # type: ignore[method-assign]
         try:
             with tracing:
-                executor.run(batch)
+                executor.run(batch.chunk(task.run.micro_batches))
         finally:
             scheduled._Step = real  # type: ignore[misc]
             Exchange.begin, Pending.wait = tracing._begin, tracing._wait  # type: ignore[method-assign]

@@ -41,7 +41,7 @@ def reductions_under_way(task: RankTask) -> tuple[int, int]:
     with joined(task) as mesh:
         trainer, batch = _prepared(task, mesh)
         with Counting() as counting:
-            trainer._executor.run(batch)
+            trainer._executor.run(batch.chunk(task.run.micro_batches))
             early = counting.traffic.calls["all-reduce", 2]
             gradients = trainer.replicas.reduce()
         assert len(gradients) == len(trainer.shards)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.precision import Precision
-from meshwright_worker.task import Outcome
-from tests.distributed.cases import train_fully
+from meshwright.protocol import RunConfig
+from meshwright_worker import train as training_loop
+from meshwright_worker.data.batch import IGNORED
+from meshwright_worker.data.mixed import open_stream
+from meshwright_worker.data.packing import batch_of
+from meshwright_worker.task import Outcome, RankTask
+from tests.distributed.cases import Recorder, train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.islands import Island, Parameters, replay, simulate_rounds, train_islands
 from tests.distributed.pool import RankPool
@@ -132,6 +139,79 @@ def test_federated_islands_read_their_own_files_alone(pool: RankPool, tmp_path: 
     answers = pool.run(train_fully, run, checkpoint_dir=tmp_path / "saved", data_dir=tmp_path / "data", timeout=240)
     assert [outcome for outcome, _ in answers] == [Outcome.COMPLETE] * 2
     assert losses(answers[0][1])[1] != losses(answers[1][1])[1]
+
+
+def held_out_targets(folder: Path, run: RunConfig, samples: int) -> int:
+    assert run.data is not None
+    assert run.training is not None
+    stream = open_stream(run.data, str(folder), run.training.sequence_length, run.training.seed, held_out=True)
+    batch = batch_of(stream.batch(0, samples), run.data, stream.separator)
+    return int((batch.targets != IGNORED).sum())
+
+
+def test_federated_islands_evaluate_on_their_own_held_out_documents(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    for island in range(2):
+        folder = tmp_path / f"island-{island}"
+        folder.mkdir()
+        for number in range(3):
+            # Documents of other lengths: the islands predict different numbers of tokens.
+            source = (text / f"part{3 * island + number}.py").read_text().splitlines(keepends=True)
+            for part, first in enumerate(range(0, len(source), 4 - 3 * island)):
+                lines = source[first : first + 4 - 3 * island]
+                (folder / f"{number}-{part:02}.py").write_text("".join(lines))
+    (tmp_path / "nobodys.py").write_text("nobody reads this " * 100)
+
+    def run_of(samples: int, **options: Any) -> RunConfig:
+        # Parameters stay as they are: each evaluation is of the same model.
+        training = {"evaluation": {"every_steps": 2, "samples": samples}}
+        still = {"learning_rate": 1e-12, "min_learning_rate": 0.0}
+        packed = {"packing": Packing.DOCUMENTS, "balance": True}
+        run = small_run(steps=2, every=2, batch=samples, training=training, optimizer=still, **packed, **options)
+        assert run.data is not None
+        return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.3})})
+
+    own = []
+    for island in range(2):
+        run, folder = run_of(4), tmp_path / f"island-{island}"
+        ((_, recorder),) = pool.run(train_fully, run, data_dir=folder, timeout=240)
+        own.append((recorder.reports[-1].evaluation_loss, held_out_targets(folder, run, 4)))
+    assert own[0][1] != own[1][1]
+    together = pool.run(
+        train_fully, run_of(8, data=2, outer={"method": "FedAvg", "every_steps": 2}), data_dir=tmp_path, timeout=240
+    )
+    want = sum(loss * targets for loss, targets in own) / sum(targets for _, targets in own)
+    for _, recorder in together:
+        assert recorder.reports[-1].evaluation_loss == pytest.approx(want, rel=1e-6)
+
+
+def weight_of_records(task: RankTask) -> tuple[float, int]:
+    """What an island counts for in a run on prompts with completions, and the samples of its epoch."""
+    made: list[Any] = []
+    real = training_loop.trainer_of
+
+    def caught(*arguments: Any) -> Any:
+        made.append((real(*arguments), arguments[2]))
+        return made[0][0]
+
+    training_loop.trainer_of = caught
+    try:
+        training_loop.train(task, Recorder())
+    finally:
+        training_loop.trainer_of = real
+    trainer, samples = made[0]
+    return trainer.outer.weight, samples
+
+
+def test_federated_islands_of_records_count_by_their_records(pool: RankPool, tmp_path: Path) -> None:
+    for island, records in enumerate((30, 10)):
+        folder = tmp_path / f"island-{island}"
+        folder.mkdir()
+        lines = (json.dumps({"prompt": f"{n}?", "completion": f"{n + island}!"}) for n in range(records))
+        (folder / "a.jsonl").write_text("\n".join(lines))
+    run = small_run(data=2, steps=2, every=2, outer={"method": "FedAvg", "every_steps": 2})
+    data = DataSpec(claim_name="v", pattern="*.jsonl", format=DataFormat.PROMPT_COMPLETION)
+    answers = pool.run(weight_of_records, run.model_copy(update={"data": data}), data_dir=tmp_path, timeout=240)
+    assert answers == [(0.75, 30), (0.25, 10)]
 
 
 def test_one_pod_that_must_go_stops_all_islands_after_the_round(pool: RankPool, tmp_path: Path, text: Path) -> None:

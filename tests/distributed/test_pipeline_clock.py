@@ -71,7 +71,7 @@ def run_on_the_clock(task: RankTask, schedule: Schedule) -> float:
         held = sorted({action.stage for action in schedule.actions(rank)})
         chunks: list[Any] = [ClockedChunk(index, schedule.stages, clock) for index in held]
         executor = Scheduled(chunks, schedule, rank, Channels(mesh, channels(schedule)), width=1, slices=1)
-        executor.run(Batch.of(torch.zeros(MICRO_BATCHES, 3, dtype=torch.int64)))
+        executor.run(Batch.of(torch.zeros(MICRO_BATCHES, 3, dtype=torch.int64)).chunk(MICRO_BATCHES))
         return clock.now
 
 

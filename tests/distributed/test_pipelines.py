@@ -54,11 +54,11 @@ def varying(task: RankTask) -> Seen:
         trainer = Trainer(task.run, model, training, mesh)
         executor = trainer._executor
         assert isinstance(executor, Scheduled)
-        total = sum(float(executor.run_parts(parts_of(sizes, model.vocab_size))) for sizes in STEPS_OF_SHAPES)
+        total = sum(float(executor.run(parts_of(sizes, model.vocab_size))) for sizes in STEPS_OF_SHAPES)
         trainer._copies.add_up()
         gradients = {shard.name: whole_of(shard, shard.gradient()) for shard in trainer.shards}
         (batch,) = parts_of([(8, 16)], model.vocab_size)
-        return Seen(total, float(executor.evaluate(batch)), gradients)
+        return Seen(total, float(executor.evaluate(batch.chunk(task.run.micro_batches))), gradients)
 
 
 def alone(task: RankTask) -> Seen:
@@ -73,7 +73,7 @@ def alone(task: RankTask) -> Seen:
                 total += float(loss.detach())
         gradients = {shard.name: shard.gradient() for shard in trainer.shards}
         (batch,) = parts_of([(8, 16)], model.vocab_size)
-        evaluated = trainer._executor.evaluate(batch)
+        evaluated = trainer._executor.evaluate(batch.chunk(task.run.micro_batches))
         return Seen(total, float(evaluated), gradients)
 
 

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.data import DataFormat, DataSpec
 from meshwright.api.precision import Precision
+from meshwright.data.files import open_folder
+from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.protocol import FailureKind, RunConfig
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import load_tensors
@@ -71,7 +75,7 @@ def damage(path: Path) -> None:
 def test_a_run_from_start_to_end(pool: RankPool, tmp_path: Path, text: Path) -> None:
     (outcome, recorder), *others = complete(pool, small_run(data=2, steps=8, every=3), tmp_path, text)
     assert outcome is Outcome.COMPLETE
-    assert recorder.phases == ["rendezvous", "build", "load", "first-step"]
+    assert recorder.phases == ["data", "rendezvous", "build", "load", "first-step"]
     assert recorder.began_at == 0
     assert [report.step for report in recorder.reports] == list(range(1, 9))
     assert [report.samples for report in recorder.reports] == [8 * step for step in range(1, 9)]
@@ -131,6 +135,20 @@ def test_a_finished_run_is_complete_at_once(pool: RankPool, tmp_path: Path, text
     complete(pool, small_run(steps=3), tmp_path, text)
     ((outcome, recorder), *_) = complete(pool, small_run(steps=3), tmp_path, text)
     assert (outcome, recorder.began_at, recorder.reports) == (Outcome.COMPLETE, 3, [])
+
+
+def test_a_flipped_bit_ends_the_run_before_it_is_trained_on(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokenize(Source(open_folder(str(text)), "**/*.py"), ByteTokenizer(), tokens)
+    run = small_run(steps=2)
+    run = run.model_copy(update={"data": DataSpec(claim_name="v", format=DataFormat.TOKENS)})
+    ((outcome, _),) = pool.run(train_fully, run, data_dir=tokens)
+    assert outcome is Outcome.COMPLETE
+    shard = bytearray((tokens / "00000.tokens").read_bytes())
+    shard[-3] ^= 16
+    (tokens / "00000.tokens").write_bytes(shard)
+    with pytest.raises(RankFailedError, match=r"DataError: .*/tokens/00000\.tokens is damaged: its bytes 0 to "):
+        pool.run(train_fully, run, data_dir=tokens)
 
 
 def test_without_checkpoints_nothing_is_written(pool: RankPool, tmp_path: Path, text: Path) -> None:

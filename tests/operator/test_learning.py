@@ -98,13 +98,15 @@ async def test_jobs_that_say_nothing_teach_nothing() -> None:
     broken["spec"] = {"replicas": "many"}
     unknown = job("unknown", plan=status, step=100, tokensPerSecond=10)
     unknown["spec"]["model"] = {"preset": "no-such-model"}
+    padded = job("padded", plan=status, step=100, tokensPerSecond=10)
+    padded["spec"]["data"] = {"claimName": "v", "format": "PromptCompletion"}
     early = job("early", plan=status, step=2, tokensPerSecond=10)
     ended = job("ended", plan=status, step=1000)
     twisted = [
         job(f"twisted{number}", plan={**status, **wrong}, step=100, tokensPerSecond=10)
         for number, wrong in enumerate(({"tensor": 0}, {"pipeline": 999}, {"microBatches": 0}, {"data": 10**9}))
     ]
-    learn, placer = learning(broken, unknown, early, ended, *twisted, job("new"))
+    learn, placer = learning(broken, unknown, padded, early, ended, *twisted, job("new"))
     await learn.refit()
     assert placer.calibration == Calibration()
 

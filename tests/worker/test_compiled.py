@@ -15,6 +15,7 @@ from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.compiled import compile_layers
+from meshwright_worker.micro_batches import COMPILED_LENGTHS, Cut
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.optimizers.rounded import RoundedAdamW, _update_rows
@@ -85,6 +86,26 @@ def test_one_graph_serves_all_layers_and_batches(graphs: Graphs) -> None:
     # A graph a layer would take hours to compile, and torch gives up on a function after eight of them.
     assert losses(Fp8Spec(), graphs) == pytest.approx(losses(Fp8Spec(), None), rel=1e-3)
     assert graphs.count == 1
+
+
+@pytest.mark.long
+def test_lengths_of_cut_rows_need_few_graphs(graphs: Graphs) -> None:
+    with torch.device("meta"):
+        stage = DecoderStage(MODEL, torch.float32)
+    initialize(stage, MODEL, 0, torch.device("cpu"))
+    cut = Cut(unit=4, least=4, whole=4 * COMPILED_LENGTHS)
+    batches = [
+        Batch.of(torch.arange(2 * (length + 1)).view(2, -1) % 64)
+        for length in (cut.length(needed) for needed in (16, 3, 9, 6, 5, 12, 1, 15))
+    ]
+
+    def all_losses() -> list[float]:
+        return [float(stage(one.tokens, targets=one.targets, places=one.places).detach()) for one in batches]
+
+    plain = all_losses()
+    compile_layers(stage, graphs)
+    assert all_losses() == pytest.approx(plain, rel=1e-5)
+    assert graphs.count <= COMPILED_LENGTHS
 
 
 @pytest.mark.long

@@ -18,6 +18,26 @@ class Device:
     """torch.distributed's back end: nccl between GPUs, gloo between CPUs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank's device says of itself."""
+
+    capability: tuple[int, int] | None = None
+    """Compute capability, major and minor; None of a CPU."""
+    name: str = "CPU"
+    count: int = 0
+    """GPUs that this process sees."""
+
+
+def facts_of(local_rank: int) -> Facts:
+    """Of the device that `claim` would take. Takes nothing yet, and asks a GPU that is not there for nothing."""
+    if not torch.cuda.is_available():
+        return Facts()
+    count = torch.cuda.device_count()
+    seen = min(local_rank, count - 1)
+    return Facts(torch.cuda.get_device_capability(seen), torch.cuda.get_device_name(seen), count)
+
+
 def claim(local_rank: int) -> Device:
     """Take the GPU number `local_rank`, or one CPU thread where there is no GPU, and make arithmetic repeatable.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.mixed import open_stream
 from meshwright_worker.data.packing import batch_of
 from meshwright_worker.mesh import Mesh
+from meshwright_worker.outer.text import Place
 from meshwright_worker.parallel.collectives import sum_over
 
 
@@ -24,29 +25,44 @@ class Evaluates(Protocol):
         """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
 
 
-def mean_loss(loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch], mesh: Mesh) -> float:
+def mean_loss(
+    loss_of: Callable[[Sequence[Batch]], torch.Tensor], batches: Iterable[Sequence[Batch]], mesh: Mesh
+) -> float:
     """The mean over the targets of all replicas' batches. Collective.
 
     Args:
         loss_of: see `Executor.evaluate`.
-        batches: of this rank, on its device.
+        batches: of this rank, on its device, in micro-batches.
         mesh: all ranks.
     """
     _, pipeline, _, tensor = mesh.coordinates
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in batches:
-        loss = loss_of(batch)
+    for parts in batches:
+        loss = loss_of(parts)
         if tensor == 0:
             sums[0] += loss.double()
             # Every stage has the targets.
-            sums[1] += (batch.targets != IGNORED).sum() if pipeline == 0 else 0
+            sums[1] += targets_of(parts) if pipeline == 0 else 0
     sum_over(sums, dist.group.WORLD)
     total, targets = sums.tolist()
     return float(total / max(1.0, targets))
 
 
+def targets_of(parts: Sequence[Batch]) -> torch.Tensor:
+    """How many tokens are predicted in micro-batches, int64 []."""
+    return torch.stack([(part.targets != IGNORED).sum() for part in parts]).sum()
+
+
 class Evaluation:
     """Evaluates at the steps that `training.evaluation` asks for, each time on the same samples.
+
+    With FedAvg each island has held-out documents of its own, and the mean is over the targets of all islands.
+
+    Args:
+        spec: how often, and on how many samples of all islands.
+        training: see above.
+        data: see above.
+        data_dir: where the text of this rank's island is.
 
     Raises:
         DataError: what is held out cannot be read, or is too short for one sample.
@@ -67,8 +83,7 @@ class Evaluation:
         return trainer.evaluate(self._batches(mesh))
 
     def _batches(self, mesh: Mesh) -> Iterator[Batch]:
-        size = self._training.global_batch_size
-        share = size // mesh.layout.data
+        size, place = self._training.global_batch_size, Place.of(self._training, mesh)
         for first in range(0, self._spec.samples, size):
-            samples = self._stream.batch(first + mesh.coordinates.data * share, share)
-            yield batch_of(samples, self._data, self._stream.separator)
+            mine = place.of_replica(range(first, first + size))
+            yield batch_of(self._stream.rows(mine), self._data, self._stream.separator)

@@ -36,7 +36,8 @@ ISLAND = "island"
 EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
 """The ranks that hold different experts of a layer, and those that hold the same ones: together, the replicas."""
 
-_RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
+"""Ranks come when they have opened their data, which takes one pod longer than another where it is tokenized."""
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 

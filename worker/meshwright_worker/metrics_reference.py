@@ -22,7 +22,7 @@ VALUES = """
 | `rank` | the pod's ranks |
 | `layer` | number of the mixture's layer |
 | `op` | `save`, `load` |
-| `phase` | `rendezvous`, `build`, `load`, `first-step` |
+| `phase` | `data`, `rendezvous`, `build`, `load`, `first-step` |
 """
 
 

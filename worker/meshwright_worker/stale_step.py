@@ -19,15 +19,14 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.evaluate import mean_loss
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.evaluate import mean_loss, targets_of
 from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
+from meshwright_worker.micro_batches import Fed, MicroBatches
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.outer.outer import Outer
 from meshwright_worker.parallel.apply import build_stages
-from meshwright_worker.parallel.context import own_slice
-from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
 from meshwright_worker.parallel.replicas import replicas_of
 from meshwright_worker.parallel.shards import Shard, shards_of
@@ -44,7 +43,7 @@ class StaleTrainer:
         self._mesh, self._training = mesh, training
         self.stages = build_stages(run, model, mesh)
         (stage,) = self.stages
-        self._deal = Deal.of(run)
+        self._micro_batches = MicroBatches(run, mesh)
         shards = shards_of(stage.module, stage.distributed, run, mesh)
         self._replicas = replicas_of(run, [shard for shard in shards if shard.parameter.requires_grad], mesh)
         self.shards: Sequence[Shard] = self._replicas.shards
@@ -59,7 +58,6 @@ class StaleTrainer:
             stage.module,
             place,
             places,
-            micro_batches=run.micro_batches,
             double_buffered=run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW,
             tokens=tokens_of_step(training),
             channels=Channels(mesh, pairs),
@@ -70,6 +68,10 @@ class StaleTrainer:
         # Reports travel on the host, so that no rank waits for the device of one that is steps behind.
         self._reports = dist.new_group(backend="gloo")
         self._shares: dict[int, float] = {}
+        self._fed: dict[int, Fed] = {}
+        _, *others = mesh.coordinates
+        self._speaks = self._micro_batches.padded and not any(others)
+        """Whether this rank tells what the padded rows of its replica hold."""
         self._known: dict[int, tuple[float, float]] = {}
         self._under_way: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._begun = self._told = 0
@@ -84,13 +86,14 @@ class StaleTrainer:
         Raises:
             DivergedError: that step's loss or gradients are not finite; weights have been updated with them.
         """
-        batch = self._own(batch)
+        parts = self._micro_batches.of(batch)
         places = self._mesh.layout.pipeline
         if self._told == 0:
             self._told = number
         self._begun = number
-        self._shares[number] = self._share(batch)
-        self._pipeline.feed(number, batch)
+        self._shares[number] = self._share(parts)
+        self._fed[number] = self._micro_batches.fed(batch) if self._speaks else Fed(0, 0)
+        self._pipeline.feed(number, parts)
         self._tell(number - places + 1, stop)
         if len(self._under_way) <= places:
             return None
@@ -123,10 +126,7 @@ class StaleTrainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """See `Trainer.evaluate`. The pipeline must be empty, as `settle` leaves it."""
-        return mean_loss(self._pipeline.evaluate, (self._own(batch) for batch in batches), self._mesh)
-
-    def _own(self, batch: Batch) -> Batch:
-        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+        return mean_loss(self._pipeline.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
         """The stage's own update, when its part of a step's gradients is there."""
@@ -140,16 +140,16 @@ class StaleTrainer:
         rescale(gradients, share, 0.0, 0.0)
         self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
 
-    def _share(self, batch: Batch) -> float:
+    def _share(self, parts: Sequence[Batch]) -> float:
         """What corrects a step's gradient for the tokens that have no target: every stage knows them."""
-        targets = (batch.targets != IGNORED).sum().double()
+        targets = targets_of(parts).double()
         if self._mesh.layout.replicas > 1:
             dist.all_reduce(targets, group=self._mesh.group(REPLICA))
         return tokens_of_step(self._training) / max(1.0, float(targets))
 
     def _tell(self, number: int, stop: bool) -> None:
         loss, squares = self._known.pop(number, (0.0, 0.0))
-        sums = torch.tensor([loss, squares, float(stop)], dtype=torch.float64)
+        sums = torch.tensor([loss, squares, float(stop), *self._fed.pop(number, Fed(0, 0))], dtype=torch.float64)
         work = dist.all_reduce(sums, group=self._reports, async_op=True)
         if work is None:
             raise RuntimeError("this rank is not among those that report")
@@ -158,7 +158,7 @@ class StaleTrainer:
     def _hear(self) -> StepResult | None:
         number, sums, work = self._under_way.popleft()
         work.wait()
-        loss, squares, stops = sums.tolist()
+        loss, squares, stops, *held = sums.tolist()
         if number < self._told:
             self._stops = self._stops or stops > 0
             return None
@@ -169,4 +169,5 @@ class StaleTrainer:
                 "longer `warmupSteps` may help: stale weights bear less than fresh ones"
             )
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        return StepResult(number, loss, norm, rate, stops > 0 or self._stops)
+        fed = Fed(*(int(one) for one in held)) if self._micro_batches.padded else None
+        return StepResult(number, loss, norm, rate, stops > 0 or self._stops, fed=fed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,12 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.evaluate import mean_loss
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.evaluate import mean_loss, targets_of
 from meshwright_worker.fp8.history import Fp8History
 from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import ISLAND, TENSOR, Mesh
+from meshwright_worker.micro_batches import Fed, MicroBatches
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.outer.averaging import average
@@ -24,8 +25,6 @@ from meshwright_worker.outer.choose import outer_of
 from meshwright_worker.outer.outer import Outer, Rounds
 from meshwright_worker.parallel.apply import build_stages
 from meshwright_worker.parallel.collectives import sum_over
-from meshwright_worker.parallel.context import own_slice
-from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.parallel.expert_load import ExpertLoads
 from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
 from meshwright_worker.parallel.replicas import replicas_of
@@ -58,6 +57,8 @@ class StepResult:
     """Whether gradients overflowed fp16, and nothing was updated."""
     bubble: float | None = None
     """See `Executor.bubble`."""
+    fed: Fed | None = None
+    """What the rows of all replicas that take the step together hold; None where rows are never padded."""
 
 
 class Trainer:
@@ -71,7 +72,7 @@ class Trainer:
     ) -> None:
         self._mesh = mesh
         self._training = training
-        self._deal = Deal.of(run)
+        self._micro_batches = MicroBatches(run, mesh)
         self.stages = build_stages(run, model, mesh)
         pipeline = assemble(self.stages, run, model, mesh)
         self._executor, self._copies = pipeline.executor, pipeline.copies
@@ -115,14 +116,14 @@ class Trainer:
         """
         if self.outer is not None:
             self.outer.before()
-        batch = self._own(batch)
+        parts, fed = self._micro_batches.of(batch), self._fed(batch)
         self._loads.scale_losses(self.loss_scale.value)
-        replica_loss = self._executor.run(batch)
+        replica_loss = self._executor.run(parts)
         gradients = self._gradients()
         self._fp8.advance()
         # Losses were divided by the tokens that a step may have; this many of them had a target.
-        loss, norm, tokens, stopping = self._agree(
-            replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), batch, stop
+        loss, norm, tokens, stopping, fed = self._agree(
+            replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), parts, stop, fed
         )
         share = tokens_of_step(self._training) / max(1.0, tokens)
         loss, share = loss * share, share / self.loss_scale.value
@@ -131,7 +132,8 @@ class Trainer:
         if not math.isfinite(loss + norm):
             if self.loss_scale.skip():
                 self.optimizer.forget()
-                return StepResult(number, loss, norm, rate, stopping, self._loads.finish(moves=False), skipped=True)
+                loads = self._loads.finish(moves=False)
+                return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, fed=fed)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
@@ -150,7 +152,7 @@ class Trainer:
         if self.outer is not None and self._rounds.over(number):
             # Routers' biases have just moved, by each island's own loads.
             average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND))
-        return StepResult(number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble)
+        return StepResult(number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, fed=fed)
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = self.replicas.reduce()
@@ -162,11 +164,14 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
-        return mean_loss(self._executor.evaluate, (self._own(batch) for batch in batches), self._mesh)
+        return mean_loss(self._executor.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
 
-    def _own(self, batch: Batch) -> Batch:
-        """This rank's part of a replica's batch, on its device."""
-        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+    def _fed(self, batch: Batch) -> Fed | None:
+        """What this rank tells of padded rows: one rank of a replica speaks for all."""
+        if not self._micro_batches.padded:
+            return None
+        _, *others = self._mesh.coordinates
+        return Fed(0, 0) if any(others) else self._micro_batches.fed(batch)
 
     def settle(self) -> list[StepResult]:
         """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
@@ -187,15 +192,18 @@ class Trainer:
             self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
     def _agree(
-        self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
-    ) -> tuple[float, float, float, bool]:
-        # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step.
+        self, replica_loss: torch.Tensor, squares: torch.Tensor, parts: Sequence[Batch], stop: bool, fed: Fed | None
+    ) -> tuple[float, float, float, bool, Fed | None]:
+        # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step. Where rows
+        # are padded, so does what they hold.
         _, pipeline, _, tensor = self._mesh.coordinates
         zero = torch.zeros_like(squares)
         # Every stage has the targets; ranks of a pipeline that compute no loss have 0.
         loss = replica_loss.double() if tensor == 0 else zero
-        targets = (batch.targets != IGNORED).sum().double() if pipeline == tensor == 0 else zero
-        sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
+        targets = targets_of(parts).double() if pipeline == tensor == 0 else zero
+        known = (torch.full_like(squares, float(number)) for number in (stop, *(fed or ())))
+        sums = torch.stack([loss, squares, targets, *known])
         sum_over(sums, self._mesh.together)
-        total_loss, total_squares, tokens, stops = sums.tolist()
-        return total_loss, math.sqrt(total_squares), tokens, stops > 0
+        total_loss, total_squares, tokens, stops, *held = sums.tolist()
+        total = Fed(*(int(number) for number in held)) if held else None
+        return total_loss, math.sqrt(total_squares), tokens, stops > 0, total

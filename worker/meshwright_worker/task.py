@@ -54,7 +54,7 @@ class StepReport:
     gradient_norm: float
     learning_rate: float
     tokens: int
-    """Tokens of the global batch."""
+    """Tokens of the global batch, without what rows are padded with."""
     samples: int
     """Sequences consumed since the beginning of the run."""
     seconds: float
@@ -77,7 +77,7 @@ class RankEvents(Protocol):
     """What a training rank tells its agent, and asks of it. Called from the rank's main thread."""
 
     def phase(self, name: str, seconds: float) -> None:
-        """A phase of the start is over: `rendezvous`, `build`, `load`, `first-step`."""
+        """A phase of the start is over: `data`, `rendezvous`, `build`, `load`, `first-step`."""
 
     def running(self, step: int) -> None:
         """Start-up is over; the next step to run is `step + 1`."""

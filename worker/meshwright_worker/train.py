@@ -1,10 +1,11 @@
-"""Training on one rank, from the rendezvous to the last checkpoint.
+"""Training on one rank, from the first look at its data to the last checkpoint.
 
-1. rendezvous: the process groups of the mesh generation;
-2. build: this rank's shard of the model, its optimizer, the stream of samples;
-3. load: the newest whole checkpoint, whatever layout wrote it;
-4. steps, each reported, with a checkpoint at every interval written in the background;
-5. the last checkpoint, written before the rank says that it is done.
+1. data: what it reads is opened, and the run is refused if that, the device or the configuration will not do;
+2. rendezvous: the process groups of the mesh generation;
+3. build: this rank's shard of the model and its optimizer;
+4. load: the newest whole checkpoint, whatever layout wrote it;
+5. steps, each reported, with a checkpoint at every interval written in the background;
+6. the last checkpoint, written before the rank says that it is done.
 
 Every rank takes each of these steps, and every decision that all must share (which checkpoint, when to stop) is taken
 from numbers that all of them have.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from meshwright.api.training import TrainingSpec
@@ -26,24 +28,25 @@ from meshwright.schedules.division import ASYNCHRONOUS
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
 from meshwright_worker.data.ahead import Read, ReadAhead
-from meshwright_worker.data.balance import Cost, deal
+from meshwright_worker.data.balance import Cost
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
-from meshwright_worker.data.instruction import InstructionStream
-from meshwright_worker.data.mixed import MixedStream, open_stream
 from meshwright_worker.data.packing import batch_of
-from meshwright_worker.data.stream import SampleStream
 from meshwright_worker.data.vocabulary import check_vocabulary
+from meshwright_worker.device import facts_of
+from meshwright_worker.device_validate import validate_device
 from meshwright_worker.evaluate import Evaluation
+from meshwright_worker.inputs import Inputs, open_inputs
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
+from meshwright_worker.micro_batches import Fed
 from meshwright_worker.models.lora import is_adapter
-from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
+from meshwright_worker.outer.text import Place, joint_identity
 from meshwright_worker.pretrained.files import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
 from meshwright_worker.step import StepResult, Trainer
 from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
-from meshwright_worker.utilisation import Work, work_of
+from meshwright_worker.utilisation import work_of
 from meshwright_worker.validate import validate
 
 log = logging.getLogger(__name__)
@@ -60,30 +63,30 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     """Run this rank of the task's mesh generation to its end.
 
     Raises:
-        InvalidRunError: the run cannot be executed in this layout, or the model lacks tokens of the text.
+        InvalidRunError: the run cannot be executed in this layout or on this device, or the model lacks tokens of the
+            text.
         PretrainedError: the weights to begin from cannot be used.
-        DataError: there is no text to train on, or not the same on every rank.
+        DataError: there is no text to train on, it is damaged, or it is not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
         RuntimeError: torch lost the connection to another rank.
     """
     architecture, data, training = validate(task.run)
+    validate_device(facts_of(task.local_rank), task.local_world_size, training)
     tokenizer = check_vocabulary(task, architecture, data)
+    with _phase(events, "data"):
+        inputs = open_inputs(task, architecture, data, training)
+    stream = inputs.stream
     started = time.monotonic()
     with joined(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            own_dir = own_data_dir(training, task.data_dir, mesh)
-            stream = open_stream(data, own_dir, training.sequence_length, training.seed)
             identity = joint_identity(training, stream.identity, mesh)
             # Stages read tokens and targets independently, so different texts would train without any other sign.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-            samples = stream.samples_per_epoch if isinstance(stream, SampleStream) else 1
-            trainer = trainer_of(task.run, mesh, samples)
-            asked = training.evaluation
-            evaluation = Evaluation(asked, training, data, task.data_dir) if asked is not None else None
+            trainer = trainer_of(task.run, mesh, inputs.samples)
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
@@ -97,8 +100,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             trainer.loaded(state.step)
         trainer.resume(state)
         events.running(state.step)
-        work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
-        return _Loop(task.run, trainer, stream, session, evaluation, mesh, work, events).run(state)
+        return _Loop(task.run, trainer, inputs, session, mesh, events).run(state)
 
 
 def trainer_of(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | StaleTrainer:
@@ -136,22 +138,22 @@ class _Loop:
         self,
         run: RunConfig,
         trainer: Trainer | StaleTrainer,
-        stream: SampleStream | InstructionStream | MixedStream,
+        inputs: Inputs,
         session: CheckpointSession | None,
-        evaluation: Evaluation | None,
         mesh: Mesh,
-        work: Work,
         events: RankEvents,
     ) -> None:
         architecture, self._data, self._training = validate(run)
         self._cost = Cost.of(architecture)
         self._micro_batches = run.micro_batches
         self._trainer = trainer
-        self._stream = stream
+        self._stream, self._evaluation = inputs.stream, inputs.evaluation
         self._session = session
-        self._evaluation = evaluation
         self._mesh = mesh
-        self._work = work
+        self._place = Place.of(self._training, mesh)
+        self._islands = run.islands
+        self._work = partial(work_of, architecture, self._training, mesh.layout.world_size, mesh.device)
+        self._full_rows = self._work()
         self._events = events
         self._digest = SampleDigest()
         self._unreported = 0.0
@@ -249,27 +251,28 @@ class _Loop:
 
     def _share(self, step: range) -> Sequence[int]:
         """The numbers of the samples that this replica takes of a step's."""
-        replicas, own = self._mesh.layout.data, self._mesh.coordinates.data
-        if self._data.balance:
-            costs = [self._cost.row(self._stream.documents(sample)) for sample in step]
-            return [step[row] for row in deal(costs, replicas, self._micro_batches)[own]]
-        share = len(step) // replicas
-        first = first_sample(self._training, step.start, share, self._mesh)
-        return range(first, first + share)
+        if not self._data.balance:
+            return self._place.of_replica(step)
+        return self._place.balanced(step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches)
 
     def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
+        tokens, work = self._training.global_batch_size * self._training.sequence_length, self._full_rows
+        if result.fed is not None:
+            # Islands hear of each other after a round alone: this one stands for all.
+            fed = Fed(result.fed.tokens * self._islands, result.fed.squares * self._islands)
+            tokens, work = fed.tokens, self._work(fed)
         return StepReport(
             step=result.step,
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             learning_rate=result.learning_rate,
-            tokens=self._training.global_batch_size * self._training.sequence_length,
+            tokens=tokens,
             samples=state.samples - (state.step - result.step) * self._training.global_batch_size,
             seconds=seconds,
             data_seconds=data_seconds,
-            model_flops=self._work.model,
-            hardware_flops=self._work.hardware,
-            peak_flops=self._work.peak,
+            model_flops=work.model,
+            hardware_flops=work.hardware,
+            peak_flops=work.peak,
             experts=result.experts,
             pipeline_bubble=result.bubble,
         )

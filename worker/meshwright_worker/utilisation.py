@@ -15,6 +15,7 @@ from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.flops import flops_per_token, recomputed_flops_per_token
 from meshwright.planner.cost.accelerators import accelerator
+from meshwright_worker.micro_batches import Fed
 
 _COUNTED_AGAIN = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVERY_K, ActivationCheckpointing.SQRT)
 """`Selective` keeps every matrix product: what it computes again is not counted in FLOPs at all."""
@@ -30,12 +31,20 @@ class Work:
     """FLOP/s of all of the job's GPUs; None where they are not known."""
 
 
-def work_of(architecture: Architecture, training: TrainingSpec, ranks: int, device: torch.device) -> Work:
-    """The work of each step of a run on `ranks` devices like this rank's."""
-    tokens = training.global_batch_size * training.sequence_length
-    model = flops_per_token(architecture, training.sequence_length)
+def work_of(
+    architecture: Architecture, training: TrainingSpec, ranks: int, device: torch.device, fed: Fed | None = None
+) -> Work:
+    """The work of a step of a run on `ranks` devices like this rank's; `fed` is what its rows hold, if not whole ones.
+
+    Padding is no work, whether it is computed or not.
+    """
+    tokens, length = training.global_batch_size * training.sequence_length, training.sequence_length
+    if fed is not None:
+        # Operations a token are linear in the length of its row: those of all are as if each row were as long as this.
+        tokens, length = fed.tokens, round(fed.squares / max(1, fed.tokens))
+    model = flops_per_token(architecture, length)
     again = 0
     if training.checkpointing in _COUNTED_AGAIN:
-        again = recomputed_flops_per_token(architecture, training.sequence_length)
+        again = recomputed_flops_per_token(architecture, length)
     known = accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Work(float(tokens * model), float(tokens * (model + again)), known.half * ranks if known else None)

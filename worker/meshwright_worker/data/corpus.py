@@ -23,6 +23,8 @@ from meshwright.data.shards import Tokens, TokenShards
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright_worker.data.prepared import prepared, tokenizer_of
 
+_NAMED = 5
+"""Files or folders that an error names: enough to see what was meant."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -143,7 +145,7 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
     root = root_of(data, data_dir)
     folder = folder_of(data, data_dir, path)
     if data.format is DataFormat.TOKENS:
-        shards = ShardCorpus(folder)
+        shards = _shards(folder)
         expected = tokenizer_of(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
@@ -152,18 +154,51 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
             )
         return shards
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(folder, matching(folder, data.pattern))
+        return TextCorpus(folder, matched(folder, data))
+    matched(folder, data)
     return ShardCorpus(prepared(data, folder, tokenizer_of(data, root)))
+
+
+def matched(folder: Folder, data: DataSpec) -> list[FileEntry]:
+    """The files that `data.pattern` names.
+
+    Raises:
+        CorpusError: none has any content; says which files there are.
+    """
+    found = list(matching(folder, data.pattern))
+    if any(entry.size for entry in found):
+        return found
+    there = [entry.name for entry in folder.files() if entry.size]
+    wrong = f"`data.pattern: {data.pattern}` matches {'empty files alone' if found else 'no file'}"
+    if not there:
+        raise CorpusError(f"{wrong}: there is none with any content")
+    more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+    raise CorpusError(f"{wrong}; there are {', '.join(there[:_NAMED])}{more}")
+
+
+def _shards(folder: Folder) -> ShardCorpus:
+    try:
+        return ShardCorpus(folder)
+    except DataError as error:
+        raise CorpusError(f"`data.format: Tokens`: {error}") from error
 
 
 def folder_of(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
     """The folder of the corpus, or of the one of the mixture at `path`.
 
     Raises:
-        DataError: no volume is mounted, or the folder is of a kind that cannot be opened.
+        DataError: no volume is mounted, or there is no such folder; says which there are.
     """
     root = root_of(data, data_dir)
-    return open_folder(f"{root.rstrip('/')}/{path}" if path else root)
+    try:
+        return open_folder(f"{root.rstrip('/')}/{path}" if path else root)
+    except DataError as error:
+        if data.uri is not None:
+            raise
+        parent = Path(root) if path else Path(root).parent
+        there = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        field = f"`data.mixture` with `path: {path}`" if path else "`data.claimName`"
+        raise CorpusError(f"{field}: {error}; folders there: {', '.join(there[:_NAMED]) or 'none'}") from error
 
 
 def root_of(data: DataSpec, data_dir: str | None) -> str:

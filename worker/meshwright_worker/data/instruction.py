@@ -11,10 +11,10 @@ import torch
 
 from meshwright.api.data import DataSpec, OnCorrupt
 from meshwright.data.errors import CorruptRecordError
-from meshwright.data.files import Folder, matching
+from meshwright.data.files import Folder
 from meshwright.data.records import Skipped, parse_json, unwritable
 from meshwright.data.tokenizers import Tokenizer
-from meshwright_worker.data.corpus import CorpusError
+from meshwright_worker.data.corpus import CorpusError, matched
 from meshwright_worker.data.permutation import Permutation
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,12 @@ class InstructionStream:
 
     def __init__(self, pairs: list[Pair], length: int, seed: int, separator: int) -> None:
         if not pairs:
-            raise CorpusError("no records to train on: no file matches `data.pattern`, or all of them are empty")
+            raise CorpusError(
+                "no records: a smaller `data.heldOut` leaves more to train on, a larger one more to evaluate on"
+            )
         self._rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
         self.separator = separator
+        self.samples_per_epoch = len(self._rows)
         self._length = length
         self._seed = seed
         self._epoch = 0
@@ -88,10 +91,11 @@ def read_pairs(data: DataSpec, folder: Folder, tokenizer: Tokenizer, length: int
     Raises:
         CorruptRecordError: a record cannot be read or has no room for its completion, and `data.onCorruptRecord` is
             `Fail`.
+        CorpusError: no file matches, or none holds a record.
     """
     skipped = Skipped()
     pairs: list[Pair] = []
-    for entry in matching(folder, data.pattern):
+    for entry in matched(folder, data):
         with folder.open(entry.name) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
@@ -107,6 +111,8 @@ def read_pairs(data: DataSpec, folder: Folder, tokenizer: Tokenizer, length: int
         log.warning("left out: %s", example)
     if skipped.count:
         log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
+    if not pairs:
+        raise CorpusError(f"no record can be used of what `data.pattern: {data.pattern}` matches")
     return pairs
 
 

@@ -49,9 +49,12 @@ class MixedStream:
         return self._streams[pick.corpus].documents(pick.sample)
 
 
+Stream = SampleStream | InstructionStream | MixedStream
+
+
 def open_stream(
     data: DataSpec, data_dir: str | None, sequence_length: int, seed: int, *, held_out: bool = False
-) -> SampleStream | InstructionStream | MixedStream:
+) -> Stream:
     """The samples that `data` names; with `held_out` those that are never trained on.
 
     Raises:

@@ -19,7 +19,7 @@ from meshwright.api.data import DataSpec
 from meshwright.api.data import Tokenizer as Kind
 from meshwright.data.errors import DataError
 from meshwright.data.files import Folder, LocalFolder, matching, open_folder
-from meshwright.data.shards import MANIFEST
+from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import Source, tokenize
 from meshwright.data.tokenizers import Tokenizer, open_tokenizer
 
@@ -71,10 +71,19 @@ def prepared(data: DataSpec, folder: Folder, tokenizer: Tokenizer) -> Folder:
     target = base / _key(source, tokenizer)
     with (base / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (target / MANIFEST).exists():
+        if not _whole(target):
             shutil.rmtree(target, ignore_errors=True)
             _tokenize(source, tokenizer, target)
     return LocalFolder(target)
+
+
+def _whole(target: Path) -> bool:
+    """Whether all tokens are there; a cache on a volume outlives much."""
+    try:
+        TokenShards(LocalFolder(target))
+    except DataError:
+        return False
+    return True
 
 
 def _tokenize(source: Source, tokenizer: Tokenizer, target: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from meshwright.api.training import OuterMethod, TrainingSpec
+from meshwright.protocol import RunConfig
+from meshwright_worker.data.balance import deal
 from meshwright_worker.mesh import Mesh, same_everywhere
 
 
@@ -17,11 +22,12 @@ def is_federated(training: TrainingSpec) -> bool:
     return training.outer is not None and training.outer.method is OuterMethod.FED_AVG
 
 
-def own_data_dir(training: TrainingSpec, data_dir: str | None, mesh: Mesh) -> str | None:
-    """The folder of this rank's text below the data volume's."""
-    if data_dir is None or not is_federated(training):
+def own_data_dir(run: RunConfig, data_dir: str | None, rank: int) -> str | None:
+    """The folder of a rank's text below the data volume's. Rank and layout tell it: no group has formed yet."""
+    if data_dir is None or run.training is None or not is_federated(run.training):
         return data_dir
-    return str(Path(data_dir) / f"island-{mesh.island}")
+    # Replicas are the outermost dimension, so an island has consecutive ranks.
+    return str(Path(data_dir) / f"island-{rank // (run.layout.world_size // run.islands)}")
 
 
 def joint_identity(training: TrainingSpec, identity: str, mesh: Mesh) -> str | None:
@@ -37,10 +43,45 @@ def joint_identity(training: TrainingSpec, identity: str, mesh: Mesh) -> str | N
     return "/".join(island[0] for island in islands) if all(len(set(island)) == 1 for island in islands) else None
 
 
-def first_sample(training: TrainingSpec, consumed: int, share: int, mesh: Mesh) -> int:
-    """The number of the first of `share` samples that this replica takes, after `consumed` by all islands."""
-    data = mesh.coordinates.data
-    if not is_federated(training) or mesh.islands is None:
-        return consumed + data * share
-    replicas = mesh.layout.data // mesh.islands.size()
-    return consumed // mesh.islands.size() + data % replicas * share
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose samples a replica takes: its own part of its island's part of a step."""
+
+    island: int = 0
+    islands: int = 1
+    replica: int = 0
+    """Among those of the island."""
+    replicas: int = 1
+    apart: bool = False
+    """Whether each island numbers samples of its own text, or all share one row of samples."""
+
+    @classmethod
+    def of(cls, training: TrainingSpec, mesh: Mesh) -> Self:
+        """This rank's place."""
+        islands = mesh.islands.size() if mesh.islands is not None else 1
+        replicas = mesh.layout.data // islands
+        return cls(mesh.island, islands, mesh.coordinates.data % replicas, replicas, is_federated(training))
+
+    def of_island(self, step: range) -> range:
+        """The numbers of the samples that the island takes, of those of a step over all islands.
+
+        Islands of their own texts have as many each, so an island is at its part of the count.
+        """
+        share = len(step) // self.islands
+        first = step.start // self.islands if self.apart else step.start + self.island * share
+        return range(first, first + share)
+
+    def of_replica(self, step: range) -> range:
+        """The numbers of the samples that this replica takes."""
+        own = self.of_island(step)
+        share = len(own) // self.replicas
+        return own[self.replica * share : (self.replica + 1) * share]
+
+    def balanced(self, step: range, cost: Callable[[int], int], micro_batches: int) -> list[int]:
+        """`of_replica` with the island's samples dealt to its replicas by their costs.
+
+        What an island trains on stays the same: balancing changes who of it computes what.
+        """
+        own = self.of_island(step)
+        dealt = deal([cost(sample) for sample in own], self.replicas, micro_batches)
+        return [own[row] for row in dealt[self.replica]]

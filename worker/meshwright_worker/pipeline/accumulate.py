@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,32 +17,30 @@ class Accumulation:
 
     Args:
         stage: the whole model.
-        micro_batches: how many.
         tokens: what the summed loss is divided by, `tokens_of_step`.
     """
 
     bubble: float | None = None
 
-    def __init__(self, stage: DecoderStage, micro_batches: int, tokens: int) -> None:
+    def __init__(self, stage: DecoderStage, tokens: int) -> None:
         self._stage = stage
-        self._micro_batches = micro_batches
         self._tokens = tokens
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, parts: Sequence[Batch]) -> torch.Tensor:
         """See `Executor.evaluate`."""
-        total = torch.zeros((), device=batch.tokens.device)
-        for part in batch.chunk(self._micro_batches):
+        total = torch.zeros((), device=parts[0].tokens.device)
+        for part in parts:
             total = total + self._stage(part.tokens, targets=part.targets, places=part.places)
         reshard(self._stage)
         return total
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, parts: Sequence[Batch]) -> torch.Tensor:
         """See `Executor.run`."""
-        total = torch.zeros((), device=batch.tokens.device)
-        for number, part in enumerate(batch.chunk(self._micro_batches), start=1):
+        total = torch.zeros((), device=parts[0].tokens.device)
+        for number, part in enumerate(parts, start=1):
             if isinstance(self._stage, FSDPModule):
-                last = number == self._micro_batches
+                last = number == len(parts)
                 self._stage.set_requires_gradient_sync(last)
                 self._stage.set_is_last_backward(last)
             loss = self._stage(part.tokens, targets=part.targets, places=part.places) / self._tokens

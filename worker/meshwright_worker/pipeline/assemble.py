@@ -42,7 +42,7 @@ def assemble(stages: Sequence[BuiltStage], run: RunConfig, model: Architecture, 
     division, rank, tied = division_of(run, model), mesh.coordinates.pipeline, model.tie_embeddings
     tokens = tokens_of_step(run.training)
     if run.pipeline == 1 and len(stages) == 1 and not run.parallelism.rematerialize:
-        executor = Accumulation(stages[0].module, run.micro_batches, tokens)
+        executor = Accumulation(stages[0].module, tokens)
         return Pipeline(executor, Copies(division, rank, None, tied=tied))
     transfers = Channels(mesh, channels(division.schedule) | meeting(division, tied=tied))
     return Pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,22 +12,23 @@ from meshwright_worker.data.batch import Batch
 
 
 class Executor(Protocol):
-    """Runs forward and backward of one replica's batch and leaves gradients in the parameters."""
+    """Runs forward and backward of one replica's micro-batches and leaves gradients in the parameters."""
 
     bubble: float | None
     """Part of a step's passes in which ranks wait, simulated with measured times; None where none were measured."""
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, parts: Sequence[Batch]) -> torch.Tensor:
         """Add the gradient of the replica's summed loss over `tokens_of_step`.
 
         Args:
-            batch: the replica's, on the rank's device.
+            parts: the replica's micro-batches on the rank's device, as many as the schedule has. They may differ in
+                rows and length, but must not between the ranks of a replica.
 
         Returns:
             That quotient, fp32 []; 0 on ranks that do not compute the loss.
         """
 
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, parts: Sequence[Batch]) -> torch.Tensor:
         """The replica's loss, summed over its targets and divided by nothing, fp32 []; computes no gradients.
 
         0 on ranks that do not compute the loss, as in `run`.

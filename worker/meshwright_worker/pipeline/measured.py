@@ -65,11 +65,11 @@ class Measured(Scheduled):
         self.times: Times | None = None
         """What was measured and agreed upon, in seconds."""
 
-    def run_parts(self, parts: Sequence[Batch]) -> torch.Tensor:
-        """See `Scheduled.run_parts`. Collective over the ranks that take every step together."""
+    def run(self, parts: Sequence[Batch]) -> torch.Tensor:
+        """See `Executor.run`. Collective over the ranks that take every step together."""
         self._steps += 1
         self._watch.running = WARM_UP < self._steps <= WARM_UP + MEASURED
-        total = super().run_parts(parts)
+        total = super().run(parts)
         if self._steps == WARM_UP + MEASURED:
             self._time_sends(parts[0])
             self._watch.running = False

@@ -74,19 +74,15 @@ class Scheduled:
         backwards = [action for action in actions if action.kind is not Kind.FORWARD]
         self._last = {index: [a for a in backwards if a.stage == index][-1] for index in self._chunks}
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, parts: Sequence[Batch]) -> torch.Tensor:
         """See `Executor.run`."""
-        return self.run_parts(batch.chunk(self.schedule.micro_batches))
-
-    def run_parts(self, parts: Sequence[Batch]) -> torch.Tensor:
-        """`run` on micro-batches that may differ in shape; as many as the schedule has, the same on every rank."""
         for chunk in self._chunks.values():
             hold_gradients(chunk.stage.module)
         return self._go(self._turns, parts)
 
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, parts: Sequence[Batch]) -> torch.Tensor:
         """See `Executor.evaluate`."""
-        total = self._go(self._evaluation, batch.chunk(self.schedule.micro_batches))
+        total = self._go(self._evaluation, parts)
         for chunk in self._chunks.values():
             reshard(chunk.stage.module)
         return total

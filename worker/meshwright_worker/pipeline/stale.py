@@ -12,7 +12,7 @@ at 0 where that is negative, and is applied to version t - 1. Forward and backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,6 @@ class StalePipeline:
         stage: the stage's module.
         place: this rank among the pipeline's.
         places: how many there are.
-        micro_batches: of a step; 1 for PipeDream, at least `places` for PipeDream-2BW.
         double_buffered: PipeDream-2BW.
         tokens: what the summed loss is divided by.
         channels: to the other ranks.
@@ -61,7 +60,6 @@ class StalePipeline:
         place: int,
         places: int,
         *,
-        micro_batches: int,
         double_buffered: bool,
         tokens: int,
         channels: Channels,
@@ -71,31 +69,31 @@ class StalePipeline:
     ) -> None:
         self.stash = Stash(stage)
         self._stage, self._place, self._behind = stage, place, places - 1 - place
-        self._micro_batches, self._double_buffered = micro_batches, double_buffered
+        self._double_buffered = double_buffered
         self._tokens, self._channels, self._width, self._slices = tokens, channels, width, slices
         self._update = update
         self._passing: list[_Passing] = []
         self._base = self._updated = -1
         self._loss: dict[int, torch.Tensor] = {}
 
-    def feed(self, step: int, batch: Batch) -> None:
+    def feed(self, step: int, parts: Sequence[Batch]) -> None:
         """Send a step's micro-batches into the pipeline, and take back what comes.
 
         Args:
             step: its number, one more than that of the last.
-            batch: the replica's.
+            parts: the replica's, which may differ in length.
         """
         if self._base < 0:
             # Weights may have been loaded since this was built.
             self._base = self._updated = step - 1
             self.stash.keep(self._base)
-        self._loss[step] = torch.zeros((), device=batch.tokens.device)
-        for number, part in enumerate(batch.chunk(self._micro_batches), start=1):
-            self._forward(step, part, last=number == self._micro_batches)
+        self._loss[step] = torch.zeros((), device=parts[0].tokens.device)
+        for number, part in enumerate(parts, start=1):
+            self._forward(step, part, last=number == len(parts))
             if len(self._passing) > self._behind:
                 self._backward()
         # What was sent two steps ago has been taken by ranks that are at most one step behind.
-        self._channels.flush(keep=4 * self._micro_batches)
+        self._channels.flush(keep=4 * len(parts))
 
     def drain(self) -> None:
         """Let everything in the pipeline come to its end; the next step begins with an empty one."""
@@ -105,7 +103,7 @@ class StalePipeline:
         self._base = self._updated = -1
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, parts: Sequence[Batch]) -> torch.Tensor:
         """See `Executor.evaluate`: with the weights of now, which are all stages' after as many updates once drained.
 
         Raises:
@@ -113,8 +111,8 @@ class StalePipeline:
         """
         if self._passing:
             raise RuntimeError("stages have made different numbers of updates: drain the pipeline first")
-        loss = torch.zeros((), device=batch.tokens.device)
-        for part in batch.chunk(self._micro_batches):
+        loss = torch.zeros((), device=parts[0].tokens.device)
+        for part in parts:
             output: torch.Tensor = self._stage(self._input(part), **self._about(part))
             if self._stage.is_last:
                 loss = loss + output

@@ -73,10 +73,7 @@ def fill(
             fill(target[row], part, files, shape[1:], box[1:])
         return
     published = files.find(source.tensor).map()
-    if published.ndim != len(shape) or not _holds(source, published, shape):
-        raise PretrainedError(
-            f"`{source.tensor}` is {list(published.shape)}, which does not hold a parameter of {list(shape)}"
-        )
+    check_shape(source, published.shape, shape)
     first, last, _ = box[0].indices(shape[0])
     target.copy_(source.rows(published, first, last)[(slice(None), *box[1:])])
 
@@ -123,6 +120,14 @@ def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bo
     return there[field] != here[field] and not (field == "rope_theta" and here["positions"])
 
 
-def _holds(source: Source, published: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    there = tuple(published.shape[::-1] if source.transposed else published.shape)
-    return there[1:] == shape[1:] and there[0] >= source.first + shape[0]
+def check_shape(source: Source, published: torch.Size, shape: tuple[int, ...]) -> None:
+    """Refuse a published tensor of a shape that does not hold the parameter's.
+
+    Raises:
+        PretrainedError: see above.
+    """
+    there = tuple(published[::-1] if source.transposed else published)
+    if len(there) != len(shape) or there[1:] != shape[1:] or there[0] < source.first + shape[0]:
+        raise PretrainedError(
+            f"`{source.tensor}` is {list(published)}, which does not hold a parameter of {list(shape)}"
+        )

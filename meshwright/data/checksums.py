@@ -1,0 +1,70 @@
+"""Whether bytes on disk are still those that were written, asked as they are first read.
+
+A shard is too large to read whole for the few samples of a first step, so its manifest holds a CRC-32 for each mebibyte
+of it: what is read is checked, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.data.errors import DataError
+
+BLOCK = 1 << 20
+"""Bytes that share a checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The checksums of a file."""
+
+    file: str
+    """Its path or name, for people."""
+    size: int
+    """Bytes of it."""
+    block: int
+    """Bytes that share a checksum; the last block may be shorter."""
+    crc32: Sequence[int]
+    """One for each block."""
+
+
+def block_sums(content: bytes) -> list[int]:
+    """CRC-32 of each `BLOCK` of a file's content."""
+    return [zlib.crc32(memoryview(content)[first : first + BLOCK]) for first in range(0, len(content), BLOCK)]
+
+
+class Checked:
+    """Checks each block of some files once, before anything of it is used.
+
+    Args:
+        files: their checksums, by number.
+        read: the bytes `first` to `last - 1` of the file of a number.
+    """
+
+    def __init__(self, files: Sequence[Sums], read: Callable[[int, int, int], memoryview]) -> None:
+        self._files = files
+        self._read = read
+        self._good: set[tuple[int, int]] = set()
+
+    def check(self, number: int, first: int, last: int) -> None:
+        """Check the blocks with the bytes `first` to `last - 1` of a file that were not checked before.
+
+        Raises:
+            DataError: they are not what was written.
+        """
+        sums = self._files[number]
+        for block in range(first // sums.block, -(-last // sums.block)):
+            if (number, block) in self._good:
+                continue
+            begin = block * sums.block
+            end = min(begin + sums.block, sums.size)
+            found = zlib.crc32(self._read(number, begin, end))
+            if found != sums.crc32[block]:
+                raise DataError(
+                    f"{sums.file} is damaged: its bytes {begin} to {end - 1} are not what was written (CRC-32 "
+                    f"{found:08x}, not {sums.crc32[block]:08x}); copy the folder again or tokenize again, and "
+                    "`meshwright data verify` tells what else is damaged"
+                )
+            self._good.add((number, block))

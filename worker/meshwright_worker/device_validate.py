@@ -1,0 +1,62 @@
+"""Which number formats a device computes in, decided from what it says of itself before any process group forms.
+
+On a CPU every format computes the same numbers, slowly, which is what a CPU is for here. A GPU is paid for its speed:
+what it would only emulate, or not compute at all, is refused with the nearest format that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
+from meshwright_worker.device import Facts
+from meshwright_worker.validate import InvalidRunError
+
+_NEEDS = {Precision.BF16: (8, 0), Precision.FP16: (5, 3)}
+"""Compute capability of the first GPUs that multiply in a format (CUDA C++ Programming Guide, arithmetic instructions);
+all of them have fp32 and fp64."""
+_FP8_NEEDS = (8, 9)
+_NEAREST = {
+    Precision.BF16: (Precision.FP16, Precision.FP32),
+    Precision.FP16: (Precision.FP32,),
+    Precision.FP32: (),
+    Precision.FP64: (),
+}
+
+
+def validate_device(facts: Facts, ranks: int, training: TrainingSpec) -> None:
+    """Refuse a run that this rank's device cannot execute; `ranks` are those of its pod.
+
+    Raises:
+        InvalidRunError: see above; lists every problem.
+    """
+    problems = [*device_problems(facts, ranks, training.precision, fp8=training.fp8 is not None)]
+    if problems:
+        raise InvalidRunError("; ".join(problems))
+
+
+def device_problems(facts: Facts, ranks: int, precision: Precision, *, fp8: bool) -> Iterator[str]:
+    """What the device lacks, each with its field and the nearest value that works. Pure."""
+    if facts.capability is None:
+        return
+    if ranks > facts.count:
+        yield f"`workers.gpusPerWorker: {ranks}`: the pod has {facts.count} GPUs; nearest: {facts.count}"
+    needed = _NEEDS.get(precision, (0, 0))
+    if facts.capability < needed:
+        fits = [other.value for other in _NEAREST[precision] if facts.capability >= _NEEDS.get(other, (0, 0))]
+        yield (
+            f"`training.precision: {precision.value}` needs a GPU of compute capability {_text(needed)}, and "
+            f"{facts.name} has {_text(facts.capability)}; nearest: {', '.join(fits)}"
+        )
+    if fp8 and facts.capability < _FP8_NEEDS:
+        best = Precision.BF16 if facts.capability >= _NEEDS[Precision.BF16] else Precision.FP32
+        yield (
+            f"`training.fp8` needs a GPU of compute capability {_text(_FP8_NEEDS)}, and {facts.name} has "
+            f"{_text(facts.capability)}, which would only emulate it; nearest: leave it out, with "
+            f"`training.precision: {best.value}`"
+        )
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(str(number) for number in capability)

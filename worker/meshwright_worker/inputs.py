@@ -1,0 +1,68 @@
+"""What a rank reads in a run, opened and checked before any process group forms.
+
+A rank that refuses here is in no collective: it says what is wrong and ends, and its agent's report ends its peers,
+which may see other files and already wait for it. Tokens are checked as they are read (`meshwright.data.checksums`);
+here it is lists of files, manifests and headers that are read, and records that have to be tokenized anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.api.data import DataSpec, Tokenizer
+from meshwright.api.training import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright_worker.data.corpus import CorpusError, root_of
+from meshwright_worker.data.mixed import MixedStream, Stream, open_stream
+from meshwright_worker.data.prepared import tokenizer_of
+from meshwright_worker.evaluate import Evaluation
+from meshwright_worker.outer.text import own_data_dir
+from meshwright_worker.pretrained.check import check_pretrained
+from meshwright_worker.task import RankTask
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a rank reads."""
+
+    stream: Stream
+    evaluation: Evaluation | None
+    """None where `training.evaluation` is left out."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, for `FedAvg`; 1 of a mixture, which has no epochs and is refused there."""
+        return 1 if isinstance(self.stream, MixedStream) else self.stream.samples_per_epoch
+
+
+def open_inputs(task: RankTask, architecture: Architecture, data: DataSpec, training: TrainingSpec) -> Inputs:
+    """The samples to train on and those that are held out, after a look at the weights to begin from.
+
+    Raises:
+        DataError: text is missing, damaged or too short; the message names the field and what would do.
+        PretrainedError: `training.initialWeights` names no whole model of this shape.
+    """
+    if training.initial_weights is not None:
+        check_pretrained(architecture, Path(training.initial_weights))
+    own_dir = own_data_dir(task.run, task.data_dir, task.rank)
+    try:
+        _check_vocabulary(architecture, data, own_dir)
+        stream = open_stream(data, own_dir, training.sequence_length, training.seed)
+        asked = training.evaluation
+        evaluation = Evaluation(asked, training, data, own_dir) if asked is not None else None
+    except OSError as error:
+        raise CorpusError(f"`data` cannot be read: {error}") from error
+    return Inputs(stream, evaluation)
+
+
+def _check_vocabulary(architecture: Architecture, data: DataSpec, data_dir: str | None) -> None:
+    """Refuse a tokenizer that knows more tokens than the model: they would have no row in its embedding."""
+    if data.tokenizer is Tokenizer.BYTE:
+        return
+    vocabulary = tokenizer_of(data, root_of(data, data_dir)).vocabulary
+    if vocabulary > architecture.vocab_size:
+        raise CorpusError(
+            f"`model.vocabSize: {architecture.vocab_size}` must be at least {vocabulary}, the tokens of "
+            f"`data.tokenizerFile: {data.tokenizer_file}`"
+        )

@@ -1,0 +1,119 @@
+"""A replica's batch as the micro-batches that a rank computes, without padding that nobody needs.
+
+Rows of prompts with completions are filled up to `training.sequenceLength`. Attention is causal, so nothing that is
+predicted sees what stands behind the last target of its row: each micro-batch is cut behind the last target of its
+longest row, to a length that the tensor and context groups can share. All ranks of a replica have the whole batch and
+cut it alike; replicas need not, since they meet in parameters alone. Losses and gradients stay what they were, but for
+rounding, and so do dropout masks, which follow a token's number.
+
+Not cut are batches of mixtures of experts, whose balance counts every token that is routed, and those computed in fp8,
+whose scales are taken from all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from meshwright.api.data import DataFormat
+from meshwright.protocol import RunConfig
+from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.mesh import Mesh
+from meshwright_worker.parallel.context import own_slice
+from meshwright_worker.parallel.context_slices import Deal
+
+COMPILED_LENGTHS = 4
+"""Different lengths that compiled layers meet: each may be compiled for."""
+
+
+class Fed(NamedTuple):
+    """What is in padded rows."""
+
+    tokens: int
+    """Without the padding."""
+    squares: int
+    """Sum over rows of the square of their tokens, which attention's operations go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The lengths that a micro-batch may have, in tokens: multiples of `unit` from `least` on, and the whole."""
+
+    unit: int
+    least: int
+    whole: int
+
+    def length(self, needed: int) -> int:
+        """The shortest that has room for `needed` tokens."""
+        return min(self.whole, max(self.least, -(-needed // self.unit) * self.unit))
+
+
+def cut_of(run: RunConfig) -> Cut | None:
+    """How micro-batches of a run are cut; None where they stay whole. Knows no tensors."""
+    if run.training is None or not is_padded(run):
+        return None
+    if run.training.fp8 is not None or (run.architecture is not None and run.architecture.mixture is not None):
+        return None
+    deal, whole = Deal.of(run), run.training.sequence_length
+    unit = deal.unit
+    if run.training.compile:
+        unit *= -(-whole // (COMPILED_LENGTHS * unit))
+    return Cut(unit, -(-deal.least // unit) * unit, whole)
+
+
+def is_padded(run: RunConfig) -> bool:
+    """Whether rows are filled up to the length of a sequence."""
+    return run.data is not None and run.data.format is DataFormat.PROMPT_COMPLETION
+
+
+class MicroBatches:
+    """Makes a rank's micro-batches.
+
+    Args:
+        run: the run.
+        mesh: this rank's.
+    """
+
+    def __init__(self, run: RunConfig, mesh: Mesh) -> None:
+        self._count, self._deal = run.micro_batches, Deal.of(run)
+        self._rank, self._device = mesh.coordinates.context, mesh.device
+        self._cut, self.padded = cut_of(run), is_padded(run)
+
+    def of(self, batch: Batch) -> list[Batch]:
+        """This rank's part of each micro-batch of the replica's whole batch on the CPU, on the rank's device."""
+        if self._cut is None:
+            return self._own(batch).chunk(self._count)
+        longest = _lengths(batch).view(self._count, -1).amax(dim=1).tolist()
+        lengths = [self._cut.length(needed) for needed in longest]
+        if self._deal.ranks > 1:
+            parts = zip(batch.chunk(self._count), lengths, strict=True)
+            return [self._own(_first(part, length)) for part, length in parts]
+        # Moved whole: of page-locked memory a copy does not wait, of parts of its rows it would.
+        parts = zip(self._own(batch).chunk(self._count), lengths, strict=True)
+        return [_first(part, length) for part, length in parts]
+
+    def fed(self, batch: Batch) -> Fed:
+        """What is in the replica's batch, whatever is cut."""
+        lengths = _lengths(batch)
+        return Fed(int(lengths.sum()), int(lengths.square().sum()))
+
+    def _own(self, batch: Batch) -> Batch:
+        return own_slice(batch, self._deal, self._rank).to(self._device)
+
+
+def _lengths(batch: Batch) -> torch.Tensor:
+    """Tokens up to each row's last target, int64 [rows]."""
+    places = torch.arange(1, batch.targets.shape[1] + 1, device=batch.targets.device)
+    return ((batch.targets != IGNORED) * places).amax(dim=1)
+
+
+def _first(batch: Batch, length: int) -> Batch:
+    """The first tokens of every row."""
+    return batch.each(partial(_columns, length=length))
+
+
+def _columns(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return tensor[:, :length]
