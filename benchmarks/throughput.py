@@ -13,16 +13,14 @@ memory; see `_gpu_throughput.py`.
 from __future__ import annotations
 
 import argparse
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks._circumstances import circumstances
 from benchmarks._contests import CLOCKS, contest, run_of
 from benchmarks._gpu_throughput import MODELS, measure_models
 from benchmarks._pairs import FEWEST, Ratio, ratio_of
@@ -83,20 +81,6 @@ def on_cpu(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> 
     columns = ["run", "baseline", "ms a step", "baseline", "overhead", "95 % interval", f"of {LIMIT:.0%}"]
     table(f"Training step, {pairs} pairs of {steps} steps, one thread a rank, {args.clock} time", columns, rows)
     return slow
-
-
-def circumstances(device: str) -> dict[str, object]:
-    """What a result depends on and a reader cannot see."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    on_gpu = device == "cuda"
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
-        **({"cuda": torch.version.cuda} if on_gpu else {}),
-    }
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
 """A BERT-like encoder (arXiv 1810.04805) that Meshwright knows nothing about, with the plan to train it in parallel.
 
-Masked bytes of Python source are predicted. On two times two ranks:
+Masked bytes of Python source are predicted. On two times two ranks, then on from there on two:
 
-    torchrun --nproc-per-node 4 examples/own_module/encoder.py --tensor 2 --data 2 --zero 2
+    torchrun --nproc-per-node 4 examples/own_module/encoder.py --tensor 2 --data 2 --zero 2 --stop 30 --directory D
+    torchrun --nproc-per-node 2 examples/own_module/encoder.py --data 2 --zero 1 --directory D
+
+`--check` says how far the split module is from the whole one, and trains nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import inspect
 import json
 import logging
+import os
 
 import torch
 from torch import nn
@@ -19,20 +23,23 @@ from torch.nn import functional as F
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import joined
+from meshwright_worker.mesh import Mesh, joined
+from meshwright_worker.own.compare import differences
 from meshwright_worker.own.plan import ParallelPlan
 from meshwright_worker.own.trainer import OwnTrainer
 from meshwright_worker.torchrun import task_from_environment
 
 MASK, VOCABULARY = 256, 264
 IGNORED = -100
+ROWS = 16
 
 PLAN = ParallelPlan(
     regions=("layers.*.attention", "layers.*.feed_forward"),
     column=("layers.*.attention.inputs.*", "layers.*.feed_forward.widen"),
     row=("layers.*.attention.output", "layers.*.feed_forward.narrow"),
+    gathered=("output",),
     vocabulary=("tokens",),
-    blocks=("layers.?",),
+    blocks=("layers.*",),
 )
 
 
@@ -70,26 +77,31 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward layer, each normed after its residual sum, as in BERT."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention, self.first_norm = Attention(width, heads), nn.LayerNorm(width)
         self.feed_forward, self.second_norm = FeedForward(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, length, width] -> the same shape."""
-        x = self.first_norm(x + self.attention(x))
-        return self.second_norm(x + self.feed_forward(x))
+        x = self.first_norm(x + self.dropout(self.attention(x)))
+        return self.second_norm(x + self.dropout(self.feed_forward(x)))
 
 
 class Encoder(nn.Module):
-    """Bytes, some of them masked, to logits of what they are."""
+    """Bytes, some of them masked, to logits of what they are, by the vectors that they came in as."""
 
-    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2, length: int = 64) -> None:
+    def __init__(
+        self, width: int = 64, heads: int = 4, layers: int = 2, length: int = 64, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
         self.output = nn.Linear(width, VOCABULARY)
+        self.output.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=width**-0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [batch, length] -> [batch, length, vocabulary]."""
@@ -118,15 +130,51 @@ def batch_of(step: int, rows: int, length: int = 64) -> tuple[torch.Tensor, torc
     return tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, IGNORED)
 
 
+def train(mesh: Mesh, arguments: argparse.Namespace) -> None:
+    """Steps up to `--stop`, from the newest checkpoint on."""
+    torch.manual_seed(0)
+    optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=5)
+    trainer = OwnTrainer(
+        Encoder(), PLAN, masked_loss, mesh, steps=arguments.steps, optimizer=optimizer, zero_stage=arguments.zero
+    )
+    rows = ROWS // arguments.data
+
+    def own_rows(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        first = mesh.coordinates.data * rows
+        tokens, targets = (tensor[first : first + rows].to(mesh.device) for tensor in batch_of(step, ROWS))
+        return [(tokens, targets)]
+
+    last = min(arguments.stop or arguments.steps, arguments.steps)
+    done = trainer.load(arguments.directory) if arguments.directory else 0
+    for step in range(done + 1, last + 1):
+        loss = trainer.step(step, own_rows(step))
+        if mesh.rank == 0 and step % 10 == 0:
+            logging.info("step %d loss %.4f", step, loss)
+    held_out = trainer.evaluate(own_rows(0))
+    if mesh.rank == 0:
+        logging.info("after step %d, held out: loss %.4f", last, held_out)
+    if arguments.directory and last > done:
+        trainer.save(arguments.directory, last)
+
+
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tensor", type=int, default=1)
-    parser.add_argument("--data", type=int, default=1)
-    parser.add_argument("--zero", type=int, default=0, choices=[0, 2, 3])
-    parser.add_argument("--steps", type=int, default=50)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that a layer is split over")
+    parser.add_argument("--data", type=int, default=1, help="replicas")
+    parser.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage")
+    parser.add_argument("--steps", type=int, default=50, help="of the whole run")
+    parser.add_argument("--stop", type=int, help="last step of this part of it")
+    parser.add_argument(
+        "--directory",
+        default=os.environ.get("MESHWRIGHT_CHECKPOINT_DIR"),
+        help="where checkpoints are, on storage that all ranks share; a job's own by default",
+    )
+    parser.add_argument("--check", action="store_true", help="compare the plan with the module, and train nothing")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if ROWS % arguments.data:
+        parser.error(f"--data {arguments.data}: the {ROWS} rows of a step do not divide over as many replicas")
     run = RunConfig(
         tensor=arguments.tensor,
         pipeline=1,
@@ -135,18 +183,14 @@ def main() -> None:
         parallelism=ParallelismSpec(sequence=False),
     )
     with joined(task_from_environment(run)) as mesh:
+        if not arguments.check:
+            train(mesh, arguments)
+            return
         torch.manual_seed(0)
-        optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=5)
-        trainer = OwnTrainer(
-            Encoder(), PLAN, masked_loss, mesh, steps=arguments.steps, optimizer=optimizer, zero_stage=arguments.zero
-        )
-        rows = 16 // arguments.data
-        for step in range(1, arguments.steps + 1):
-            first = mesh.coordinates.data * rows
-            mine = [tensor[first : first + rows].to(mesh.device) for tensor in batch_of(step, 16)]
-            loss = trainer.step(step, [tuple(mine)])
-            if mesh.rank == 0 and step % 10 == 0:
-                logging.info("step %d loss %.4f", step, loss)
+        found = differences(Encoder(), PLAN, masked_loss, batch_of(1, ROWS), mesh)
+        if mesh.rank == 0:
+            worst = max(found, key=lambda name: found[name])
+            logging.info("largest relative difference: %.1e, of %s", found[worst], worst)
 
 
 if __name__ == "__main__":

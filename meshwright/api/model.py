@@ -12,10 +12,13 @@ from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 
 
 class ModelSpec(ApiModel):
-    """The model to train: a preset by name, or a decoder by its numbers; what is left out is as in Llama."""
+    """The model to train: a preset, a published configuration, or a decoder's numbers, left out where as in Llama."""
 
     preset: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     """A known architecture, such as `llama-3-8b`. Excludes every other field of `model`."""
+    hugging_face: Annotated[str, Field(min_length=2, max_length=32768)] | None = None
+    """The text of a Hugging Face `config.json`, of a `model_type` that the runtime builds: nothing is downloaded. What
+    would be built inexactly is refused by name. Excludes every other field of `model`."""
     layers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of decoder layers."""
     hidden_size: Annotated[int, Field(ge=1, le=131072)] | None = None

@@ -63,6 +63,10 @@ class ParallelismSpec(ApiModel):
     parameters. Must divide `replicas` times `context`, and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
+    expert_tensor: bool = True
+    """Whether `tensor` splits the experts of a mixture too. With false each GPU of a tensor-parallel group holds them
+    whole and routes its own positions, which saves the collectives around them and makes larger products of narrow
+    experts. Needs `sequence: true` and no `training.fp8`."""
     tensor_overlap: bool = False
     """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are taken
     apart into sends between neighbours, which run during the products around them. Needs `tensor` of at least 2,
@@ -96,7 +100,7 @@ class ParallelismSpec(ApiModel):
     out. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
     stage_balance: StageBalance = StageBalance.LAYERS
     """What stages have the same of. `Layers`: their number, the first stages taking what is left over. `Flops`: the
-    work, the last stage's output projection counted."""
+    work, of dense layers, of mixtures and of the last stage's output projection each its own."""
     rematerialize: bool = False
     """Keep only the input of each stage for a micro-batch and compute the stage again before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""

@@ -148,6 +148,10 @@ class TrainingSpec(ApiModel):
     parameter_offload: bool = False
     """Whether each rank's shards of parameters, gradients and optimizer state are in main memory, and the update runs
     there; the GPU gathers a layer at a time. Needs `parallelism.zeroStage` 2 or 3."""
+    parameter_offload_path: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
+    """Directory in the worker container for the shards of parameters with `parameterOffload: true`, best on a volume of
+    `workers.volumes` on a local disk: they are in files there, and main memory holds those that are in use. In main
+    memory alone when left out."""
     compile: bool = False
     """Whether layers are compiled by torch.compile: faster steps after a first step of minutes. Needs a C++ compiler in
     the image."""

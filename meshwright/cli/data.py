@@ -127,7 +127,7 @@ def show_command(folder: str, start: int, count: int, tokenizer_file: Path | Non
 def _summary(manifest: TokensManifest) -> str:
     skipped = f", {manifest.skipped:,} records left out" if manifest.skipped else ""
     return (
-        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.vocabulary:,} kinds in "
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of a vocabulary of {manifest.vocabulary:,} in "
         f"{len(manifest.shards)} shards ({manifest.dtype}){skipped}"
     )
 

@@ -19,6 +19,9 @@ COMMANDS = {
     "local": LazyCommand(
         "meshwright.local.commands:local", "Run the embedded cluster: up, down, status, break it.", "local"
     ),
+    "model": LazyCommand(
+        "meshwright.cli.model:model", "Print the fields of a job's model for a Hugging Face config.json.", "cli"
+    ),
     "plan": LazyCommand(
         "meshwright.cli.plan.command:plan", "Plan and place a job without a cluster, and say why.", "cli"
     ),

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 from meshwright.api.data import DataFormat, OnCorrupt
 from meshwright.data.errors import CorruptRecordError, DataError
@@ -77,20 +78,39 @@ def _json_lines(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptR
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _line(line, f"{name}:{number}", key)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         # A broken archive loses every line after the break: that is no single record.
         raise DataError(f"{name} cannot be read to its end: {error}") from error
 
 
 def _line(line: bytes, where: str, key: str) -> str | CorruptRecordError:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        return CorruptRecordError(f"{where}: not JSON ({error})")
+    record = parse_json(line, where)
+    if isinstance(record, CorruptRecordError):
+        return record
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         return CorruptRecordError(f"{where}: no text in field `{key}` (`data.field` names another)")
-    return text
+    return unwritable(text, where) or text
+
+
+def parse_json(line: bytes, where: str) -> Any:
+    """What a line of JSON says, or a `CorruptRecordError` that names `where`."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return CorruptRecordError(f"{where}: not JSON ({error})")
+
+
+def unwritable(text: str, where: str) -> CorruptRecordError | None:
+    r"""Why no tokenizer can take a text; None for a good one.
+
+    JSON may name half a surrogate pair (`\ud800`), which is no character: Python reads it and cannot encode it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return CorruptRecordError(f"{where}: half a surrogate pair at character {error.start}")
+    return None
 
 
 def _parquet(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordError]:
@@ -104,11 +124,18 @@ def _parquet(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptReco
         if key not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
             raise DataError(f"{name} has no column `{key}`: `data.field` may name one of {columns}")
-        row = 0
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                text = value.decode(errors="strict") if isinstance(value, bytes) else value
-                yield text if isinstance(text, str) else CorruptRecordError(f"{name}: row {row} has no text in `{key}`")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        rows = (cell for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key]) for cell in batch[0])
+        for row, cell in enumerate(rows, start=1):
+            yield _cell(cell, f"{name}: row {row}", key)
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name} is no whole Parquet file: {error}") from error
+
+
+def _cell(cell: Any, where: str, key: str) -> str | CorruptRecordError:
+    try:
+        # A column of text may hold bytes that are none, as one of bytes may: whoever wrote it did not look.
+        value = cell.as_py()
+        text = value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        return CorruptRecordError(f"{where}: not UTF-8 at byte {error.start}")
+    return text if isinstance(text, str) else CorruptRecordError(f"{where} has no text in `{key}`")

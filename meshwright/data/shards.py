@@ -58,7 +58,7 @@ class TokensManifest(ApiModel):
     tokenizer: str
     """Identity of the tokenizer."""
     vocabulary: int
-    """Number of different tokens."""
+    """One above the largest id of the tokenizer."""
     separator: int
     """The token after each document."""
     dtype: str
@@ -189,7 +189,7 @@ class TokenShards:
         """The tokens at `start` to `stop - 1`, int64 [stop - start].
 
         Raises:
-            DataError: a shard cannot be read, or is not what was written.
+            DataError: a shard cannot be read, is not what was written, or holds a token that its tokenizer has not.
         """
         row = np.empty(stop - start, dtype=np.int64)
         index, position = bisect_right(self._ends, start), start
@@ -198,6 +198,13 @@ class TokenShards:
             end = min(stop, self._ends[index])
             row[position - start : end - start] = self._part(index, position - first, end - position)
             position, index = end, index + 1
+        largest = int(row.max(initial=0))
+        if largest >= self.manifest.vocabulary:
+            # Checksums are of what was written; such an id has no row in any model for this tokenizer.
+            raise DataError(
+                f"token {largest} at {start + int(row.argmax())} is outside the manifest's vocabulary of "
+                f"{self.manifest.vocabulary}: tokenize again; `meshwright data verify` tells in which shard it is"
+            )
         return row
 
     def _part(self, index: int, offset: int, count: int) -> npt.NDArray[np.unsignedinteger]:

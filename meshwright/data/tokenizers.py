@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     vocabulary: int
-    """Number of different tokens, the separator included."""
+    """One above the largest id, the separator's included."""
     separator: int
     """The token after each document."""
     identity: str
@@ -76,7 +76,8 @@ class BPETokenizer:
         if found is None:
             raise DataError(f"{path} has no token that ends a document: one of {', '.join(_ENDS)}")
         self.separator = int(found)
-        self.vocabulary = int(self._tokenizer.get_vocab_size())
+        # Ids may have holes, so that the number of tokens is less than what an embedding needs.
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.identity = f"bpe/{hashlib.sha256(content).hexdigest()[:32]}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

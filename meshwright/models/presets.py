@@ -15,11 +15,13 @@ from types import MappingProxyType
 from meshwright.api.model import ModelSpec
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.described import from_text
+from meshwright.models.huggingface import ConfigError
 from meshwright.models.mixture_presets import mixtures
 
 
 class UnknownModelError(ValueError):
-    """A preset that does not exist, or a model that is not fully described. The message names field and fix."""
+    """A preset that does not exist, or a model that is not fully or wrongly described. The message names the field."""
 
 
 def _decoder(
@@ -166,17 +168,24 @@ def resolve(model: ModelSpec) -> Architecture:
     """The architecture that `spec.model` names or describes.
 
     Raises:
-        UnknownModelError: no such preset (the message names the nearest ones), or numbers are missing.
+        UnknownModelError: no such preset (the message names the nearest ones), a configuration that cannot be read or
+            built, or numbers are missing.
     """
     if model.preset is not None:
         return _preset(model.preset)
+    if model.hugging_face is not None:
+        try:
+            return from_text(model.hugging_face)
+        except ConfigError as error:
+            raise UnknownModelError(f"`model.huggingFace`: {error}") from None
     layers, hidden, intermediate = model.layers, model.hidden_size, model.intermediate_size
     heads, vocab = model.heads, model.vocab_size
     if layers is None or hidden is None or intermediate is None or heads is None or vocab is None:
         raise UnknownModelError(
-            "`model` must name a `preset`, or give `layers`, `hiddenSize`, `intermediateSize`, `heads` and `vocabSize`"
+            "`model` must name a `preset`, hold a `huggingFace` configuration, or give `layers`, `hiddenSize`, "
+            "`intermediateSize`, `heads` and `vocabSize`"
         )
-    numbers = model.model_dump(exclude_none=True, exclude={"preset"})
+    numbers = model.model_dump(exclude_none=True, exclude={"preset", "hugging_face"})
     return Architecture(**{"kv_heads": heads, **numbers})
 
 

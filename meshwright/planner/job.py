@@ -18,7 +18,7 @@ from meshwright.planner.cost.choices import Choices, Numbers, Offload, Recompute
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.runtime import RUNTIMES, Runtime
 from meshwright.planner.cost.settings import Settings
-from meshwright.schedules.division import CHUNKED, FOLDED, GENERATED, layers_of_stages, stages_of_rank
+from meshwright.schedules.division import GENERATED, layers_of_stages, stages_of_rank
 
 _NUMBERS = {
     Precision.FP32: Numbers.FP32,
@@ -109,6 +109,7 @@ class Job:
             tensor=layout.tensor,
             sequence_parallel=asked.sequence and layout.tensor > 1,
             tensor_overlap=asked.tensor_overlap,
+            expert_tensor=asked.expert_tensor,
             context=layout.context,
             context_method=asked.context_method,
             ulysses=asked.ulysses or 1,
@@ -141,21 +142,15 @@ class Job:
 
 
 def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> tuple[int, ...] | None:
-    """Layers of each pipeline rank, all its stages together; None for as even as can be.
+    """Layers of each stage, in the model's order; None for as even as can be.
 
     Raises:
         ValueError: there are more stages than layers, or `layerSplit` does not add up.
     """
-    stages = ranks * stages_of_rank(parallelism, ranks)
     even = parallelism.layer_split is None and parallelism.stage_balance is StageBalance.LAYERS
-    if ranks == 1 or (even and (stages == ranks or model.layers % stages == 0) and stages <= model.layers):
+    if ranks == 1 or (even and ranks * stages_of_rank(parallelism, ranks) <= model.layers):
         return None
-    sizes = [len(layers) for layers in layers_of_stages(parallelism, ranks, model, length)]
-    if parallelism.order in FOLDED:
-        return tuple(sizes[rank] + sizes[-1 - rank] for rank in range(ranks))
-    if parallelism.order in CHUNKED:
-        return tuple(sum(sizes[rank::ranks]) for rank in range(ranks))
-    return tuple(sizes)
+    return tuple(len(layers) for layers in layers_of_stages(parallelism, ranks, model, length))
 
 
 def _numbers(training: TrainingSpec) -> Numbers:

@@ -56,6 +56,7 @@ def wide_request(
         ),
         offload_optimizer=OFFLOAD[job.training.optimizer.offload],
         offload_activations=Offload.CPU if job.training.activation_offload else Offload.NONE,
+        expert_tensor=job.parallelism.expert_tensor,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
 
@@ -116,6 +117,7 @@ def _parallelism(spec: ParallelTrainingJobSpec, choices: Choices) -> Parallelism
         pipeline=choices.pipeline,
         expert=choices.expert,
         sequence=choices.sequence_parallel if choices.tensor > 1 else spec.parallelism.sequence,
+        expert_tensor=spec.parallelism.expert_tensor,
         tensor_overlap=spec.parallelism.tensor_overlap and choices.tensor > 1 and choices.sequence_parallel,
         context=choices.context,
         context_method=choices.context_method if choices.context > 1 else ContextMethod.RING_ZIG_ZAG,

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright.models.flops import flops_per_token
-from meshwright.planner.search.split import balanced
+from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.automatic import automatic
+from meshwright.schedules.deal import dealt
 from meshwright.schedules.generate import generate
-from meshwright.schedules.profile import stage_costs
+from meshwright.schedules.profile import layer_costs, output_costs, stage_costs
 from meshwright.schedules.simulate import EVEN, Costs
 
 GENERATED = {
@@ -48,6 +49,16 @@ def stages_of_rank(parallelism: ParallelismSpec, ranks: int) -> int:
     if parallelism.order in CHUNKED:
         return parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES
     return 2 if parallelism.order in FOLDED else 1
+
+
+def homes_of(parallelism: ParallelismSpec, ranks: int) -> list[int]:
+    """The pipeline rank that holds each of the model's stages; of a bidirectional pipeline's two, which hold the same
+    stages, the first.
+    """
+    stages = ranks * stages_of_rank(parallelism, ranks)
+    if parallelism.order in FOLDED or parallelism.order is PipelineSchedule.DUAL_PIPE:
+        return [min(stage, stages - 1 - stage) for stage in range(stages)]
+    return [stage % ranks for stage in range(stages)]
 
 
 def takes_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> bool:
@@ -112,15 +123,16 @@ def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architectu
             )
         return _ranges(split)
     if parallelism.stage_balance is StageBalance.FLOPS:
-        return _ranges(_balanced_by_flops(model, length, stages))
+        homes = tuple(homes_of(parallelism, ranks))
+        return _ranges(_balanced_by_flops(Transformer.of(model), length, homes, parallelism.rematerialize))
     return split_layers(model.layers, stages)
 
 
-def _balanced_by_flops(model: Architecture, length: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage; the last stage's output projection weighs as its matrix does, the look-up nothing."""
-    head = 6 * model.vocab_size * model.hidden_size
-    layer = (flops_per_token(model, length) - head) / model.layers
-    return balanced([layer] * model.layers, stages, last=head)
+@lru_cache(maxsize=256)
+def _balanced_by_flops(model: Transformer, length: int, homes: tuple[int, ...], recomputes: bool) -> tuple[int, ...]:
+    """Layers of each stage by the costs that `stage_costs` adds up."""
+    costs = [layer_costs(model, length, layer, recomputes=recomputes).total for layer in range(model.layers)]
+    return dealt(costs, homes, last=output_costs(model, recomputes=recomputes).total)
 
 
 def _ranges(sizes: tuple[int, ...] | list[int]) -> list[range]:

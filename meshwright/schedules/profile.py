@@ -1,10 +1,10 @@
-"""What a stage's passes cost by the operations in them: the times that a search for a schedule starts from.
+"""What a stage's passes cost by the operations in them: what layers are dealt by, and what a search starts from.
 
 The zero-bubble paper searches with times measured on the machine (arXiv 2401.10241, section 3), and so does a run once
 it has some (`schedules.measured`). Here they are counted per layer, so that planner and every rank know the same ones
-before anything runs, to the last digit. A matrix product
-costs as much forward as in either half of the backward pass. Attention has no weights: all of its backward pass, twice
-its forward pass, falls to the half that computes gradients of inputs.
+before anything runs, to the last digit. A matrix product costs as much forward as in either half of the backward pass;
+a mixture's are its shared experts and those that a token is sent to. Attention has no weights: all of its backward
+pass, twice its forward pass, falls to the half that computes gradients of inputs. Looking up embeddings costs nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,32 @@ from meshwright.models.transformer import Transformer
 from meshwright.schedules.simulate import Costs
 
 
+def layer_costs(model: Transformer, length: int, layer: int, *, recomputes: bool = False, causal: bool = True) -> Costs:
+    """The costs of one layer, in floating-point operations of one token: only their ratios matter.
+
+    Args:
+        model: whose layer.
+        length: of a sequence, in tokens.
+        layer: its number, from 0: dense layers and mixtures differ.
+        recomputes: whether it is computed again before its backward pass.
+        causal: whether attention skips what the mask hides.
+    """
+    matrices = 2.0 * layer_counts(model, model.is_mixture(layer)).matrices
+    attention = attention_flops(model, length, causal=causal)
+    forward = matrices + attention
+    return Costs(forward, (forward if recomputes else 0.0) + matrices + 2.0 * attention, matrices)
+
+
+def output_costs(model: Transformer, *, recomputes: bool = False) -> Costs:
+    """The costs of the output projection, in the unit of `layer_costs`."""
+    matrix = 2.0 * output_parameters(model)
+    return Costs(matrix, (matrix if recomputes else 0.0) + matrix, matrix)
+
+
 def stage_costs(
     model: Architecture, length: int, layers: Sequence[range], *, recomputes: bool = False
 ) -> tuple[Costs, ...]:
-    """The costs of every stage, in floating-point operations of one token: only their ratios matter to an order.
+    """The costs of every stage, in the unit of `layer_costs`.
 
     Args:
         model: whose stages.
@@ -29,13 +51,16 @@ def stage_costs(
         recomputes: whether a stage is computed again before its backward pass.
     """
     whole = Transformer.of(model)
-    attention = attention_flops(whole, length, causal=True)
     costs = []
     for stage, own in enumerate(layers):
-        matrices = sum(2.0 * layer_counts(whole, whole.is_mixture(layer)).matrices for layer in own)
+        parts = [layer_costs(whole, length, layer, recomputes=recomputes) for layer in own]
         if stage == len(layers) - 1:
-            matrices += 2.0 * output_parameters(whole)
-        forward = matrices + len(own) * attention
-        again = forward if recomputes else 0.0
-        costs.append(Costs(forward, again + matrices + 2.0 * len(own) * attention, matrices))
+            parts.append(output_costs(whole, recomputes=recomputes))
+        costs.append(
+            Costs(
+                sum(part.forward for part in parts),
+                sum(part.backward_input for part in parts),
+                sum(part.backward_weight for part in parts),
+            )
+        )
     return tuple(costs)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.schedules.actions import Action, Kind, Schedule, Slot
+from meshwright.schedules.held import peaks
 from meshwright.schedules.validate import before
 
 
@@ -20,6 +21,11 @@ class Costs:
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of a micro-batch's forward and backward pass."""
+        return self.forward + self.backward_input + self.backward_weight
 
     def of(self, kind: Kind) -> float:
         """Seconds of one action."""
@@ -50,7 +56,8 @@ class Simulation:
     timeline: tuple[tuple[Ran, ...], ...]
     """Each rank's slots in order."""
     in_flight: tuple[int, ...]
-    """Most stage activations that each rank holds at once: forward passes whose weights' gradients are not done."""
+    """Most micro-batches that each rank holds at once, in all its stages, whose weights' gradients are not done: `held`
+    has them in bytes."""
 
     @property
     def makespan(self) -> float:
@@ -95,7 +102,7 @@ def simulate(
         raise ValueError(f"{len(every)} costs for {schedule.stages} stages")
     run = _Run(schedule, every, hop, overlap)
     run.all()
-    return Simulation(tuple(tuple(ran) for ran in run.timeline), tuple(_peak(s) for s in schedule.ranks))
+    return Simulation(tuple(tuple(ran) for ran in run.timeline), tuple(int(peak) for peak in peaks(schedule)))
 
 
 class _Run:
@@ -152,15 +159,6 @@ class _Run:
     def _seconds(self, slot: Slot) -> float:
         each = [self._costs[action.stage].of(action.kind) for action in slot]
         return sum(each) - (self._overlap * min(each) if len(each) > 1 else 0.0)
-
-
-def _peak(slots: tuple[Slot, ...]) -> int:
-    held = most = 0
-    for slot in slots:
-        held += sum(action.kind is Kind.FORWARD for action in slot)
-        most = max(most, held)
-        held -= sum(action.kind in (Kind.BACKWARD, Kind.WEIGHT) for action in slot)
-    return most
 
 
 def first_idle(simulation: Simulation, rank: int) -> list[tuple[float, float, Action]]:

@@ -71,8 +71,11 @@ STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradien
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
 
+CONFIG = '{"model_type": "llama", "hidden_size": 64}'
+
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
+    ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
@@ -105,6 +108,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("model.preset", {"model.preset": "llama-3-8b"}),
     ("model.preset", {"model": {"preset": "llama-3-8b", "tieEmbeddings": False}}),
     ("model.preset", {"model": {"preset": "llama-3-8b", "ropeTheta": 10000}}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "huggingFace": CONFIG}}),
+    ("model.huggingFace", {"model.huggingFace": CONFIG}),
+    ("model.huggingFace", {"model": {"huggingFace": CONFIG, "tieEmbeddings": False}}),
+    ("model.huggingFace", {"model": {"huggingFace": "meta-llama/Llama-3.1-8B"}}),
+    ("model.huggingFace", {"model": {"huggingFace": "[" + CONFIG + "]"}}),
+    ("model.huggingFace", {"model": {"huggingFace": '{"hidden_size": 64}'}}),
     ("model", {"model": {}}),
     ("model", {"model.layers": None}),
     ("model", {"model.hiddenSize": None}),
@@ -163,6 +172,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
     ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
     ("model.mixture", {**STALE, **mixture()}),
+    ("parallelism.expertTensor", {"parallelism.expertTensor": False, "parallelism.sequence": False, **mixture()}),
+    ("parallelism.expertTensor", {"parallelism.expertTensor": False, "training.fp8": {}, **mixture()}),
     ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
     ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
     ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
@@ -262,6 +273,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
     (GOOD, {"parallelism": None}),
     (GOOD, {"model": {"preset": "llama-3-8b"}}),
+    (GOOD, {"model": {"huggingFace": CONFIG}}),
+    (GOOD, {"model": {"huggingFace": " \t\r\n " + CONFIG + "\n"}, "parallelism.expert": 2}),
     (GOOD, {"model.kvHeads": None}),
     (GOOD, {"model.tieEmbeddings": True}),
     (GOOD, STALE),
@@ -294,9 +307,14 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"data.packing": "Documents", "data.balance": True}),
     (COMMAND, {"parallelism": {"context": 2}}),
     (GOOD, {**mixture(), "parallelism.expert": 2}),
+    (GOOD, {**mixture(intermediateSize=33), "parallelism.expertTensor": False}),
     (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
     (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
     (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
+    (
+        GOOD,
+        {"training.parameterOffload": True, "training.parameterOffloadPath": "/scratch", "parallelism.zeroStage": 3},
+    ),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

@@ -25,7 +25,7 @@ def test_tokenize_verify_show(text: Path, tmp_path: Path) -> None:
     target = tmp_path / "tokens"
     written = run("tokenize", text, target, "--format", "JSONLines", "--field", "body")
     assert written.exit_code == 0, written.output
-    assert "2 documents, 12 tokens of 257 kinds in 1 shards (uint16)" in written.output
+    assert "2 documents, 12 tokens of a vocabulary of 257 in 1 shards (uint16)" in written.output
     assert "whole: 2 documents" in run("verify", target).output
     assert run("show", target).output.endswith("hello\nworld\n\n")
     shown = json.loads(run("show", target, "--start", 6, "--count", 3, "-o", "json").output)

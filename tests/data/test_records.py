@@ -50,7 +50,15 @@ def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [(b"{", "not JSON"), (b"[1]", "no text in field"), (b'{"text": 3}', "no text in field"), (b"\xff", "not JSON")],
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "no text in field"),
+        (b'{"text": 3}', "no text in field"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (rb'{"text": "ab\ud800"}', "half a surrogate pair at character 2"),
+        (b'{"text": "\xed\xa0\x80"}', "half a surrogate pair at character 0"),
+    ],
 )
 def test_a_corrupt_line_fails_or_is_told(tmp_path: Path, bad: bytes, reason: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines({"text": "good"}) + bad + b"\n" + lines({"text": "after"}))
@@ -60,6 +68,27 @@ def test_a_corrupt_line_fails_or_is_told(tmp_path: Path, bad: bytes, reason: str
     assert found == ["good", "after"]
     assert skipped.count == 1
     assert skipped.examples[0].startswith(f"a.jsonl:2: {reason}")
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(rb'{"text": "\ud83d\ude00"}')
+    assert read(tmp_path / "a.jsonl", DataFormat.JSON_LINES) == (["😀"], Skipped())
+
+
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.string()], ids=str)
+def test_a_corrupt_cell_fails_or_is_told(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    cells = pyarrow.array([b"good", b"ab\xff", "nach: ü".encode()], pyarrow.binary())
+    if pyarrow.types.is_string(kind):
+        # As a writer does that does not look: Parquet's own readers take such columns.
+        column = pyarrow.StringArray.from_buffers(3, cells.buffers()[1], cells.buffers()[2])
+    else:
+        column = cells.cast(kind)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(CorruptRecordError, match=r"a\.parquet: row 2: not UTF-8 at byte 2"):
+        read(tmp_path / "a.parquet", DataFormat.PARQUET)
+    found, skipped = read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP)
+    assert found == ["good", "nach: ü"]
+    assert (skipped.count, skipped.examples) == (1, ["a.parquet: row 2: not UTF-8 at byte 2"])
 
 
 def test_many_corrupt_records_are_counted_and_some_named(tmp_path: Path) -> None:
@@ -76,7 +105,12 @@ def test_text_that_is_no_utf_8_is_a_corrupt_record(tmp_path: Path) -> None:
 
 def test_a_broken_archive_and_a_broken_table_are_never_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines({"text": "x" * 999}))[:-9])
+    whole = bytearray(gzip.compress(lines({"text": "x" * 999})))
+    whole[15] ^= 0xFF
+    (tmp_path / "b.jsonl.gz").write_bytes(whole)
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no table")
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz cannot be read to its end"):
+        read(tmp_path / "b.jsonl.gz", DataFormat.JSON_LINES, OnCorrupt.SKIP)
     with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read to its end"):
         read(tmp_path / "a.jsonl.gz", DataFormat.JSON_LINES, OnCorrupt.SKIP)
     with pytest.raises(DataError, match=r"a\.parquet is no whole Parquet file"):

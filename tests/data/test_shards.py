@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.checksums import BLOCK
@@ -53,6 +55,27 @@ def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
     assert one.fingerprint == other.fingerprint
     assert one.documents == 4  # the empty one is none
     assert open_shards(tmp_path / "a").tokens(0, 6).tolist() == [*b"word ", 256]
+
+
+def test_an_id_that_no_tokenizer_gave_is_found_when_it_is_read(tmp_path: Path) -> None:
+    # Its checksum is right: whoever wrote the manifest was wrong.
+    write(tmp_path, [[1, 2, 300], [4, 5, 6]], vocabulary=300)
+    shards = open_shards(tmp_path)
+    assert shards.tokens(3, 7).tolist() == [256, 4, 5, 6]
+    with pytest.raises(DataError, match=r"token 300 at 2 is outside the manifest's vocabulary of 300: .*data verify"):
+        shards.tokens(1, 7)
+
+
+def test_a_vocabulary_counts_holes_between_ids(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 70_000, "<eos>": 5}, merges=[])).save(str(path))
+    tokenizer = open_tokenizer(Tokenizer.BPE, path)
+    assert tokenizer.encode(["ab"]) == [[0, 70_000]]
+    assert tokenizer.vocabulary == 70_001
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a").write_text("ab")
+    tokenize(Source(open_folder(str(tmp_path / "text"))), tokenizer, tmp_path / "tokens")
+    assert open_shards(tmp_path / "tokens").tokens(0, 3).tolist() == [0, 70_000, 5]
 
 
 def test_wide_vocabularies_need_wide_tokens(tmp_path: Path) -> None:

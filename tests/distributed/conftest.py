@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.conftest import bpe_file, sentencepiece_file
 from tests.distributed.pool import RankPool
+
+__all__ = ["bpe_file", "sentencepiece_file"]
 
 
 @pytest.fixture(scope="session")

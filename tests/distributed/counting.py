@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.every_pass import EveryPass
 
 _KINDS = {
     "allreduce_": "all-reduce",
@@ -55,8 +56,8 @@ class Traffic:
         return {f"{kind}/{size}": (calls, self.payload[kind, size]) for (kind, size), calls in self.calls.items()}
 
 
-class Counting(TorchDispatchMode):
-    """Counts while it is entered. Backward passes on the CPU run in the thread that calls them, so they count too."""
+class Counting(EveryPass):
+    """Counts while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +73,16 @@ class Counting(TorchDispatchMode):
 
     def _count(self, kind: str, args: Sequence[Any]) -> None:
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-        sizes = [_bytes(argument) for argument in args[:2]]
         self.traffic.calls[kind, group.size()] += 1
-        self.traffic.payload[kind, group.size()] += max(sizes) if kind not in ("send", "recv") else sizes[0]
+        self.traffic.payload[kind, group.size()] += _payload(kind, [_bytes(argument) for argument in args[:2]])
+
+
+def _payload(kind: str, sizes: Sequence[int]) -> int:
+    """Of the bytes of a call's first two arguments, output and input where it has both, those that are told."""
+    if kind in ("send", "recv"):
+        return sizes[0]
+    # Of an uneven exchange, what comes in may be more than what goes out.
+    return sizes[1] if kind == "all-to-all" else max(sizes)
 
 
 def _is_group(value: Any) -> bool:

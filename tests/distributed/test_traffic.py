@@ -68,6 +68,45 @@ def test_zero_2_sends_as_much_as_replicas(pool: RankPool) -> None:
         assert traffic.sent() == size + AGREEMENT
 
 
+def test_a_second_gather_from_neighbours_alone(pool: RankPool) -> None:
+    """ZeRO++, arXiv 2306.10209, section 3.2 (hpZ): the backward pass gathers within `reshardSize` ranks."""
+    size = FP32 * parameters()
+    for traffic in measured(pool, data=4, zero=3, replicas={"reshard_size": 2}, micro_batches=1):
+        counted = without_agreement(traffic, 4)
+        units = LAYERS + 1
+        assert counted == {
+            "all-gather/4": (units, size),
+            "all-gather/2": (units, size),
+            "reduce-scatter/4": (units, size),
+        }
+
+
+@pytest.mark.parametrize(
+    ("zero", "replicas"), [(1, {}), (2, {}), (2, {"strategy": "ZeRO"})], ids=["ZeRO-1", "ZeRO-2", "ZeRO-2, flat shards"]
+)
+def test_sets_of_shards_reduce_their_parts_once_more(pool: RankPool, zero: int, replicas: dict[str, Any]) -> None:
+    """HSDP (arXiv 2304.11277, section 3.2.2): collectives of ZeRO within a set, an all-reduce of a part over sets."""
+    size = FP32 * parameters()
+    options = {"shard_size": 2, **replicas}
+    for traffic in measured(pool, data=4, zero=zero, replicas=options, micro_batches=1):
+        counted = without_agreement(traffic, 4)
+        assert {kind: amount for kind, (_, amount) in counted.items()} == {
+            "reduce-scatter/2": size,
+            "all-reduce/2": size // 2,
+            "all-gather/2": size,
+        }
+
+
+@pytest.mark.parametrize("method", ["LocalSGD", "DiLoCo"])
+def test_islands_reduce_all_parameters_once_a_round(pool: RankPool, method: str) -> None:
+    """arXiv 1805.09767 and 2311.08105; beside them one number, whether any island is asked to stop."""
+    last, inner = ({"method": method, "islands": 2, "every_steps": steps} for steps in (2, 3))
+    for traffic in measured(pool, data=2, outer=last, every=6):
+        assert traffic.as_dict() == {"all-reduce/2": (2, FP32 * parameters() + FP32)}
+    for traffic in measured(pool, data=2, outer=inner, every=6):
+        assert traffic.as_dict() == {}
+
+
 def test_tensor_parallelism_reduces_four_times_a_layer(pool: RankPool) -> None:
     """arXiv 1909.08053, section 3: two all-reduces forward, two backward. Beside them the embedding's forward, the
     output's backward, and per token three numbers of the loss."""

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshwright.api import conditions
 from meshwright.api.labels import API_VERSION, KIND
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
@@ -14,7 +15,7 @@ from meshwright.local.resources import JOBS, NAMESPACES, PODS
 from meshwright_operator.manifests.pods import PodContext, worker_pod
 from tests.api.test_edits import FINE_EDITS, REFUSED_EDITS
 from tests.api.test_rules import CASES, COMMAND, GOOD, changed
-from tests.e2e.stage import EXAMPLES, NAMESPACE, tiny
+from tests.e2e.stage import EXAMPLES, NAMESPACE, holds, tiny
 
 CLAIM = {"name": "v", "mountPath": "/v", "claimName": "c"}
 # What the schema alone refuses: (the field named in the error, changes to a good spec).
@@ -29,6 +30,8 @@ MALFORMED = [
     ("spec.training.steps", {"training.steps": -1}),
     ("spec.replicas", {"replicas": 0}),
     ("spec.replicas", {"replicas": 65537}),
+    ("spec.model.huggingFace", {"model": {"huggingFace": {"model_type": "llama"}}}),
+    ("spec.model.huggingFace", {"model": {"huggingFace": '{"model_type": "llama"' + " " * 32768 + "}"}}),
     ("spec.parallelism.tensor", {"parallelism.tensor": -2}),
     ("spec.training.optimizer.learningRate", {"training.optimizer": {"learningRate": 0}}),
     ("spec.training.optimizer.beta1", {"training.optimizer": {"beta1": 1}}),
@@ -188,3 +191,16 @@ async def test_every_example_is_accepted(stage, path):
         answer = await stage.client.request("PATCH", url, params=params, body=item, content_type=APPLY_PATCH)
         if item["kind"] == KIND:
             assert json.dumps(answer["status"]) == '{"observedGeneration": -1}'
+
+
+async def test_a_configuration_that_is_not_built_starts_no_pod_and_says_why(stage):
+    """Admission cannot read JSON; the operator does, with the planner's own reader."""
+    described = tiny("mamba")
+    described[-1]["spec"]["model"] = {"huggingFace": '{"model_type": "mamba", "hidden_size": 64}'}
+    await stage.apply(described)
+    status = await stage.until("mamba", holds(conditions.STALLED), "Stalled")
+    (stalled,) = [each for each in status.conditions if each.type == conditions.STALLED]
+    assert stalled.reason == "InvalidSpec"
+    assert "`model.huggingFace`: `model_type` 'mamba' is not built by this runtime: known are gpt2" in stalled.message
+    assert await stage.pods("mamba") == []
+    await stage.delete("mamba")

@@ -32,9 +32,15 @@ step in fp32 and for {STEPS} in fp64. It compares the loss of every step, every 
 parameter after the last. An error is the largest absolute difference over all ranks, relative to the largest element
 of the tensor. `make parity` writes this page; `make test` runs a part of the rows.
 
+Techniques that do not take the steps of one process are held to what they are defined to compute, in one process too:
+pipelines without a flush to gradients at weights of as many updates ago as their papers say, islands to steps taken
+apart and rounds, an asynchronous parameter server to the order of reads and writes that it wrote down
+(`tests/parity/definitions.py`).
+
 Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {LIMITS[Precision.FP64][0]:g}, parameters
-{LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8-bit formats) name their own limit of
-gradients, and their losses differ by that or {LOSS_OF_ROUNDED:g}, whichever is less.
+{LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8 and 16-bit formats) name their own limit of
+gradients, and their losses differ by that or {LOSS_OF_ROUNDED:g}, whichever is less; those of 16-bit formats
+stand under fp32.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from meshwright.api.status import PlanStatus
 from meshwright.layout import Layout
+from meshwright.models.described import explicit
+from meshwright.models.presets import PRESETS
+from meshwright.models.pretrained import config_of
 from meshwright.planner.errors import PlanError
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import make_plan
@@ -33,6 +37,38 @@ def test_what_the_spec_says_is_what_runs() -> None:
     assert plan.summary == "TP 2 x PP 2 x DP 2"
     assert plan.workers == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert "TP 2: set by `parallelism.tensor`" in plan.reasons
+
+
+def test_a_configuration_is_planned_as_its_fields_are() -> None:
+    config = config_of(PRESETS["llama-3-8b"])
+    told = make_plan(spec_of(model={"huggingFace": json.dumps(config)}, **LARGE), H100)
+    fields = make_plan(spec_of(model=explicit(PRESETS["llama-3-8b"]).wire(), **LARGE), H100)
+    assert (told.layout, told.micro_batches, told.memory) == (fields.layout, fields.micro_batches, fields.memory)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"model_type": "bert"},
+            "spec: `model.huggingFace`: `model_type` 'bert' is not built by this runtime: known are",
+        ),
+        ({"num_key_value_heads": 5}, "spec.model.kvHeads: must divide `model.heads`"),
+        ({"vocab_size": 200}, "spec.model.vocabSize: must be at least 257 with `data.tokenizer: Byte`"),
+        ({"vocab_size": 1 << 21}, "spec: `model.huggingFace`: its numbers make `vocabSize: 2097152`: "),
+    ],
+)
+def test_a_configuration_that_cannot_run_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    config = {**config_of(PRESETS["llama-3-8b"]), **change}
+    with pytest.raises(PlanError, match=named) as refused:
+        make_plan(spec_of(model={"huggingFace": json.dumps(config)}, **LARGE), H100)
+    assert refused.value.reason == "InvalidSpec"
+
+
+def test_a_configurations_positions_hold_the_sequence() -> None:
+    config = {**config_of(PRESETS["gpt2"]), "n_positions": 64}
+    with pytest.raises(PlanError, match="spec.model.positions: must be at least `training.sequenceLength`"):
+        make_plan(spec_of(model={"huggingFace": json.dumps(config)}), DEMO)
 
 
 def test_a_small_model_is_not_split_at_all() -> None:

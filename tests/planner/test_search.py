@@ -20,7 +20,6 @@ from meshwright.planner.search.found import Found
 from meshwright.planner.search.request import MESHWRIGHT_RUNTIME, Objective, Pins, Request, Techniques
 from meshwright.planner.search.search import AS_GOOD, search
 from meshwright.planner.search.shapes import micro_batch_sizes, shapes
-from meshwright.planner.search.split import balanced
 from meshwright.planner.search.whatif import what_ifs
 
 MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
@@ -188,44 +187,3 @@ def test_more_gpus_never_give_less() -> None:
     answers = {what.change: what for what in what_ifs(search(Request(Work(DENSE, 8192, 64), MACHINE, 16)))}
     assert answers["32 GPUs instead of 16"].speedup > 1.5
     assert all(what.speedup > 0.97 for what in answers.values())
-
-
-@given(
-    st.lists(st.floats(0.0, 10.0), min_size=1, max_size=9),
-    st.integers(1, 9),
-    st.floats(0.0, 5.0),
-    st.floats(0.0, 5.0),
-)
-@settings(deadline=None)
-def test_no_split_has_a_faster_slowest_stage(costs: list[float], stages: int, first: float, last: float) -> None:
-    if stages > len(costs):
-        with pytest.raises(ValueError, match="cannot be split"):
-            balanced(costs, stages, first, last)
-        return
-    split = balanced(costs, stages, first, last)
-    assert (sum(split), len(split)) == (len(costs), stages)
-    assert min(split) >= 1
-    assert _slowest(costs, split, first, last) <= _best(costs, stages, first, last) + 1e-6
-
-
-def _slowest(costs: list[float], split: tuple[int, ...], first: float, last: float) -> float:
-    sums, at = [], 0
-    for layers in split:
-        sums.append(sum(costs[at : at + layers]))
-        at += layers
-    sums[0] += first
-    sums[-1] += last
-    return max(sums)
-
-
-def _best(costs: list[float], stages: int, first: float, last: float) -> float:
-    """By dynamic programming: least slowest stage of the first `n` layers in `k` stages."""
-    n = len(costs)
-    table = [[float("inf")] * (n + 1) for _ in range(stages + 1)]
-    table[0][0] = 0.0
-    for k in range(1, stages + 1):
-        for end in range(k, n + 1):
-            for begin in range(k - 1, end):
-                cost = sum(costs[begin:end]) + (first if k == 1 else 0.0) + (last if k == stages else 0.0)
-                table[k][end] = min(table[k][end], max(table[k - 1][begin], cost))
-    return table[stages][n]

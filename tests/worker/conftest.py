@@ -1,3 +1,3 @@
-from tests.data.conftest import bpe_file
+from tests.data.conftest import bpe_file, sentencepiece_file
 
-__all__ = ["bpe_file"]
+__all__ = ["bpe_file", "sentencepiece_file"]

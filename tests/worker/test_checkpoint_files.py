@@ -16,10 +16,14 @@ from meshwright_worker.checkpoint.index import decode, encode
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
+    ForeignCheckpointError,
     LayoutRecord,
     Manifest,
+    ModuleManifest,
     TrainingState,
+    Written,
     read_manifest,
+    read_written,
 )
 from meshwright_worker.checkpoint.safetensors import checksum_of, map_tensor, name_of, write_tensors
 
@@ -121,6 +125,18 @@ def test_an_unreadable_manifest_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / MANIFEST).write_text(content)
     assert read_manifest(tmp_path) is None
     assert read_manifest(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("kind", [Manifest, ModuleManifest])
+def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(tmp_path: Path, kind: type[Written]) -> None:
+    layout = LayoutRecord(tensor=1, pipeline=1, data=1, zero_stage=0)
+    other = (
+        manifest_at(1) if kind is ModuleManifest else ModuleManifest(state=TrainingState(), module="M", layout=layout)
+    )
+    (tmp_path / MANIFEST).write_text(other.model_dump_json(by_alias=True))
+    with pytest.raises(ForeignCheckpointError, match="use another directory"):
+        read_written(tmp_path, kind)
+    assert read_written(tmp_path, type(other)) == other
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

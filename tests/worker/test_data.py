@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.data import DataSource, DataSpec
+from meshwright.data.tokenizers import ByteTokenizer
 from meshwright_worker.data.corpus import Corpus, CorpusError, open_corpus
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.permutation import Permutation
 from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.data.tokenizer import SEPARATOR, decode, encode
+from meshwright_worker.data.tokenizer import SEPARATOR
 
 CONTENTS = ["def f():\n    pass\n", "x = 1\n" * 40, "", "naïve = 'ü'\n", "# end"]
 
@@ -37,7 +38,7 @@ def corpus(folder: Path) -> Corpus:
 
 
 def row_of(contents: list[str]) -> list[int]:
-    return [token for content in contents if content for token in [*encode(content), SEPARATOR]]
+    return [token for content in contents if content for token in [*content.encode(), SEPARATOR]]
 
 
 def test_a_corpus_is_its_documents_in_order_each_with_a_separator(corpus: Corpus) -> None:
@@ -86,7 +87,7 @@ def test_patterns(folder: Path, pattern: str, names: set[str]) -> None:
 def test_the_standard_library_is_python_source() -> None:
     corpus = open_corpus(DataSpec(source=DataSource.PYTHON_STDLIB), None)
     assert len(corpus) > 3_000_000
-    assert "import" in decode(corpus.tokens(0, 20000).tolist())
+    assert "import" in ByteTokenizer().decode(corpus.tokens(0, 20000).tolist())
 
 
 def test_a_file_that_shrinks_is_noticed(folder: Path, corpus: Corpus) -> None:
@@ -172,5 +173,7 @@ def test_the_digest_knows_what_was_fed_but_not_by_whom_or_when(corpus: Corpus) -
 
 def test_text_survives_the_tokenizer() -> None:
     text = "def f(x):\n    return 'ü€' # \x00\n"
-    assert decode(encode(text)) == text
-    assert decode([*encode("a"), SEPARATOR, *encode("b"), 300]) == "a\nb"
+    tokenizer = ByteTokenizer()
+    (tokens,) = tokenizer.encode([text])
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode([*b"a", SEPARATOR, *b"b", 300]) == "a\nb"

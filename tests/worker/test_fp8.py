@@ -7,7 +7,7 @@ import torch
 
 from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
 from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, product, quantised, scaled
-from meshwright_worker.fp8.grouped import Fp8GroupedProduct
+from meshwright_worker.fp8.grouped import Fp8GroupedProduct, Sharing
 from meshwright_worker.fp8.kernels import scaled_groups
 from meshwright_worker.fp8.linear import Fp8Product
 from meshwright_worker.models.grouped import grouped_linear
@@ -116,7 +116,9 @@ def test_rows_of_two_micro_batches_are_scaled_apart(name: str) -> None:
         for rank, counts in enumerate(([2, 0, 6], [3, 0, 5]))
     ]
     inputs, matrices = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-    product = Fp8GroupedProduct(SPECS[name], None, None, inputs=False, origins=2)(inputs, matrices, COUNTS, ORIGIN)
+    product = Fp8GroupedProduct(SPECS[name], None, None, inputs=False, sharing=Sharing(1, 2))(
+        inputs, matrices, COUNTS, ORIGIN
+    )
     upstream = torch.empty_like(product)
     for rank, (results, *_) in enumerate(apart):
         torch.testing.assert_close(product[rank == ORIGIN], results, rtol=1e-5, atol=1e-6)

@@ -64,6 +64,7 @@ def test_records_are_held_out(tmp_path: Path, data: DataSpec) -> None:
         ('{"prompt": "a"}', r"a.jsonl:2: a record needs the texts"),
         ('{"prompt": "a", "completion": ""}', r"a.jsonl:2: a record needs the texts"),
         ("[1]", r"a.jsonl:2: a record needs the texts"),
+        (r'{"prompt": "a", "completion": "\ud800"}', r"a.jsonl:2: half a surrogate pair at character 0"),
         (json.dumps({"prompt": "x" * 13, "completion": "y"}), r"a.jsonl:2: the prompt's 13 tokens .* of 12"),
     ],
 )

@@ -78,7 +78,7 @@ def test_what_fits(changes: dict[str, Any]) -> None:
         ({"micro_batches": 1}, r"`parallelism.microBatches: 1` must be at least `parallelism.pipeline: 2`"),
         ({"batch": 20}, r"`training.globalBatchSize: 20` must be divisible by .*; nearest: 16, 24"),
         ({"batch": 4}, r"`training.globalBatchSize: 4` .*; nearest: 8"),
-        ({"vocab_size": 256}, r"`model.vocabSize: 256` must be at least 257 for `data.tokenizer: Byte`"),
+        ({"vocab_size": 256}, r"`model.vocabSize: 256` must be at least 257 for `data.tokenizer: Byte`; nearest: 258"),
         (
             {"optimizer": OptimizerSpec(learning_rate=0.1, min_learning_rate=0.2)},
             r"`training.optimizer.minLearning",

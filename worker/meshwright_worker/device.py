@@ -53,3 +53,8 @@ def claim(local_rank: int) -> Device:
         return Device(device, "nccl")
     torch.set_num_threads(1)
     return Device(torch.device("cpu"), "gloo")
+
+
+def alone() -> torch.device:
+    """Where a process computes that has the machine for itself: the first GPU, or the CPU with all of its threads."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

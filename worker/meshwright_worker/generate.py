@@ -1,8 +1,8 @@
-"""Text from a checkpoint, whatever layout wrote it: in one process on the CPU, or with the model split over ranks.
+"""Text from a checkpoint, whatever layout wrote it: in one process, or with the model split over ranks.
 
 Run as `python -m meshwright_worker.generate --checkpoint DIR --prompt "def " --tokens 200`. Split over two GPUs, so
 that none holds the whole model: `torchrun --nproc-per-node 2 -m meshwright_worker.generate --tensor 2 ...`; rank 0
-writes the text.
+writes the text. The text is that of the run's own tokenizer, and ends where the model ends its document.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from meshwright.api.precision import Precision
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.layout import Layout
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.whole import find_checkpoint
-from meshwright_worker.data.tokenizer import decode, encode
-from meshwright_worker.generation.model import load_split, load_whole, run_of
+from meshwright_worker.generation.model import CachedModel, load_split, load_whole, run_of
 from meshwright_worker.generation.sample import sample
+from meshwright_worker.generation.tokenizer import BYTES, tokenizer_for
 from meshwright_worker.mesh import joined
 from meshwright_worker.torchrun import task_from_environment
 
@@ -31,34 +34,55 @@ def main() -> None:
         parser.error("--prompt must not be empty")
     try:
         checkpoint, manifest = find_checkpoint(arguments.checkpoint)
-        written = _write(arguments, checkpoint, manifest)
+        tokenizer = tokenizer_for(manifest, arguments.tokenizer)
+        (prompt,) = tokenizer.encode([arguments.prompt])
+        if not prompt:
+            parser.error(f"--prompt {arguments.prompt!r} has no tokens: give it some text")
+        written = _write(arguments, checkpoint, manifest, tokenizer, prompt)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if int(os.environ.get("RANK", "0")) == 0:
-        sys.stdout.write(arguments.prompt + decode(written) + "\n")
+        sys.stdout.write(arguments.prompt + continuation(tokenizer, prompt, written) + "\n")
 
 
-def _write(arguments: argparse.Namespace, checkpoint: Path, manifest: Manifest) -> list[int]:
+def continuation(tokenizer: Tokenizer, prompt: list[int], written: list[int]) -> str:
+    """The text of what was written after a prompt: alone its first token may lose the space that it begins with."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *written])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(written)
+
+
+def _write(
+    arguments: argparse.Namespace, checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer, prompt: list[int]
+) -> list[int]:
     layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
     precision, capacity = Precision(arguments.precision), manifest.sequence_length
-    prompt = encode(arguments.prompt)
+
+    def go_on(model: CachedModel) -> list[int]:
+        count, temperature, seed = arguments.tokens, arguments.temperature, arguments.seed
+        end = None if arguments.past_end else tokenizer.separator
+        return sample(model, prompt, count, temperature, seed, vocabulary=tokenizer.vocabulary, end=end)
+
     if layout.world_size == 1:
-        whole = load_whole(checkpoint, manifest, precision, capacity)
-        return sample(whole, prompt, arguments.tokens, arguments.temperature, arguments.seed)
+        device = torch.device("cpu") if arguments.cpu else None
+        return go_on(load_whole(checkpoint, manifest, precision, capacity, device))
     task = task_from_environment(run_of(manifest, layout, precision))
     with joined(task) as mesh:
-        split = load_split(checkpoint, manifest, task.run, mesh, capacity)
-        return sample(split, prompt, arguments.tokens, arguments.temperature, arguments.seed)
+        return go_on(load_split(checkpoint, manifest, task.run, mesh, capacity))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m meshwright_worker.generate", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or the directory of several")
+    parser.add_argument(
+        "--tokenizer", help=f"the run's tokenizer.json or SentencePiece model where it is now, or `{BYTES}`"
+    )
     parser.add_argument("--prompt", default="def ", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=200, help="how many bytes to write")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest byte")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to write at most")
+    parser.add_argument("--past-end", action="store_true", help="go on after a document ends, with the next one")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp64"], default="fp32", help="format of compute")
+    parser.add_argument("--cpu", action="store_true", help="in one process, do not use the GPU")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that each layer is split over")
     parser.add_argument("--pipeline", type=int, default=1, help="stages that the layers are split into")
     parser.add_argument("--expert", type=int, default=1, help="ranks that a layer's experts are spread over")

@@ -32,6 +32,7 @@ from meshwright_worker.data.balance import Cost
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.packing import batch_of
+from meshwright_worker.data.vocabulary import check_vocabulary
 from meshwright_worker.device import facts_of
 from meshwright_worker.device_validate import validate_device
 from meshwright_worker.evaluate import Evaluation
@@ -62,7 +63,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     """Run this rank of the task's mesh generation to its end.
 
     Raises:
-        InvalidRunError: the run cannot be executed in this layout, or not on this device.
+        InvalidRunError: the run cannot be executed in this layout or on this device, or the model lacks tokens of the
+            text.
         PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, it is damaged, or it is not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
@@ -73,6 +75,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     architecture, data, training = validate(task.run)
     validate_device(facts_of(task.local_rank), task.local_world_size, training)
     with _phase(events, "data"):
+        tokenizer = check_vocabulary(task, architecture, data)
         inputs = open_inputs(task, architecture, data, training)
     stream = inputs.stream
     started = time.monotonic()
@@ -87,6 +90,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         session = None
         if task.run.checkpoint is not None and task.checkpoint_dir is not None:
             blank = blank_manifest(task, architecture, training, identity, mesh)
+            blank = blank.model_copy(update={"tokenizer": tokenizer})
             session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, events, blank)
         with _phase(events, "load"):
             begin_from_weights(trainer, architecture, training, mesh)

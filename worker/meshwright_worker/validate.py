@@ -52,7 +52,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *memory_problems(run, run.training),
         *replica_problems(run),
         *combination_problems(run, run.training),
-        *_data_problems(run.architecture, run.data),
+        *_data_problems(run, run.architecture, run.data),
     ]
     if problems:
         raise InvalidRunError("; ".join(problems))
@@ -128,8 +128,20 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     if not model.gated or model.biases or model.activation is not Activation.SILU:
         yield "`model.mixture` needs `gated: true`, `biases: false` and `activation: SiLU`: experts are SwiGLU"
     yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
+    if _uses_fp8(run) and spread > 1 and spread % run.context and run.context % spread:
+        fits = nearest(spread, lambda n: replicas % n == 0 and (n % run.context == 0 or run.context % n == 0), replicas)
+        yield (
+            f"`parallelism.expert: {spread}` must divide `parallelism.context: {run.context}`, or be a multiple of it, "
+            f"with `training.fp8`, whose scales are of whole sequences; nearest that fit: {fits}"
+        )
+    if not run.parallelism.expert_tensor and (not run.parallelism.sequence or _uses_fp8(run)):
+        yield (
+            "`parallelism.expertTensor: false` needs `parallelism.sequence: true` and no `training.fp8`: GPUs with "
+            "whole experts route positions of their own, and fp8 scales are of all"
+        )
+    split = run.parallelism.expert_tensor
     widths = {
-        "model.mixture.intermediateSize": mixture.intermediate_size,
+        **({"model.mixture.intermediateSize": mixture.intermediate_size} if split else {}),
         "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
     }
     fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
@@ -141,6 +153,10 @@ def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
             "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
             "ranks hold parts of a sequence"
         )
+
+
+def _uses_fp8(run: RunConfig) -> bool:
+    return run.training is not None and run.training.fp8 is not None
 
 
 def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
@@ -173,8 +189,12 @@ def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str
         yield "`training.evaluation` needs `data.heldOut` above 0: it is measured on documents that are not trained on"
 
 
-def _data_problems(model: Architecture, data: DataSpec) -> Iterator[str]:
+def _data_problems(run: RunConfig, model: Architecture, data: DataSpec) -> Iterator[str]:
+    # What the files of other tokenizers need is not known without reading them: `data.vocabulary` does.
     if data.tokenizer is Tokenizer.BYTE and model.vocab_size < VOCABULARY:
-        yield f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`"
+        yield (
+            f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`; nearest: "
+            f"{-(-VOCABULARY // run.tensor) * run.tensor}"
+        )
     if data.balance and data.packing is not Packing.DOCUMENTS:
         yield "`data.balance: true` needs `data.packing: Documents`: without documents every row costs the same"

@@ -32,6 +32,11 @@ def _path_for_file(spec: Spec) -> bool:
     return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
 
 
+def _path_for_parameters(spec: Spec) -> bool:
+    training = spec.training
+    return training is None or training.parameter_offload_path is None or training.parameter_offload
+
+
 def _fp8_between_wide_numbers(spec: Spec) -> bool:
     training = spec.training
     return training is None or training.fp8 is None or training.precision in (Precision.BF16, Precision.FP32)
@@ -73,6 +78,12 @@ MEMORY_RULES = (
         "!has(self.training) || (self.training.optimizer.offload == 'File') == "
         "has(self.training.optimizer.offloadPath)",
         _path_for_file,
+    ),
+    Rule(
+        "training.parameterOffloadPath",
+        "needs `training.parameterOffload: true`: set it, or remove the path",
+        "!has(self.training) || !has(self.training.parameterOffloadPath) || self.training.parameterOffload",
+        _path_for_parameters,
     ),
     Rule(
         "training.fp8",

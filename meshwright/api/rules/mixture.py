@@ -27,8 +27,9 @@ def _each(holds: Callable[[MixtureSpec], bool]) -> Callable[[Spec], bool]:
 
 
 def _has_experts(spec: Spec) -> bool:
-    described = spec.model is not None and (spec.model.preset is not None or spec.model.mixture is not None)
-    return (spec.parallelism.expert or 1) == 1 or described
+    model = spec.model
+    named = model is not None and (model.preset is not None or model.hugging_face is not None)
+    return (spec.parallelism.expert or 1) == 1 or named or _mixture(spec) is not None
 
 
 def _experts_divide(spec: Spec) -> bool:
@@ -38,7 +39,12 @@ def _experts_divide(spec: Spec) -> bool:
 
 def _widths_split(spec: Spec) -> bool:
     mixture, tensor = _mixture(spec), spec.parallelism.tensor
-    return mixture is None or divides(tensor, mixture.intermediate_size)
+    return mixture is None or not spec.parallelism.expert_tensor or divides(tensor, mixture.intermediate_size)
+
+
+def _whole_experts_route_slices(spec: Spec) -> bool:
+    fp8 = spec.training is not None and spec.training.fp8 is not None
+    return spec.parallelism.expert_tensor or (spec.parallelism.sequence and not fp8)
 
 
 def _shared_width_splits(spec: Spec) -> bool:
@@ -117,9 +123,10 @@ MIXTURE_RULES = (
     ),
     Rule(
         "parallelism.expert",
-        "needs `model.mixture`, or a `model.preset` that has one: without experts there is nothing to spread",
+        "needs `model.mixture`, or a `model.preset` or `model.huggingFace` that has one: without experts there is "
+        "nothing to spread",
         "!has(self.parallelism.expert) || self.parallelism.expert == 1"
-        " || (has(self.model) && (has(self.model.preset) || has(self.model.mixture)))",
+        " || (has(self.model) && (has(self.model.preset) || has(self.model.huggingFace) || has(self.model.mixture)))",
         _has_experts,
     ),
     Rule(
@@ -136,8 +143,10 @@ MIXTURE_RULES = (
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.mixture.intermediateSize`: every expert is split by its width",
-        _NONE + "!has(self.parallelism.tensor) || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
+        "must divide `model.mixture.intermediateSize`: every expert is split by its width, but for "
+        "`parallelism.expertTensor: false`",
+        _NONE + "!has(self.parallelism.tensor) || !self.parallelism.expertTensor"
+        " || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
         _widths_split,
     ),
     Rule(
@@ -146,5 +155,13 @@ MIXTURE_RULES = (
         _NONE + "!has(self.parallelism.tensor)"
         " || self.model.mixture.sharedIntermediateSize % self.parallelism.tensor == 0",
         _shared_width_splits,
+    ),
+    Rule(
+        "parallelism.expertTensor",
+        "must be true without `parallelism.sequence: true`, or with `training.fp8`: GPUs with whole experts route "
+        "positions of their own, and fp8 scales are of all",
+        "self.parallelism.expertTensor"
+        " || (self.parallelism.sequence && (!has(self.training) || !has(self.training.fp8)))",
+        _whole_experts_route_slices,
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from meshwright.api.data import Tokenizer
 from meshwright.api.model import ModelSpec
 from meshwright.api.rules.rule import Rule, divides
@@ -12,9 +14,8 @@ BYTE_VOCABULARY = 257
 """The 256 byte values and the document separator."""
 
 
-_ANY_NUMBER = " || ".join(
-    f"has(self.model.{field.alias or name})" for name, field in ModelSpec.model_fields.items() if name != "preset"
-)
+_NUMBERS = [name for name in ModelSpec.model_fields if name not in ("preset", "hugging_face")]
+_ANY_NUMBER = " || ".join(f"has(self.model.{ModelSpec.model_fields[name].alias or name})" for name in _NUMBERS)
 
 
 def _model(spec: Spec) -> ModelSpec:
@@ -27,10 +28,20 @@ def _preset_alone(spec: Spec) -> bool:
     return model.preset is None or model == ModelSpec(preset=model.preset)
 
 
+def _configuration_alone(spec: Spec) -> bool:
+    model = _model(spec)
+    return model.hugging_face is None or all(getattr(model, name) is None for name in _NUMBERS)
+
+
+def _is_configuration(spec: Spec) -> bool:
+    text = _model(spec).hugging_face
+    return text is None or (re.match(r"[ \t\r\n]*[{]", text) is not None and '"model_type"' in text)
+
+
 def _numbers_complete(spec: Spec) -> bool:
     m = _model(spec)
     needed = (m.layers, m.hidden_size, m.intermediate_size, m.heads, m.vocab_size)
-    return m.preset is not None or None not in needed
+    return m.preset is not None or m.hugging_face is not None or None not in needed
 
 
 def _vocabulary_holds_bytes(spec: Spec) -> bool:
@@ -67,13 +78,29 @@ MODEL_RULES = (
     Rule(
         "model.preset",
         "excludes every other field of `model`: remove them, or remove `preset` and describe the model in numbers",
-        f"!has(self.model) || !has(self.model.preset) || !({_ANY_NUMBER})",
+        f"!has(self.model) || !has(self.model.preset) || !(has(self.model.huggingFace) || {_ANY_NUMBER})",
         _preset_alone,
     ),
     Rule(
+        "model.huggingFace",
+        "excludes every other field of `model`: remove them, or let `meshwright model` print the configuration as "
+        "fields, and change those",
+        f"!has(self.model) || !has(self.model.huggingFace) || !({_ANY_NUMBER})",
+        _configuration_alone,
+    ),
+    Rule(
+        "model.huggingFace",
+        "must be the text of a model's `config.json`: a JSON object with `model_type`",
+        "!has(self.model) || !has(self.model.huggingFace) || (self.model.huggingFace.matches('^[ \\\\t\\\\r\\\\n]*[{]')"
+        " && self.model.huggingFace.contains('\"model_type\"'))",
+        _is_configuration,
+    ),
+    Rule(
         "model",
-        "must name a `preset`, or give `layers`, `hiddenSize`, `intermediateSize`, `heads` and `vocabSize`",
-        "!has(self.model) || has(self.model.preset) || (has(self.model.layers) && has(self.model.hiddenSize)"
+        "must name a `preset`, hold a `huggingFace` configuration, or give `layers`, `hiddenSize`, `intermediateSize`, "
+        "`heads` and `vocabSize`",
+        "!has(self.model) || has(self.model.preset) || has(self.model.huggingFace)"
+        " || (has(self.model.layers) && has(self.model.hiddenSize)"
         " && has(self.model.intermediateSize) && has(self.model.heads) && has(self.model.vocabSize))",
         _numbers_complete,
     ),

@@ -25,7 +25,7 @@ def _command_owns_checkpoints(spec: Spec) -> bool:
 def _command_owns_schedule(spec: Spec) -> bool:
     p = spec.parallelism
     own = p.context_method is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
-    own = own and p.sequence and not p.tensor_overlap
+    own = own and p.sequence and p.expert_tensor and not p.tensor_overlap
     return spec.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and own)
 
 
@@ -59,10 +59,11 @@ RUNTIME_RULES = (
     ),
     Rule(
         "parallelism",
-        "`parallelism.microBatches`, `zeroStage`, `sequence`, `tensorOverlap`, `contextMethod` and `ulysses` may not "
-        "be set with `runtime.command`, which does these itself: remove them",
+        "`parallelism.microBatches`, `zeroStage`, `sequence`, `expertTensor`, `tensorOverlap`, `contextMethod` and "
+        "`ulysses` may not be set with `runtime.command`, which does these itself: remove them",
         "!has(self.runtime.command) || (!has(self.parallelism.microBatches)"
-        " && self.parallelism.zeroStage == 0 && self.parallelism.sequence && !self.parallelism.tensorOverlap"
+        " && self.parallelism.zeroStage == 0 && self.parallelism.sequence && self.parallelism.expertTensor"
+        " && !self.parallelism.tensorOverlap"
         " && self.parallelism.contextMethod == 'RingZigZag' && !has(self.parallelism.ulysses))",
         _command_owns_schedule,
     ),

@@ -69,6 +69,17 @@ def layer_activations(
     return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + given + core))
 
 
+def output_bytes(
+    model: Transformer, tensor: int, sequence_parallel: bool, numbers: Numbers, runtime: Runtime, boundary: float
+) -> float:
+    """Bytes per token that the final norm keeps, and the output projection of its input; `boundary` is a layer's."""
+    if not runtime.keeps_normed:
+        return boundary
+    split = tensor if sequence_parallel else 1
+    gathered = 1 if runtime.keeps_gathered else split
+    return _norm(model, numbers.bytes, runtime) / split + numbers.bytes * model.hidden / gathered
+
+
 def _norm(model: Transformer, element: float, runtime: Runtime) -> float:
     """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
     if not runtime.keeps_normed:

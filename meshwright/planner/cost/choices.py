@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from math import isqrt
 from typing import NamedTuple
 
 from meshwright.api.parallelism import ContextMethod as ContextMethod
+from meshwright.layout import split_layers
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.settings import DEFAULT, Settings
 
@@ -44,6 +46,10 @@ class Schedule(StrEnum):
 
 STALE = frozenset({Schedule.PIPEDREAM, Schedule.PIPEDREAM_2BW})
 """Schedules that never drain: nobody waits, and a rank keeps several versions of its weights."""
+CHUNKED = frozenset({Schedule.INTERLEAVED, Schedule.LOOPED_BFS})
+"""Schedules whose ranks hold stages that lie a pipeline's length apart."""
+V_SHAPED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE_V})
+"""Schedules whose first rank holds the model's end as well as its beginning."""
 SEARCHED = tuple(s for s in Schedule if s not in STALE and s not in (Schedule.NAIVE, Schedule.AUTOMATIC))
 """Schedules that a search tries: synchronous, and with a closed form of their own."""
 
@@ -122,8 +128,11 @@ class Choices:
     virtual_stages: int = 1
     """Model chunks of one pipeline rank."""
     layer_split: tuple[int, ...] | None = None
-    """Layers of each pipeline rank; None for as even as can be, the first ranks taking the remainder."""
+    """Layers of each pipeline rank, or of each of its stages in the model's order, where it has several; None for as
+    even as can be, the first stages taking the remainder."""
     expert: int = 1
+    expert_tensor: bool = True
+    """Whether tensor parallelism splits the widths of experts."""
     data: int = 1
     zero_stage: int = 0
     """0: nothing sharded over `data x context`; 1 optimizer state, 2 gradients too, 3 parameters too."""
@@ -155,33 +164,55 @@ class Choices:
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
+    def expert_parts(self) -> int:
+        """Ranks that a layer's experts are split over, by number and by width."""
+        return self.expert * (self.tensor if self.expert_tensor else 1)
+
+    @property
     def replicas(self) -> int:
         """Ranks that hold the same dense parameters: what ZeRO shards over and gradients are reduced over."""
         return self.context * self.data
 
-    def layers_of(self, layers: int) -> tuple[int, ...]:
-        """Layers of each pipeline rank.
+    def layers_of(self, layers: int) -> tuple[tuple[range, ...], ...]:
+        """The consecutive layers of each stage of each pipeline rank.
 
         Raises:
             ValueError: `layer_split` does not add up, or a rank gets no layer.
         """
-        if self.layer_split is not None:
-            if len(self.layer_split) != self.pipeline or sum(self.layer_split) != layers or min(self.layer_split) < 0:
-                raise ValueError(
-                    f"`layer_split` {self.layer_split} must give each of {self.pipeline} pipeline ranks its part of "
-                    f"{layers} layers"
-                )
-            return self.layer_split
-        if self.pipeline > layers:
-            raise ValueError(f"{layers} layers cannot be split over {self.pipeline} pipeline ranks")
-        size, extra = divmod(layers, self.pipeline)
-        return tuple(size + (1 if rank < extra else 0) for rank in range(self.pipeline))
+        ranks, split, folded = self.pipeline, self.layer_split, self.schedule in V_SHAPED
+        stages = ranks * (2 if folded else self.virtual_stages if self.schedule in CHUNKED else 1)
+        homes = [min(stage, stages - 1 - stage) if folded else stage % ranks for stage in range(stages)]
+        if split is not None and (len(split) not in (ranks, stages) or sum(split) != layers or min(split) < 0):
+            raise ValueError(
+                f"`layer_split` {split} must give each of {ranks} pipeline ranks, or each of their {stages} stages, "
+                f"its part of {layers} layers"
+            )
+        if ranks > layers:
+            raise ValueError(f"{layers} layers cannot be split over {ranks} pipeline ranks")
+        if split is not None and len(split) == stages:
+            sizes = list(split)
+        elif split is None and stages <= layers:
+            sizes = [len(own) for own in split_layers(layers, stages)]
+        else:
+            totals = split if split is not None else [len(own) for own in split_layers(layers, ranks)]
+            shares = [_shares(total, stages // ranks) for total in totals]
+            sizes = [shares[home].pop(0) for home in homes]
+        bounds = [0, *accumulate(sizes)]
+        found: list[list[range]] = [[] for _ in range(ranks)]
+        for stage, home in enumerate(homes):
+            found[home].append(range(bounds[stage], bounds[stage + 1]))
+        return tuple(tuple(own) for own in found)
 
     def recompute_group(self, layers: int) -> int:
         """Layers that are recomputed together from one kept input, on a rank with so many layers."""
         if self.recompute is Recompute.SQRT:
             return max(1, isqrt(layers))
         return self.recompute_every
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    size, extra = divmod(total, parts)
+    return [size + (part < extra) for part in range(parts)]
 
 
 class LayerLayout(NamedTuple):
@@ -194,6 +225,7 @@ class LayerLayout(NamedTuple):
     context_method: ContextMethod
     ulysses: int
     expert: int
+    expert_tensor: bool
     micro_batch_size: int
     numbers: Numbers
 
@@ -208,6 +240,7 @@ class LayerLayout(NamedTuple):
             choices.context_method,
             choices.ulysses,
             choices.expert,
+            choices.expert_tensor,
             choices.micro_batch_size,
             choices.numbers,
         )

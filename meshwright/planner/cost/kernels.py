@@ -44,6 +44,8 @@ class Shape:
     numbers: Numbers
     balanced: bool = True
     """Whether causal attention costs the ranks of a context-parallel group alike."""
+    expert_tensor: bool = True
+    """See `Choices.expert_tensor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,10 @@ def products_of(shape: Shape) -> list[tuple[float, float, float, float]]:
     if shape.mixture and experts is not None:
         local = max(1.0, experts.count / shape.expert)
         each = rows * experts.per_token / local
-        listed.append((each, columns * experts.intermediate / t, model.hidden, local))
-        listed.append((each, model.hidden, experts.intermediate / t, local))
+        # Either the experts' widths are split over the tensor group, or their rows.
+        widths, parts = (t, 1) if shape.expert_tensor else (1, t)
+        listed.append((each / parts, columns * experts.intermediate / widths, model.hidden, local))
+        listed.append((each / parts, model.hidden, experts.intermediate / widths, local))
         listed.append((rows, experts.count, model.hidden, 1))
     return listed
 

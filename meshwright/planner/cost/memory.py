@@ -10,9 +10,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.activations import LayerActivations, kept_bytes, layer_activations, working_bytes
-from meshwright.planner.cost.choices import Choices, ContextMethod, LayerLayout, Numbers, Offload, Recompute, Work
-from meshwright.planner.cost.flight import held
+from meshwright.planner.cost.activations import (
+    LayerActivations,
+    kept_bytes,
+    layer_activations,
+    output_bytes,
+    working_bytes,
+)
+from meshwright.planner.cost.choices import (
+    Choices,
+    ContextMethod,
+    LayerLayout,
+    Numbers,
+    Offload,
+    Recompute,
+    Work,
+)
+from meshwright.planner.cost.flight import HALVED, halfway, held, held_bytes, losses
+from meshwright.planner.cost.halves import left_by_stage
 from meshwright.planner.cost.runtime import Runtime
 from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
 from meshwright.planner.cost.states import FP32, States, states_of
@@ -72,6 +87,8 @@ class _Common(NamedTuple):
     """Of one micro-batch on a rank."""
     dense: LayerActivations
     mixed: LayerActivations
+    output: float
+    """Bytes a token that the model's end keeps beside its layers and the logits."""
     sends: float
     """Bytes of what one neighbour sends."""
     layer: float
@@ -88,7 +105,7 @@ def worst_stage(work: Work, choices: Choices, runtime: Runtime) -> Memory:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
     common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
-    listed = [_parts(work, choices, runtime, stage, common) for stage in stages_of(work.model, choices).heaviest]
+    listed = [_parts(work, choices, runtime, stage, common) for stage in _candidates(work, choices)]
     return Memory(*max(listed, key=_total))
 
 
@@ -102,7 +119,7 @@ def within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> Memo
     """
     common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
     fullest, most = None, -1.0
-    for stage in stages_of(work.model, choices).heaviest:
+    for stage in _candidates(work, choices):
         parts = _parts(work, choices, runtime, stage, common)
         total = _total(parts)
         if total > limit:
@@ -114,10 +131,10 @@ def within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> Memo
 
 def states_within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> bool:
     """Whether parameters, gradients and optimizer state alone leave room in `limit` bytes, whatever is recomputed."""
-    model, tensor, expert = work.model, choices.tensor, choices.expert
+    model, tensor, parts = work.model, choices.tensor, choices.expert_parts
     room = (limit - runtime.context) / (1.0 + runtime.fragmentation)
     for stage in stages_of(model, choices).heaviest:
-        states = states_of(stage_parameters(model, stage, tensor, expert), choices, runtime, stage)
+        states = states_of(stage_parameters(model, stage, tensor, parts), choices, runtime, stage)
         if sum(states) - states.cast > room:
             return False
     return True
@@ -129,10 +146,25 @@ def every_stage(work: Work, choices: Choices, runtime: Runtime) -> list[Memory]:
     return [Memory(*_parts(work, choices, runtime, stage, common)) for stage in stages_of(work.model, choices).every]
 
 
+def _candidates(work: Work, choices: Choices) -> tuple[Stage, ...]:
+    """The stages of which one is the fullest. Where backward passes come in halves later ranks hold less of one kind
+    and more of the other, so that any may be.
+    """
+    stages = stages_of(work.model, choices)
+    return stages.every if choices.schedule in HALVED else stages.heaviest
+
+
 @lru_cache(maxsize=65536)
 def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: Runtime) -> _Common:
     model, tensor, numbers = work.model, choices.tensor, choices.numbers
-    rest = (work.sequence_length, tensor, choices.sequence_parallel, numbers, runtime, choices.expert > 1)
+    rest = (
+        work.sequence_length,
+        tensor,
+        choices.sequence_parallel,
+        numbers,
+        runtime,
+        choices.expert > 1 or not choices.expert_tensor,
+    )
     dense = layer_activations(model, False, *rest)
     mixed = layer_activations(model, True, *rest) if model.experts is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
@@ -147,6 +179,7 @@ def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: R
         tokens=tokens,
         dense=dense,
         mixed=mixed,
+        output=output_bytes(model, tensor, choices.sequence_parallel, numbers, runtime, dense.boundary),
         sends=2 * tokens * dense.boundary,
         layer=whole + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
         experts=experts,
@@ -168,14 +201,17 @@ def _logits(work: Work, choices: LayerLayout, chunk: int | None, runtime: Runtim
 
 def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common: _Common) -> _Parts:
     """The fields of `Memory` for the ranks of one stage, in its order."""
-    own = stage_parameters(work.model, stage, choices.tensor, choices.expert)
+    own = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
     states = states_of(own, choices, runtime, stage)
     kept, working = _activations(work, choices, runtime, stage, common)
-    flight = held(choices, stage.rank)
-    activations = flight * kept
+    left = common.tokens * left_by_stage(work.model, stage, choices) if runtime.frees_halfway else kept
+    activations = held_bytes(choices, stage.rank, kept, left)
+    if stage.output:
+        activations += _kept_behind_layers(work, choices, runtime, common)
     parameters = states.parameters
     if states.cast:
         copies, again = _casts(own, choices, states, stage)
+        flight = held(choices, stage.rank) - halfway(choices, stage.rank)
         parameters, working = parameters + flight * copies, working + again
     if choices.offload_activations is not Offload.NONE:
         ahead = 2 * choices.recompute_group(stage.layers) if choices.recompute is not Recompute.NONE else 2
@@ -209,6 +245,20 @@ def _total(parts: _Parts) -> float:
     return sum(parts) - parts[0] - (logits if working > logits else working)
 
 
+def _kept_behind_layers(work: Work, choices: Choices, runtime: Runtime, common: _Common) -> float:
+    """Bytes of the final norm, and of the logarithms of probabilities but for one micro-batch's: `Memory.logits` has
+    those.
+    """
+    if choices.settings.rematerialize:
+        return 0.0
+    count = losses(choices)
+    always = runtime.keeps_normed or choices.recompute is Recompute.NONE
+    kept = count * common.output if always else 0.0
+    if choices.settings.loss_chunk is None:
+        kept += (count - 1) * max(FP32, choices.numbers.bytes) * work.model.vocab / choices.tensor
+    return common.tokens * kept
+
+
 def _casts(own: StageParameters, choices: Choices, states: States, stage: Stage) -> tuple[float, float]:
     """Bytes of copies in the format of compute: (kept by each micro-batch in flight, made while it is recomputed)."""
     if choices.recompute is Recompute.NONE and not choices.settings.rematerialize:
@@ -231,7 +281,6 @@ def _activations(work: Work, choices: Choices, runtime: Runtime, stage: Stage, c
         working = max(working, working_bytes(common.mixed, stage.mixtures, choices, runtime))
     if stage.output:
         kept += work.model.prediction_layers * kept_bytes(common.mixed, 1, choices)
-        kept += common.dense.boundary if choices.recompute is Recompute.NONE else 0.0
     if choices.settings.rematerialize:
         # A stage's input is what it keeps, and one of a rank's stages is computed again at a time.
         working += kept / choices.virtual_stages

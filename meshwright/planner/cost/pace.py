@@ -214,6 +214,7 @@ def _layer_pass(
         causal,
         chosen.numbers,
         chosen.context_method is not ContextMethod.RING,
+        chosen.expert_tensor,
     )
     time = layer_time(shape, machine.gpu, runtime)
     again = recomputed_part(how)

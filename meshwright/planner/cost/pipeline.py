@@ -11,7 +11,7 @@ from meshwright.planner.cost.choices import Choices, Work
 from meshwright.planner.cost.groups import Groups
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.pace import stage_seconds
-from meshwright.planner.cost.stages import stages_of
+from meshwright.planner.cost.stages import Stage
 from meshwright.planner.cost.step import hop_seconds
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.generate import generate
@@ -40,13 +40,11 @@ def simulate_pipeline(work: Work, choices: Choices, machine: Machine, groups: Gr
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.
     """
     schedule = generate(choices.schedule.value, choices.pipeline, choices.micro_batches, choices.virtual_stages)
-    held = stages_of(work.model, choices).every
-    costs: list[Costs] = [Costs()] * schedule.stages
-    for rank, stage in enumerate(held):
-        forward, backward_input, backward_weight = stage_seconds(work, choices, machine, groups, stage)
-        own = sorted({action.stage for slot in schedule.ranks[rank] for action in slot})
-        parts = 1 if choices.pipeline == schedule.stages else len(own)
-        for number in own if parts > 1 else [rank]:
-            costs[number] = Costs(forward / parts, backward_input / parts, backward_weight / parts)
+    parts = [part for own in choices.layers_of(work.model.layers) for part in own]
+    costs = []
+    for number, own in enumerate(sorted(parts, key=lambda part: (part.start, part.stop))):
+        mixtures = work.model.mixtures(own.start, own.stop)
+        stage = Stage(number, len(own), mixtures, number == 0, number == len(parts) - 1)
+        costs.append(Costs(*stage_seconds(work, choices, machine, groups, stage)))
     hop = hop_seconds(work, choices, machine, groups)
     return Pipeline(schedule, simulate(schedule, costs, hop))

@@ -39,10 +39,12 @@ def replica_seconds(
             pass; ZeRO-3's traffic behind all of every pass.
     """
     runtime, fabric = machine.runtime, machine.fabric
-    own = fullest_stage(work.model, stages, choices.tensor, choices.expert)
+    own = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
     reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
     taken = reduced(own.dense * runtime.reduced, groups.replicas, fabric)
     taken += reduced(own.experts * runtime.reduced, groups.expert_replicas, fabric)
+    if choices.tensor > 1 and not choices.expert_tensor:
+        taken += all_reduce(own.experts * runtime.reduced, groups.tensor, fabric)
     hidden = hiding[0]
     if choices.zero_stage == 3:
         taken += 2.0 * choices.micro_batches * _gathering(own, choices, groups, fabric)
@@ -54,7 +56,7 @@ def replica_seconds(
 
 def replica_bytes(work: Work, choices: Choices, runtime: Runtime, stages: Stages) -> float:
     """Bytes that the rank with most parameters sends in one step to reduce gradients and to gather parameters."""
-    own = fullest_stage(work.model, stages, choices.tensor, choices.expert)
+    own = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
     # Around a ring an all-reduce is a scatter and a gather; under ZeRO the gather is of parameters, half the bytes.
     sent = own.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
     if choices.zero_stage == 3:
@@ -76,7 +78,7 @@ def _gathering(own: StageParameters, choices: Choices, groups: Groups, fabric: F
 
 def _held(work: Work, choices: Choices, stage: Stage) -> float:
     """Parameters whose optimizer state is on each rank of a stage."""
-    own = stage_parameters(work.model, stage, choices.tensor, choices.expert)
+    own = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
     if not choices.zero_stage:
         return own.total
     return own.dense / choices.replicas + own.experts / max(1, choices.replicas // choices.expert)

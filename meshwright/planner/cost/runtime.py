@@ -62,6 +62,8 @@ class Runtime:
     """Whether parameters are stored as masters and cast for each micro-batch, and `Settings` count: this worker."""
     keeps_normed: bool = False
     """Whether a norm keeps what it normed too, in the format of compute, and a statistic a token."""
+    frees_halfway: bool = False
+    """Whether the first half of a backward pass frees what the second half does not need."""
     selects_products: bool = False
     """Whether selective recomputation keeps the outputs of matrix products and attention instead of all but scores."""
     copies_routed: bool = False
@@ -105,6 +107,7 @@ _LISTED = (
         keeps_gathered=True,
         stores_masters=True,
         keeps_normed=True,
+        frees_halfway=True,
         selects_products=True,
         copies_routed=True,
         ring_gradients=4.0,

@@ -13,10 +13,7 @@ from meshwright.models.counts import (
     prediction_parameters,
 )
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, Schedule
-
-V_SHAPED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE_V})
-"""Schedules whose first rank holds the model's end as well as its beginning."""
+from meshwright.planner.cost.choices import CHUNKED, V_SHAPED, Choices, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +68,20 @@ class Stages:
 
 
 @lru_cache(maxsize=16384)
-def _stages(model: Transformer, pipeline: int, split: tuple[int, ...] | None, folded: bool) -> Stages:
-    held = Choices(pipeline=pipeline, layer_split=split).layers_of(model.layers)
-    listed, first, last = [], 0, len(held) - 1
+def _stages(
+    model: Transformer, pipeline: int, split: tuple[int, ...] | None, schedule: Schedule, chunks: int
+) -> Stages:
+    held = Choices(pipeline=pipeline, layer_split=split, schedule=schedule, virtual_stages=chunks).layers_of(
+        model.layers
+    )
+    listed, last = [], 0 if schedule in V_SHAPED else len(held) - 1
     kinds: dict[tuple[int, int, bool, bool], list[Stage]] = {}
-    for rank, layers in enumerate(held):
-        mixtures = model.mixtures(first, first + layers)
-        output = rank == 0 if folded else rank == last
-        stage = Stage(rank, layers, mixtures, rank == 0, output)
-        kinds.setdefault((layers, mixtures, stage.embedding, output), []).append(stage)
+    for rank, parts in enumerate(held):
+        layers = sum(len(part) for part in parts)
+        mixtures = sum(model.mixtures(part.start, part.stop) for part in parts)
+        stage = Stage(rank, layers, mixtures, rank == 0, rank == last)
+        kinds.setdefault((layers, mixtures, stage.embedding, stage.output), []).append(stage)
         listed.append(stage)
-        first += layers
     different = tuple(like[0] for like in kinds.values())
     heaviest = tuple(stage for stage in different if not any(_covers(other, stage) for other in different))
     return Stages(tuple(listed), different, tuple(len(like) for like in kinds.values()), heaviest)
@@ -99,15 +99,26 @@ def stages_of(model: Transformer, choices: Choices) -> Stages:
     Raises:
         ValueError: there are more ranks than layers, or `layer_split` does not add up.
     """
-    return _stages(model, choices.pipeline, choices.layer_split, choices.schedule in V_SHAPED)
+    return _stages(model, choices.pipeline, choices.layer_split, *_shape(choices))
+
+
+def _shape(choices: Choices) -> tuple[Schedule, int]:
+    """What of the schedule the stages depend on, the same for all that lay them alike."""
+    if choices.pipeline == 1 or choices.schedule not in CHUNKED | V_SHAPED:
+        return Schedule.ONE_F_ONE_B, 1
+    like = Schedule.ZB_V if choices.schedule in V_SHAPED else Schedule.INTERLEAVED
+    return like, choices.virtual_stages
 
 
 @lru_cache(maxsize=65536)
-def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int) -> StageParameters:
-    """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole."""
+def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts: int) -> StageParameters:
+    """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole.
+
+    `expert_parts` is how many ranks a layer's experts are split over, `Choices.expert_parts`.
+    """
     dense = stage.dense * _unsplit(layer_counts(model, False), tensor)
     mixed = layer_counts(model, True)
-    experts = stage.mixtures * mixed.experts / (tensor * expert)
+    experts = stage.mixtures * mixed.experts / expert_parts
     dense += stage.mixtures * _unsplit(mixed, tensor)
     tables = 0.0
     if stage.embedding:
@@ -118,14 +129,14 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert: int)
     layer = (mixed.total if stage.mixtures else layer_counts(model, False).total) / tensor
     largest = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
     if stage.mixtures:
-        layer = _unsplit(mixed, tensor) + mixed.experts / (tensor * expert)
+        layer = _unsplit(mixed, tensor) + mixed.experts / expert_parts
     return StageParameters(dense + tables, experts, largest, layer, tables)
 
 
 @lru_cache(maxsize=65536)
-def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert: int) -> StageParameters:
+def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert_parts: int) -> StageParameters:
     """Parameters of the rank that has most of them."""
-    each = [stage_parameters(model, stage, tensor, expert) for stage in stages.distinct]
+    each = [stage_parameters(model, stage, tensor, expert_parts) for stage in stages.distinct]
     return max(each, key=lambda parameters: parameters.total)
 
 

@@ -142,8 +142,9 @@ def _stored(own: StageParameters, choices: Split, layers: int, copies: float) ->
         states = _gathered_by_layer(own, choices, sizes)
     if choices.offloaded:
         states = states._replace(optimizer=0.0)
-    if copies > 1:
-        states = states._replace(parameters=states.parameters + (copies - 1) * sizes.stored * sizes.whole)
+    if copies:
+        # Frozen weights have one version.
+        states = states._replace(parameters=states.parameters + copies * sizes.stored * sizes.trained)
     if choices.schedule in DOUBLE and choices.pipeline > 1:
         return States(*(2.0 * part for part in states))
     return states

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.planner.cost.choices import Recompute
 from meshwright.planner.search.fill import FOLDED, memory_in, price
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.request import Request
-from meshwright.planner.search.split import balanced
+from meshwright.schedules.profile import layer_costs, output_costs
+from meshwright.schedules.split import balanced
+
+_WHOLE_LAYERS = (Recompute.FULL, Recompute.SQRT)
 
 
 def leaders(request: Request, found: list[Found]) -> list[Found]:
@@ -24,26 +28,12 @@ def uneven(request: Request, one: Found) -> Iterator[Found]:
     model, choices = request.work.model, one.choices
     if choices.virtual_stages > 1:
         return
-    per_layer = [_layer_cost(request, layer) for layer in range(model.layers)]
-    head = 6.0 * model.hidden * model.vocab
-    split = balanced(per_layer, choices.pipeline, first=0.0, last=head)
+    again, length, causal = choices.recompute in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
+    costs = [layer_costs(model, length, layer, recomputes=again, causal=causal).total for layer in range(model.layers)]
+    split = balanced(costs, choices.pipeline, last=output_costs(model).total)
     changed = replace(choices, layer_split=split)
     memory = memory_in(request, changed) if request.techniques.allow(request.work, changed) else None
     if memory is not None:
         better = Found(changed, price(request, changed, memory), request.node)
         if better.seconds < one.seconds:
             yield better
-
-
-def _layer_cost(request: Request, layer: int) -> float:
-    """FLOPs per token of one layer, forward and backward."""
-    model = request.work.model
-    head = model.head_size
-    attention = model.hidden * (2 * model.heads * head + 2 * model.kv_heads * head)
-    scores = model.heads * head * request.work.sequence_length * (1 if request.work.causal else 2)
-    matrices = 3 if model.gated else 2
-    if model.experts is not None and model.is_mixture(layer):
-        width = model.experts.per_token * model.experts.intermediate + model.experts.shared_intermediate
-    else:
-        width = model.intermediate
-    return 6.0 * (attention + scores + matrices * model.hidden * width)

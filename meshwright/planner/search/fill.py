@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.api.rules.context import heads_are_shared
-from meshwright.planner.cost.choices import Choices, ContextMethod, Offload, Recompute, Schedule
+from meshwright.planner.cost.choices import CHUNKED, Choices, ContextMethod, Offload, Recompute, Schedule
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory import Memory, states_within, within
 from meshwright.planner.search.request import Request
 from meshwright.planner.search.shapes import Shape
 
-CHUNKED = frozenset({Schedule.INTERLEAVED, Schedule.LOOPED_BFS})
 FOLDED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V})
 """Schedules with two chunks on every rank."""
 
@@ -26,6 +25,7 @@ def choices_of(request: Request, shape: Shape, size: int, **more: object) -> Cho
         context=shape.context,
         pipeline=shape.pipeline,
         expert=shape.expert,
+        expert_tensor=request.expert_tensor,
         data=shape.data,
         micro_batch_size=size,
         micro_batches=request.work.global_batch // shape.data // size,

@@ -24,6 +24,8 @@ def runs(work: Work, choices: Choices) -> bool:
         return False
     if experts is not None and experts.shared_intermediate % choices.tensor:
         return False
+    if experts is not None and choices.tensor > 1 and not (choices.expert_tensor or choices.sequence_parallel):
+        return False
     if choices.layer_split is not None:
         split = choices.layer_split
         if min(split) < 1 or len(split) > MOST_STAGES or max(split) > MOST_LAYERS_A_STAGE:

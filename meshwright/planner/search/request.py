@@ -115,6 +115,8 @@ class Request:
     """Where the job wants optimizer state anyway."""
     offload_activations: Offload = Offload.NONE
     """Where it wants activations."""
+    expert_tensor: bool = True
+    """Whether it wants tensor parallelism to split experts."""
     gpus_per_worker: int = 1
     """Tensor-parallel groups fill workers or share them evenly."""
     usable: float = 0.97

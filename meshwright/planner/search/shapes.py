@@ -62,7 +62,7 @@ def tensor_degrees(request: Request) -> list[int]:
         return [pinned]
     model, techniques = request.work.model, request.techniques
     common = gcd(model.heads, model.intermediate)
-    if model.experts is not None:
+    if model.experts is not None and request.expert_tensor:
         common = gcd(common, model.experts.intermediate)
     if not techniques.pads_vocabulary:
         common = gcd(common, model.vocab)

@@ -134,7 +134,7 @@ models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"),
 def test_stages_hold_every_parameter_once(model: Transformer, tensor: int, pipeline: int, expert: int) -> None:
     untied = replace(model, tie_embeddings=False)
     choices = Choices(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
-    held = [stage_parameters(untied, stage, tensor, expert) for stage in stages_of(untied, choices).every]
+    held = [stage_parameters(untied, stage, tensor, choices.expert_parts) for stage in stages_of(untied, choices).every]
     experts = sum(part.experts for part in held) * tensor * expert
     if untied.experts is not None:
         assert experts == pytest.approx(untied.mixtures(0, untied.layers) * layer_counts(untied, True).experts)

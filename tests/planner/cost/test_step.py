@@ -23,6 +23,7 @@ from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.pace import exposed_host
 from meshwright.planner.cost.pipeline import simulate_pipeline
 from meshwright.planner.cost.runtime import RUNTIMES
+from meshwright.planner.cost.settings import Settings
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = Transformer.of(PRESETS["llama-3.1-70b"])
@@ -159,6 +160,18 @@ def test_schedules_differ_by_their_bubble() -> None:
     }
     assert bubbles[Schedule.INTERLEAVED] < bubbles[Schedule.ZB_H1] < bubbles[Schedule.ONE_F_ONE_B]
     assert bubbles[Schedule.ONE_F_ONE_B] == pytest.approx(7 / 71, abs=0.02)
+
+
+def test_an_automatic_schedule_waits_less_with_more_room() -> None:
+    base = Choices(tensor=8, pipeline=8, micro_batches=64, schedule=Schedule.AUTOMATIC)
+    waits = [
+        estimate(Work(LLAMA, 8192, 64), replace(base, settings=Settings(activation_limit=room)), H100S).bubble
+        for room in (4, 6, 8, 10, 12)
+    ]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > 2 * waits[2]
+    plain = estimate(Work(LLAMA, 8192, 64), replace(base, schedule=Schedule.ZB_H1), H100S).bubble
+    assert plain == pytest.approx(waits[2])
 
 
 @pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZB_H1, Schedule.INTERLEAVED])

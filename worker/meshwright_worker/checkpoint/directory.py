@@ -12,7 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
-from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, Written
 from meshwright_worker.checkpoint.safetensors import checksum_of
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class CheckpointDirectory:
         path.mkdir(parents=True)
         return path
 
-    def commit(self, manifest: Manifest) -> Path:
+    def commit(self, manifest: Written) -> Path:
         """Make the checkpoint that was written under its hidden name a complete one: the manifest, then the rename."""
         step = manifest.state.step
         hidden, final = self.temporary(step), self.path(step)

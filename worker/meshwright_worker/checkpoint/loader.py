@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
-from meshwright_worker.checkpoint.manifest import Manifest, read_manifest
+from meshwright_worker.checkpoint.manifest import Kind, Manifest, Written, read_written
 from meshwright_worker.checkpoint.storage import CheckpointReader
 from meshwright_worker.mesh import Mesh
 
@@ -32,15 +32,19 @@ class CheckpointMismatchError(ValueError):
     """A checkpoint belongs to another run. The message names what differs and the fix."""
 
 
-def newest_intact(directory: CheckpointDirectory, mesh: Mesh) -> Manifest | None:
-    """The newest complete checkpoint whose files are what was written; None when there is none. Collective."""
+def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) -> Kind | None:
+    """The newest complete checkpoint whose files are what was written; None when there is none. Collective.
+
+    Raises:
+        ForeignCheckpointError: it is of another kind.
+    """
     if mesh.rank == 0:
         directory.clean()
     while True:
         step = _from_first_rank((directory.steps() or [_NONE])[0] if mesh.rank == 0 else _NONE, mesh)
         if step == _NONE:
             return None
-        manifest = read_manifest(directory.path(step))
+        manifest = read_written(directory.path(step), kind)
         if _everywhere(manifest is not None and _share_is_intact(directory.path(step), manifest, mesh), mesh):
             return manifest
         if mesh.rank == 0:
@@ -107,7 +111,7 @@ def blanks_in(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tens
     }
 
 
-def _share_is_intact(path: Path, manifest: Manifest, mesh: Mesh) -> bool:
+def _share_is_intact(path: Path, manifest: Written, mesh: Mesh) -> bool:
     share = sorted(manifest.files)[mesh.rank :: mesh.layout.world_size]
     return all(is_intact(path / name, manifest.files[name]) for name in share)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
+from meshwright_worker.data.tokenizer import TokenizerRecord
 
 MANIFEST = "meshwright.json"
 FORMAT = 1
@@ -59,13 +61,20 @@ class TrainingState(ApiModel):
     """Steps without an overflow since the scale last changed."""
 
 
-class Manifest(ApiModel):
-    """The content of `meshwright.json`."""
+class Written(ApiModel):
+    """What `meshwright.json` says of every checkpoint, whatever was trained."""
 
     format: int = FORMAT
     """Version of the checkpoint format."""
     state: TrainingState
     """Where training stands."""
+    files: dict[str, FileRecord] = {}
+    """Every other file of the checkpoint."""
+
+
+class Manifest(Written):
+    """That of a checkpoint of one of the runtime's own models."""
+
     architecture: Architecture
     """The model."""
     seed: int
@@ -74,20 +83,64 @@ class Manifest(ApiModel):
     """Tokens per sample."""
     stream: str
     """Identity of the sample stream that `state.samples` counts in."""
+    tokenizer: TokenizerRecord | None = None
+    """What the run's text is written in; None in checkpoints from before this was kept."""
     layout: LayoutRecord
     """Who wrote it."""
     lora: LoraSpec | None = None
     """The adapters that the checkpoint holds, in place of the model's parameters; None where it holds the model."""
     initial_weights: str | None = None
     """Where the model that adapters belong to was read from; None for random weights by `seed`."""
-    files: dict[str, FileRecord] = {}
-    """Every other file of the checkpoint."""
+
+
+class ModuleManifest(Written):
+    """That of a checkpoint of a module of one's own."""
+
+    module: str
+    """The module's class."""
+    layout: LayoutRecord
+    """Who wrote it."""
+
+
+class ForeignCheckpointError(ValueError):
+    """A checkpoint is whole, but of a module of one's own instead of a model of the runtime, or the other way round."""
+
+
+Kind = TypeVar("Kind", bound=Written)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a checkpoint directory; None when there is none that this version can read."""
+    """`read_written` for one of the runtime's own models."""
+    return read_written(directory, Manifest)
+
+
+def read_written(directory: Path, kind: type[Kind]) -> Kind | None:
+    """The manifest of a checkpoint directory; None when there is none that this version can read.
+
+    Raises:
+        ForeignCheckpointError: it is of another kind.
+    """
     try:
-        manifest = Manifest.model_validate_json((directory / MANIFEST).read_bytes())
-    except (OSError, ValidationError):
+        content = (directory / MANIFEST).read_bytes()
+        manifest = kind.model_validate_json(content)
+    except OSError:
+        return None
+    except ValidationError:
+        for other in (Manifest, ModuleManifest):
+            if other is not kind and _is_of(content, other):
+                raise ForeignCheckpointError(
+                    f"{directory} is a checkpoint of {_NAMES[other]}, not of {_NAMES[kind]}: use another directory"
+                ) from None
         return None
     return manifest if manifest.format == FORMAT else None
+
+
+_NAMES: dict[type[Written], str] = {Manifest: "one of the runtime's models", ModuleManifest: "a module of one's own"}
+
+
+def _is_of(content: bytes, kind: type[Written]) -> bool:
+    try:
+        kind.model_validate_json(content)
+    except ValidationError:
+        return False
+    return True

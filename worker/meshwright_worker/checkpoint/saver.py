@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.manifest import FileRecord, Manifest
+from meshwright_worker.checkpoint.manifest import FileRecord, Written
 from meshwright_worker.checkpoint.storage import CheckpointWriter
 from meshwright_worker.checkpoint.tensors import stage_copy
 from meshwright_worker.mesh import Mesh
@@ -51,7 +51,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._result: Saved | BaseException | None = None
 
-    def begin(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+    def begin(self, tensors: dict[str, torch.Tensor], manifest: Written) -> None:
         """Start to save; returns when a copy is taken. Collective. Call `finished` before and between."""
         if self._thread is not None:
             raise CheckpointError("a save is still under way")
@@ -74,7 +74,7 @@ class Checkpointer:
             raise CheckpointError(f"a checkpoint could not be written: {result}") from result
         return result
 
-    def _run(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+    def _run(self, tensors: dict[str, torch.Tensor], manifest: Written) -> None:
         started = time.monotonic()
         step = manifest.state.step
         try:
@@ -84,7 +84,7 @@ class Checkpointer:
         except BaseException as error:
             self._result = error
 
-    def _write(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
+    def _write(self, tensors: dict[str, torch.Tensor], manifest: Written) -> None:
         group = self._mesh.checkpoint_group
         step = manifest.state.step
         if self._mesh.rank == 0:
@@ -99,7 +99,7 @@ class Checkpointer:
             process_group=group,
         )
 
-    def _commit_of(self, manifest: Manifest) -> Callable[[dict[str, FileRecord]], None]:
+    def _commit_of(self, manifest: Written) -> Callable[[dict[str, FileRecord]], None]:
         def commit(files: dict[str, FileRecord]) -> None:
             self._directory.commit(manifest.model_copy(update={"files": files}))
             self._directory.retain(self._keep)

@@ -61,7 +61,7 @@ class CheckpointSession:
         Raises:
             CheckpointMismatchError: it is of another run.
         """
-        found = newest_intact(self._directory, self._mesh)
+        found = newest_intact(self._directory, self._mesh, Manifest)
         if found is None:
             return TrainingState()
         check_same_run(found, self._blank)

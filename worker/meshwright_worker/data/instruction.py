@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from meshwright.api.data import DataSpec, OnCorrupt
 from meshwright.data.errors import CorruptRecordError
 from meshwright.data.files import Folder
-from meshwright.data.records import Skipped
+from meshwright.data.records import Skipped, parse_json, unwritable
 from meshwright.data.tokenizers import Tokenizer
 from meshwright_worker.data.corpus import CorpusError, matched
 from meshwright_worker.data.permutation import Permutation
@@ -124,13 +123,15 @@ def held_out_of(pairs: list[Pair], share: float, *, held_out: bool) -> list[Pair
 
 
 def _pair(line: bytes, where: str, tokenizer: Tokenizer, length: int) -> Pair | CorruptRecordError:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        return CorruptRecordError(f"{where}: not JSON ({error})")
+    record = parse_json(line, where)
+    if isinstance(record, CorruptRecordError):
+        return record
     texts: list[Any] = [record.get(key) for key in ("prompt", "completion")] if isinstance(record, dict) else [None]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
         return CorruptRecordError(f"{where}: a record needs the texts `prompt` and `completion`")
+    problem = next((found for text in texts if (found := unwritable(text, where))), None)
+    if problem is not None:
+        return problem
     prompt, completion = tokenizer.encode(texts)
     if len(prompt) > length:
         return CorruptRecordError(

@@ -37,14 +37,23 @@ def tokenizer_of(data: DataSpec, root: str) -> Tokenizer:
     """
     if data.tokenizer is Kind.BYTE or data.tokenizer_file is None:
         return open_tokenizer(data.tokenizer, None)
+    return tokenizer_at(data.tokenizer, root, data.tokenizer_file)
+
+
+def tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
+    """The tokenizer whose file lies at `file` below a folder or URI.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
     folder = open_folder(root)
-    path = folder.local(data.tokenizer_file)
+    path = folder.local(file)
     if path is not None:
-        return open_tokenizer(data.tokenizer, path)
-    with tempfile.TemporaryDirectory() as scratch, folder.open(data.tokenizer_file) as file:
+        return open_tokenizer(kind, path)
+    with tempfile.TemporaryDirectory() as scratch, folder.open(file) as content:
         copy = Path(scratch) / "tokenizer"
-        copy.write_bytes(file.read())
-        return open_tokenizer(data.tokenizer, copy)
+        copy.write_bytes(content.read())
+        return open_tokenizer(kind, copy)
 
 
 def prepared(data: DataSpec, folder: Folder, tokenizer: Tokenizer) -> Folder:

@@ -1,20 +1,21 @@
-"""Bytes as tokens, for what needs no other: the demo and single prompts."""
+"""Which tokenizer a run's text is written in, so that its checkpoints can be read by whoever asks them for text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from meshwright.data.tokenizers import BYTE_SEPARATOR, BYTE_VOCABULARY, ByteTokenizer
+from meshwright.api.base import ApiModel
+from meshwright.api.data import Tokenizer as Kind
+from meshwright.data.tokenizers import BYTE_SEPARATOR, BYTE_VOCABULARY
 
 SEPARATOR = BYTE_SEPARATOR
 VOCABULARY = BYTE_VOCABULARY
 
 
-def encode(text: str) -> list[int]:
-    """The tokens of a text: its UTF-8 bytes."""
-    return ByteTokenizer().encode([text])[0]
+class TokenizerRecord(ApiModel):
+    """A tokenizer as a checkpoint names it."""
 
-
-def decode(tokens: Iterable[int]) -> str:
-    """The text of tokens; a separator becomes a line break."""
-    return ByteTokenizer().decode(tokens)
+    kind: Kind
+    """How text becomes tokens."""
+    identity: str
+    """See `Tokenizer.identity`: a file of another identity gives other tokens."""
+    file: str | None = None
+    """Path or URI at which the run found the tokenizer's file; None for bytes."""

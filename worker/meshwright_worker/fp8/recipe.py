@@ -22,16 +22,24 @@ class Fp8Recipe:
         spec: how scales come about.
         group: the ranks that the weight is split over; None where there are none.
         inputs: whether the weight's inputs are split; otherwise, in a group, its outputs are.
+        tokens: the ranks that each have a part of every sequence; None where there are none.
     """
 
-    def __init__(self, spec: Fp8Spec, group: dist.ProcessGroup | None, *, inputs: bool) -> None:
+    def __init__(
+        self,
+        spec: Fp8Spec,
+        group: dist.ProcessGroup | None,
+        *,
+        inputs: bool,
+        tokens: dist.ProcessGroup | None = None,
+    ) -> None:
         self.spec = spec
         self.rowwise = spec.scaling is Fp8Scaling.ROWWISE
         self.seen: torch.Tensor | None = None
         """Delayed scaling: the largest input, weight and gradient of the step so far, fp32 [3]."""
         self.expected: torch.Tensor | None = None
         """Delayed scaling: the largest of the last steps, fp32 [3]; None in the first."""
-        self._group = group
+        self._group, self._tokens = group, tokens
         self._split = (group is not None and inputs, group is not None and not inputs)
 
     def compile(self) -> None:
@@ -53,6 +61,12 @@ class Fp8Recipe:
         """Maxima over the group where it splits what they are of, in place."""
         if split:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
+        return amax
+
+    def _agreed_by_parts(self, amax: torch.Tensor) -> torch.Tensor:
+        """Maxima over the ranks that have other tokens of the same sequences, in place."""
+        if self._tokens is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._tokens)
         return amax
 
 

@@ -17,6 +17,7 @@ from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.tensors import MODEL, model_tensors
 from meshwright_worker.data.batch import Places
+from meshwright_worker.device import alone
 from meshwright_worker.generation.cache import add_caches
 from meshwright_worker.generation.validate import check_layout
 from meshwright_worker.mesh import PIPELINE, TENSOR, Mesh
@@ -45,7 +46,7 @@ class CachedModel:
         self._stage = stage.eval()
         self._model = model
         self._mesh = mesh
-        self._device = mesh.device if mesh is not None else torch.device("cpu")
+        self._device = mesh.device if mesh is not None else next(stage.parameters()).device
         self._caches = add_caches(stage, capacity)
         self._length = 0
 
@@ -149,8 +150,10 @@ def load_split(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh,
     return CachedModel(built.module, manifest.architecture, capacity, mesh)
 
 
-def load_whole(checkpoint: Path, manifest: Manifest, precision: Precision, capacity: int) -> CachedModel:
-    """The whole model in this process, on the CPU.
+def load_whole(
+    checkpoint: Path, manifest: Manifest, precision: Precision, capacity: int, device: torch.device | None = None
+) -> CachedModel:
+    """The whole model in this process, on `device`: when None, on a GPU where there is one.
 
     Raises:
         CheckpointMismatchError: the checkpoint is another model's.
@@ -161,7 +164,7 @@ def load_whole(checkpoint: Path, manifest: Manifest, precision: Precision, capac
         stage = DecoderStage(model, compute_dtype(precision)).to(parameter_dtype(precision))
     if manifest.lora is not None:
         adapt(stage, manifest.lora)
-    initialize(stage, model, manifest.seed, torch.device("cpu"))
+    initialize(stage, model, manifest.seed, device or alone())
     shards = [Shard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
     _fill(shards, buffers_of(stage), checkpoint, manifest, None)
     return CachedModel(stage, model, capacity)

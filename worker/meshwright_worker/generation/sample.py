@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from meshwright_worker.data.tokenizer import VOCABULARY
 from meshwright_worker.generation.model import CachedModel
 
 
-def sample(model: CachedModel, prompt: list[int], count: int, temperature: float, seed: int) -> list[int]:
-    """`count` tokens that go on from `prompt`; on a mesh the same ones on every rank.
+def sample(
+    model: CachedModel,
+    prompt: list[int],
+    count: int,
+    temperature: float,
+    seed: int,
+    *,
+    vocabulary: int | None = None,
+    end: int | None = None,
+) -> list[int]:
+    """Up to `count` tokens that go on from `prompt`; on a mesh the same ones on every rank.
 
     When the model remembers no more, it reads the last half of what it remembered again and goes on from there.
 
@@ -19,6 +27,8 @@ def sample(model: CachedModel, prompt: list[int], count: int, temperature: float
         count: how many tokens.
         temperature: divides the logits; 0 takes the likeliest token each time.
         seed: the same seed gives the same text.
+        vocabulary: ids from here on are not taken: rows that only fill the embedding up. None takes all.
+        end: the token that ends a document, and so the text; it is not among what is returned. None goes on after it.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -27,11 +37,13 @@ def sample(model: CachedModel, prompt: list[int], count: int, temperature: float
         if model.length + len(unread) > model.capacity:
             model.clear()
             unread = tokens[-max(1, model.capacity // 2) :]
-        logits = model.read(torch.tensor([unread]))[0, -1, :VOCABULARY].cpu()
+        logits = model.read(torch.tensor([unread]))[0, -1, :vocabulary].cpu()
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
             probabilities = torch.softmax(logits / temperature, dim=-1)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        if tokens[-1] == end:
+            return tokens[len(prompt) : -1]
         unread = tokens[-1:]
     return tokens[len(prompt) :]

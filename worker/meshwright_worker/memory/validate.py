@@ -28,6 +28,8 @@ def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
             "`training.parameterOffload: true` needs `parallelism.sequence: false` with `parallelism.tensor: "
             f"{run.tensor}`: gradients of norms are summed over GPUs, and are in main memory"
         )
+    if training.parameter_offload_path is not None and not training.parameter_offload:
+        yield "`training.parameterOffloadPath` needs `training.parameterOffload: true`: set it, or remove the path"
     if training.attention_dropout and run.context > 1:
         yield (
             f"`training.attentionDropout: {training.attention_dropout}` needs `parallelism.context: 1`: ranks that "

@@ -1,14 +1,19 @@
 """Weights' gradients computed apart from inputs' gradients: the `W` of zero-bubble schedules (arXiv 2401.10241).
 
 A matrix product whose backward pass runs under a store computes its input's gradient at once, which is what the stage
-before waits for, and leaves its input and its output's gradient in the store. Nothing is computed twice. Parameters of
-other layers, vectors and look-ups, get their gradients at once: there is nothing in them to fill a bubble with.
+before waits for, and leaves to the store what its weight's gradient is made of. Nothing is computed twice, and the
+gradients are those of a whole backward pass, bit by bit. So do linear layers, the experts of a mixture, fp8's products
+of both (`fp8`) and those on a ring (`parallel/tensor_ring`). Vectors, look-ups and a router's few rows get their
+gradients at once: there is nothing in them to fill a bubble with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +21,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshwright_worker.models.grouped import grouped_linear, grouped_outer, grouped_shares
+
 
 class WeightStore:
     """What is left to do for one micro-batch of one stage."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        self._left: deque[tuple[nn.Parameter, Callable[[], torch.Tensor]]] = deque()
 
-    def leave(self, weight: nn.Parameter, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep what the gradient of `weight` [outputs, inputs] is made of: x [..., inputs], gradient [..., outputs]."""
-        self._left.append((weight, x, gradient))
+    def __len__(self) -> int:
+        """How many gradients are left."""
+        return len(self._left)
 
+    def leave(self, weight: nn.Parameter, make: Callable[[], torch.Tensor]) -> None:
+        """Keep how the gradient of this rank's part of `weight` is made, and what `make` holds with it."""
+        self._left.append((weight, make))
+
+    @torch.no_grad()
     def run(self) -> None:
-        """Add the gradients to the weights, last layer first."""
-        for weight, x, gradient in self._left:
-            _accumulate(weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2))
-        self._left.clear()
+        """Add the gradients to the weights, last layer first; nothing is collective."""
+        while self._left:
+            weight, make = self._left.popleft()
+            _accumulate(weight, make())
 
 
 # Not thread-local: autograd runs the backward pass of a device in a thread of its own.
@@ -60,38 +72,90 @@ def go_on_with(store: WeightStore | None) -> None:
     _store = store
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A product's weight, and who computes its gradient. Autograd does not see the parameter in it."""
+
+    weight: nn.Parameter
+    store: WeightStore
+
+    def leave(self, make: Callable[[], torch.Tensor]) -> None:
+        """See `WeightStore.leave`."""
+        self.store.leave(self.weight, make)
+
+
+def later(x: torch.Tensor, weight: torch.Tensor) -> Later | None:
+    """What a product of `x` and `weight` leaves its weight's gradient to; None where the backward pass computes it."""
+    if _store is None or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)):
+        return None
+    return Later(weight, _store)
+
+
+def operand(x: torch.Tensor, weight: torch.Tensor, left: Later | None) -> torch.Tensor:
+    """This rank's part of `weight` in the format of `x`; apart from the graph where its gradient is left to later."""
+    return _local(weight if left is None else weight.detach()).to(x.dtype)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """X [..., inputs] times the rows of weight [outputs, inputs], in the format of x -> [..., outputs]."""
-    if _store is None or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)):
-        return F.linear(x, _local(weight).to(x.dtype))
-    cast = _local(weight.detach()).to(x.dtype)
-    # In a tuple, since a parameter among the arguments would become a part of the graph.
-    product: torch.Tensor = _Deferred.apply(x, cast, (weight,), _store)  # type: ignore[no-untyped-call]
+    left = later(x, weight)
+    if left is None:
+        return F.linear(x, operand(x, weight, left))
+    product: torch.Tensor = _Linear.apply(x, operand(x, weight, left), left)  # type: ignore[no-untyped-call]
     return product
 
 
-class _Deferred(torch.autograd.Function):
+def outer(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a matrix [outputs, inputs] that x [..., inputs] was multiplied with; gradient [..., outputs]."""
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` with this rank's part of a parameter, [groups, outputs, inputs], in the format of the rows."""
+    left = later(rows, weight)
+    if left is None:
+        return grouped_linear(rows, operand(rows, weight, left), counts)
+    product: torch.Tensor = _Grouped.apply(  # type: ignore[no-untyped-call]
+        rows, operand(rows, weight, left), counts, left
+    )
+    return product
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, cast: torch.Tensor, weight: tuple[nn.Parameter], store: WeightStore
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, cast: torch.Tensor, left: Later) -> torch.Tensor:
         ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.store = weight, store
+        ctx.left = left
         return F.linear(x, cast)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, cast = ctx.saved_tensors
         (gradient,) = gradients
-        ctx.store.leave(*ctx.weight, x, gradient)
-        return gradient @ cast, None, None, None
+        # Attached to the graph, x would keep what the stage received until then.
+        ctx.left.leave(partial(outer, x.detach(), gradient))
+        return gradient @ cast, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, cast: torch.Tensor, counts: torch.Tensor, left: Later) -> torch.Tensor:
+        ctx.save_for_backward(rows, cast, counts)
+        ctx.left = left
+        return grouped_linear(rows, cast, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        rows, cast, counts = ctx.saved_tensors
+        (gradient,) = gradients
+        ctx.left.leave(partial(grouped_outer, gradient, rows.detach(), counts))
+        return grouped_shares(gradient, cast, counts), None, None, None
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-@torch.no_grad()
 def _accumulate(weight: nn.Parameter, gradient: torch.Tensor) -> None:
     gradient = gradient.to(weight.dtype)
     if isinstance(weight, DTensor):

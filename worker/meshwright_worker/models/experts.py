@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import is_mixture
 from meshwright_worker.models.balance import Balance, Sequences, Tally
-from meshwright_worker.models.grouped import grouped_linear
-from meshwright_worker.models.layers import FeedForward, local
+from meshwright_worker.models.deferred import grouped
+from meshwright_worker.models.layers import FeedForward
 from meshwright_worker.models.router import ExpertRouter
 
 
@@ -80,7 +80,7 @@ class GroupedProduct(Protocol):
     def __call__(
         self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `grouped_linear`; `origin` as of a `Journey`."""
+        """See `deferred.grouped`; `origin` as of a `Journey`."""
 
 
 class Experts(nn.Module):
@@ -89,7 +89,7 @@ class Experts(nn.Module):
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
         self.products: dict[str, GroupedProduct] = {}
-        """By matrix, where it is not multiplied by `grouped_linear`."""
+        """By matrix, where it is not multiplied by `deferred.grouped`."""
         self.gate = nn.Parameter(torch.empty(experts, width, hidden))
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
@@ -98,8 +98,8 @@ class Experts(nn.Module):
         """Rows sorted by expert, [rows, hidden], of which `counts` belong to each expert here -> the same shape."""
 
         def times(name: str, x: torch.Tensor) -> torch.Tensor:
-            matrix, product = local(self.get_parameter(name)).to(x.dtype), self.products.get(name)
-            return grouped_linear(x, matrix, counts) if product is None else product(x, matrix, counts, origin)
+            weight, product = self.get_parameter(name), self.products.get(name)
+            return grouped(x, weight, counts) if product is None else product(x, weight, counts, origin)
 
         return times("down", F.silu(times("gate", rows)) * times("up", rows))
 
@@ -144,6 +144,10 @@ class MixtureOfExperts(nn.Module):
         self.balance = Balance(mixture, Sequences())
         self.copies = 1
         """How many ranks route the same tokens, each with a part of the experts' widths."""
+        self.slices = 1
+        """How many ranks of a tensor group route positions of their own."""
+        self.whole = True
+        """Whether no tensor group splits the experts' widths."""
         self.tally = Tally(mixture.experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,25 @@ def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
 
 
+def grouped_shares(gradients: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The gradients of `grouped_linear`'s rows: each times the matrix of its group.
+
+    Args:
+        gradients: [rows, outputs].
+        weight: [groups, outputs, inputs], in the same format.
+        counts: int64 [groups], the rows of each.
+
+    Returns:
+        [rows, inputs].
+    """
+    if _has_kernel(gradients, weight):
+        product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        result: torch.Tensor = product(gradients, weight, offs=counts.cumsum(0).to(torch.int32))
+        return result
+    parts = torch.split(gradients, counts.tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight.unbind(0), strict=True)])
+
+
 def grouped_outer(gradients: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The gradients of `grouped_linear`'s matrices: the sum over each group's rows of their outer products.
 

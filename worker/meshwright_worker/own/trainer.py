@@ -4,44 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from meshwright.api.replicas import DataParallelSpec
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.mesh import TENSOR, Mesh
-from meshwright_worker.models.initialize import local_shard
-from meshwright_worker.optimizer import AdamW, learning_rate
-from meshwright_worker.own.plan import ParallelPlan, partial_names, shard, split
-from meshwright_worker.parallel.ddp import BucketedAllReduce
+from meshwright_worker.mesh import REPLICA, TENSOR, Mesh, same_everywhere
+from meshwright_worker.optimizer import learning_rate
+from meshwright_worker.own.agree import first_difference
+from meshwright_worker.own.build import Built, build
+from meshwright_worker.own.checkpoint import load, save
+from meshwright_worker.own.plan import ParallelPlan
+from meshwright_worker.own.randomness import Streams
+from meshwright_worker.own.shard import free
+from meshwright_worker.own.statistics import RunningStatistics
 from meshwright_worker.parallel.gradients import rescale, square_sum, sum_partial
 from meshwright_worker.parallel.shards import Shard
-from meshwright_worker.parallel.tensor import hold_local_parts
 from meshwright_worker.step import DivergedError
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 """The loss of a batch, summed over what is predicted in it, [], and how much that is."""
 
 
+_SAME = 1e-5
+"""Relative difference between losses that are the same."""
+
+
 class OwnTrainer:
     """A module, split by a plan over the tensor and data dimensions of a mesh, and its optimizer.
 
     Args:
-        module: with the same weights on every rank, such as after `torch.manual_seed`.
+        module: with the same weights on every rank, such as after `torch.manual_seed`, in fp64, fp32 or bf16. It is
+            changed in place.
         plan: how it is split.
         loss: how a batch becomes a loss.
         mesh: pipeline and context degree 1.
         steps: of the whole run, for the learning rate.
-        optimizer: AdamW and the schedule of its rate.
-        zero_stage: 0, 2 or 3.
+        optimizer: AdamW and the schedule of its rate. bf16 parameters are rounded stochastically.
+        zero_stage: 0 to 3.
+        seed: of dropout and of that rounding.
 
     Raises:
         PlanError: the plan does not fit the module.
-        ValueError: the mesh has pipeline stages or splits sequences.
+        ValueError: the mesh, the stage or the module's weights are such that training would be wrong.
     """
 
     def __init__(
@@ -54,57 +62,156 @@ class OwnTrainer:
         steps: int,
         optimizer: OptimizerSpec,
         zero_stage: int = 0,
+        seed: int = 0,
     ) -> None:
-        if mesh.layout.pipeline > 1 or mesh.layout.context > 1:
-            raise ValueError("a module of one's own is split over tensor and data dimensions alone")
-        self.module = module.to(mesh.device)
         self._loss, self._mesh, self._steps, self._spec = loss, mesh, steps, optimizer
-        partial = partial_names(module, plan) if mesh.layout.tensor > 1 else set()
-        if mesh.layout.tensor > 1:
-            split(module, plan, mesh.devices[TENSOR])
-        sharded = zero_stage > 0 and mesh.layout.replicas > 1
-        if sharded:
-            shard(module, plan, mesh.replicas, zero_stage=zero_stage)
-            whole: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
-        else:
-            whole = hold_local_parts(module)
-        self.shards = [
-            self._shard(name, parameter, whole.get(name), name in partial, sharded)
-            for name, parameter in module.named_parameters()
-        ]
-        # How many micro-batches a step has, its caller decides; so gradients are summed after the last one.
-        self._replicas = BucketedAllReduce(self.shards, mesh, DataParallelSpec(), 1, overlap=False)
-        self._optimizer = AdamW(self.shards, optimizer)
+        self._streams = Streams(mesh.device, seed, mesh.coordinates.tensor)
+        self._built: Built = build(module, plan, mesh, self._streams, optimizer, zero_stage=zero_stage, seed=seed)
+        self.module = self._built.module
+        self._statistics = RunningStatistics(module, mesh.group(REPLICA))
+        self._checked = False
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """What this rank updates."""
+        return self._built.replicas.shards
 
     def step(self, number: int, batches: Sequence[Any]) -> float:
         """Train on this replica's micro-batches of step `number` (from 1); the mean loss, the same on every rank.
 
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
+            ValueError: ranks that work on the same differ in their losses, numbers of batches or buffers.
         """
+        self._check_count(batches)
         total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
-        for batch in batches:
-            loss, count = self._loss(self.module, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+        self._statistics.begin()
+        for index, batch in enumerate(batches):
+            with self._streams.of(number, self._mesh.coordinates.data * len(batches) + index):
+                loss, count = self._loss(self.module, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
             predicted += count
-        gradients = self._replicas.reduce()
-        if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
-        counts = float(self._mesh.coordinates.tensor == 0)
-        squares = square_sum(self.shards, gradients)
-        sums = torch.stack([total * counts, squares, torch.full_like(squares, predicted * counts)])
-        dist.all_reduce(sums)
-        loss_sum, squared, targets = sums.tolist()
-        mean, norm = float(loss_sum / max(1.0, targets)), math.sqrt(squared) / max(1.0, targets)
+        self._statistics.finish()
+        self._check_buffers()
+        gradients, used = self._gradients()
+        loss_sum, squares, targets, *users = self._sum(total, predicted, square_sum(self.shards, gradients), used)
+        self._check_used(users)
+        mean, norm = loss_sum / max(1.0, targets), math.sqrt(squares) / max(1.0, targets)
         if not math.isfinite(mean + norm):
+            self._built.optimizer.forget()
             raise DivergedError(f"step {number}: loss {mean}, gradient norm {norm}")
         rescale(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
-        self._optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
+        self._built.optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
+        self._built.replicas.publish()
         return mean
 
-    def _shard(self, name: str, parameter: nn.Parameter, whole: DTensor | None, partial: bool, sharded: bool) -> Shard:
-        data, _, context, tensor = self._mesh.coordinates
-        is_split = whole is not None and TENSOR in (whole.device_mesh.mesh_dim_names or ())
-        counted = (is_split or tensor == 0) and (sharded or data == context == 0)
-        return Shard(name, parameter, local_shard(parameter)[0], whole, counted, partial, not sharded)
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        """The mean loss of this replica's batches and the others', the same on every rank; the module in `eval` mode.
+
+        Raises:
+            ValueError: as `step`; or nothing was predicted.
+        """
+        self._check_count(batches)
+        total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
+        trained = [part for part in self.module.modules() if part.training]
+        self.module.eval()
+        with torch.no_grad():
+            for batch in batches:
+                loss, count = self._loss(self.module, batch)
+                total += loss.double()
+                predicted += count
+        # Not `train()`: what was frozen by `eval()` stays so.
+        for part in trained:
+            part.training = True
+        free(self.module)
+        loss_sum, _, targets = self._sum(total, predicted, torch.zeros_like(total), [])
+        if not targets:
+            raise ValueError("nothing was predicted in the batches of `evaluate`")
+        return loss_sum / targets
+
+    def save(self, root: str | Path, step: int, *, keep: int = 2) -> Path:
+        """Save the state after `step` under a directory that all ranks share, of which the newest `keep` stay.
+
+        Any layout and ZeRO stage can load it. Collective; returns when it is durable.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return save(self._built, self._mesh, Path(root), step, keep)
+
+    def load(self, root: str | Path) -> int:
+        """Go on from the newest whole checkpoint of a directory; the step it was saved after, 0 where there is none.
+
+        Raises:
+            CheckpointMismatchError: it is of another module.
+        """
+        free(self.module)
+        return load(self._built, self._mesh, Path(root))
+
+    def _gradients(self) -> tuple[list[torch.Tensor], list[float]]:
+        """Those of `shards`, whole; and of which parameters this rank has computed one."""
+        thawed = [shard.name for shard in self._built.frozen if shard.parameter.requires_grad]
+        if thawed:
+            raise ValueError(f"{', '.join(thawed)} was frozen when the trainer was made: make a new one to train it")
+        used = [float(shard.parameter.grad is not None) for shard in self._built.held]
+        for shard in self._built.held:
+            # A part of the module that this replica's batches do not use; others' may.
+            if shard.parameter.grad is None:
+                shard.parameter.grad = torch.zeros_like(shard.parameter)
+        gradients = self._built.replicas.reduce()
+        if self._mesh.layout.tensor > 1:
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+        return gradients, used
+
+    def _sum(self, total: torch.Tensor, predicted: int, squares: torch.Tensor, used: list[float]) -> list[float]:
+        """Sums over all ranks, in one reduction: of losses and what they are of, of squares and of `used`.
+
+        Raises:
+            ValueError: ranks of a tensor group have different losses.
+        """
+        ranks = self._mesh.layout.tensor
+        first = float(self._mesh.coordinates.tensor == 0)
+        sums = torch.cat(
+            [
+                torch.stack([total * first, total, total.abs(), squares.to(total)]),
+                torch.tensor([predicted * first, *used]).to(total),
+            ]
+        )
+        dist.all_reduce(sums)
+        loss, everyones, scale, *others = sums.tolist()
+        # Not to the bit: on GPUs some sums have no fixed order.
+        if abs(everyones - ranks * loss) > _SAME * scale:
+            raise ValueError(
+                "the ranks of a tensor group computed different losses of one batch: give them the same batch, draw "
+                "random numbers with torch alone, and use the weights of layers that the plan splits nowhere but in "
+                "the layers themselves"
+            )
+        return [loss, *others]
+
+    def _check_used(self, users: list[float]) -> None:
+        unused = [shard.name for shard, ranks in zip(self._built.held, users, strict=True) if not ranks]
+        if unused:
+            self._built.optimizer.forget()
+            raise ValueError(
+                f"no gradient was computed for {', '.join(unused)}: freeze what the loss does not use by "
+                "`requires_grad_(False)` before the trainer is made"
+            )
+
+    def _check_count(self, batches: Sequence[Any]) -> None:
+        alike = self._mesh.layout.tensor > 1 or self._built.gathers
+        if alike and not same_everywhere(str(len(batches)), self._mesh):
+            raise ValueError("every rank must have as many micro-batches: they compute each of them together")
+        if not batches:
+            raise ValueError("a step or an evaluation has at least one micro-batch on every rank")
+
+    def _check_buffers(self) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        name = first_difference(dict(self.module.named_buffers()), self._mesh.device)
+        if name is not None:
+            raise ValueError(
+                f"the buffer `{name}` is no longer the same on every rank after a forward pass: let it depend on "
+                "nothing that ranks have different, such as their batches"
+            )

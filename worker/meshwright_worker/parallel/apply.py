@@ -29,7 +29,7 @@ from meshwright_worker.fp8.grouped import use_fp8_in_experts
 from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.apply import home_of_parameters, parameter_offload, save_memory
 from meshwright_worker.memory.compiled import compile_layers
-from meshwright_worker.mesh import EXPERT, TENSOR, Mesh
+from meshwright_worker.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from meshwright_worker.models.dropout import Slice, drop_out
 from meshwright_worker.models.experts import mixtures_of
 from meshwright_worker.models.initialize import initialize
@@ -95,7 +95,7 @@ def _build(
         adapt(stage, run.training.lora)
     if run.context > 1 or packs_documents(run):
         share_rows(stage, Deal.of(run), sharing)
-    spread_experts(stage, mesh, sequence=run.parallelism.sequence)
+    spread_experts(stage, mesh, sequence=run.parallelism.sequence, tensor=run.parallelism.expert_tensor)
     if mesh.layout.tensor > 1:
         asked = run.parallelism
         split_over_tensor_group(stage, mesh.devices[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)
@@ -122,11 +122,11 @@ def _equip(stage: DecoderStage, training: TrainingSpec, model: Architecture, mes
     tensor = mesh.layout.tensor
     group = mesh.group(TENSOR) if tensor > 1 else None
     if training.fp8 is not None:
-        use_fp8(stage, training.fp8, group)
+        context = mesh.group(CONTEXT) if mesh.layout.context > 1 else None
+        spread = mesh.group(EXPERT) if mesh.layout.expert > 1 else None
+        use_fp8(stage, training.fp8, group, context)
         for _, mixture in mixtures_of(stage):
-            use_fp8_in_experts(
-                mixture.experts, training.fp8, group, mesh.group(EXPERT) if mesh.layout.expert > 1 else None
-            )
+            use_fp8_in_experts(mixture.experts, training.fp8, group, spread, context)
     if training.dropout or training.attention_dropout:
         drop_out(stage, model.heads, training, Slice(mesh.coordinates.tensor, tensor, sequence and tensor > 1))
     if training.loss_chunk_tokens is not None:

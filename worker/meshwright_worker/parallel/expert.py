@@ -6,7 +6,8 @@ with the same index on other ranks are replicas of each other: their gradients a
 Tensor parallelism splits the experts' widths (DeepSpeed-TED, arXiv 2303.06318). Then either every rank of a tensor
 group routes all of its tokens and adds its part of their experts' outputs, between the same collectives as a dense
 layer; or, with sequence parallelism and spread experts, each routes its own positions and the parts are gathered at the
-experts.
+experts. Or the widths stay whole: each rank of a tensor group routes its own positions to experts that all of the group
+hold, and sums up their gradients as it does those of norms.
 """
 
 from __future__ import annotations
@@ -63,15 +64,18 @@ class SharedSequences(Sequences):
         return parts[: group.rank()].sum(0)
 
 
-def spread_experts(stage: DecoderStage, mesh: Mesh, *, sequence: bool) -> None:
-    """Split every mixture's experts over the expert and tensor groups, in place."""
+def spread_experts(stage: DecoderStage, mesh: Mesh, *, sequence: bool, tensor: bool) -> None:
+    """Split every mixture's experts over the expert group and, with `tensor`, over the tensor group, in place."""
     layout = mesh.layout
+    splits = layout.tensor > 1 and tensor
+    slices = layout.tensor > 1 and sequence and (layout.expert > 1 or not tensor)
     for _, mixture in mixtures_of(stage):
-        slices = sequence and layout.tensor > 1 and layout.expert > 1
-        _split(mixture.experts, mesh)
+        _split(mixture.experts, mesh, tensor=splits)
         if layout.expert > 1:
-            tensor = mesh.group(TENSOR) if slices else None
-            mixture.dispatcher = AllToAllDispatcher(mesh.group(EXPERT), tensor)
+            gathers = mesh.group(TENSOR) if slices and splits else None
+            mixture.dispatcher = AllToAllDispatcher(mesh.group(EXPERT), gathers)
+        mixture.whole = not splits
+        mixture.slices = layout.tensor if slices else 1
         mixture.copies = 1 if slices else layout.tensor
         shared = [(CONTEXT, layout.context > 1), (TENSOR, slices)]
         groups = [mesh.group(name) for name, splits in shared if splits]
@@ -81,7 +85,7 @@ def spread_experts(stage: DecoderStage, mesh: Mesh, *, sequence: bool) -> None:
 
 def routes_slices(mixture: MixtureOfExperts) -> bool:
     """Whether each rank of a tensor group routes positions of its own."""
-    return isinstance(mixture.dispatcher, AllToAllDispatcher) and mixture.dispatcher.gathers
+    return mixture.slices > 1
 
 
 def shard_experts_over_replicas(
@@ -107,6 +111,12 @@ def shard_experts_over_replicas(
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def experts_of_slices(stage: DecoderStage) -> list[nn.Parameter]:
+    """Experts that every rank of a tensor group holds whole, and runs on its own positions."""
+    each = [mixture for _, mixture in mixtures_of(stage) if mixture.whole and mixture.slices > 1]
+    return [parameter for mixture in each for parameter in mixture.experts.parameters()]
+
+
 def routers_of(stage: DecoderStage) -> list[nn.Parameter]:
     """The routers' matrices: whole on every rank of a tensor group, each of which has a part of their gradient."""
     return [mixture.router.weight for _, mixture in mixtures_of(stage)]
@@ -117,9 +127,9 @@ def experts_of(stage: DecoderStage) -> list[nn.Parameter]:
     return [parameter for _, mixture in mixtures_of(stage) for parameter in mixture.experts.parameters()]
 
 
-def _split(experts: Experts, mesh: Mesh) -> None:
+def _split(experts: Experts, mesh: Mesh, *, tensor: bool) -> None:
     layout = mesh.layout
-    names = tuple(name for name, size in ((EXPERT, layout.expert), (TENSOR, layout.tensor)) if size > 1)
+    names = tuple(name for name, splits in ((EXPERT, layout.expert > 1), (TENSOR, tensor)) if splits)
     if not names:
         return
     # FSDP wants its own mesh and the one below it to have the same root.

@@ -25,7 +25,7 @@ from meshwright_worker.models.layers import Linear, PositionEmbedding, local
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
 from meshwright_worker.parallel.collectives import enter, leave
-from meshwright_worker.parallel.expert import routers_of, routes_slices
+from meshwright_worker.parallel.expert import experts_of_slices, routers_of, routes_slices
 from meshwright_worker.parallel.tensor_ring import Entry, Exit
 from meshwright_worker.parallel.vocabulary import SplitTokenLoss
 
@@ -83,7 +83,7 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
     Inside attention these are the norms of heads and what makes latents: whole on every rank, used for its own heads
     alone; of an adapter it is the matrix that is not split. Under sequence parallelism, further, what works on the
     residual stream and sees a slice of the positions. And always the routers, which each rank learns from its own
-    positions or through its own part of the experts.
+    positions or through its own part of the experts; so too experts that no tensor group splits.
     """
     inside = [
         parameter
@@ -92,7 +92,7 @@ def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parame
         if name in _WHOLE
         for parameter in module.parameters()
     ]
-    inside += [*_of_adapters(stage), *routers_of(stage)]
+    inside += [*_of_adapters(stage), *routers_of(stage), *experts_of_slices(stage)]
     return inside + (_on_residual_stream(stage) if sequence else [])
 
 
@@ -128,12 +128,16 @@ def compute_on_local(stage: DecoderStage) -> dict[str, DTensor]:
 
 
 def hold_local_parts(module: nn.Module) -> dict[str, DTensor]:
-    """`compute_on_local` for any module."""
+    """`compute_on_local` for any module. A parameter that is used in several places stays one."""
     distributed: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
-    for name, value in distributed.items():
-        path, _, leaf = name.rpartition(".")
-        part = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
-        module.get_submodule(path).register_parameter(leaf, part)
+    parts = {
+        id(value): nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
+        for value in distributed.values()
+    }
+    for name, value in list(module.named_parameters(remove_duplicate=False)):
+        if id(value) in parts:
+            path, _, leaf = name.rpartition(".")
+            module.get_submodule(path).register_parameter(leaf, parts[id(value)])
     return distributed
 
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
-from meshwright_worker.models.deferred import WeightStore, current
+from meshwright_worker.models.deferred import Later, later, operand, outer
 from meshwright_worker.models.layers import Linear, local
 from meshwright_worker.models.llama import DecoderStage
 
@@ -92,7 +91,7 @@ class _GatheredProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, ring: Ring, later: _Later | None, *matrices: torch.Tensor
+        ctx: Any, x: torch.Tensor, ring: Ring, left: list[Later] | None, *matrices: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         parts: list[torch.Tensor] = [x] * ring.ranks
         products: list[list[torch.Tensor]] = [[x] * ring.ranks for _ in matrices]
@@ -101,7 +100,7 @@ class _GatheredProducts(torch.autograd.Function):
             for product, matrix in zip(products, matrices, strict=True):
                 product[rank] = F.linear(part, matrix)
         ctx.save_for_backward(torch.cat(parts, dim=_POSITIONS), *matrices)
-        ctx.ring, ctx.later = ring, later
+        ctx.ring, ctx.left = ring, left
         return tuple(torch.cat(product, dim=_POSITIONS) for product in products)
 
     @staticmethod
@@ -116,16 +115,16 @@ class _GatheredProducts(torch.autograd.Function):
                 total = total + part[rank] @ matrix
             return total
 
-        return ring.summed(share), None, None, *_of_weights(ctx.later, x, gradients)
+        return ring.summed(share), None, None, *_of_weights(ctx.left, x, gradients)
 
 
 class _ScatteredProduct(torch.autograd.Function):
     """The product of all positions with a matrix, summed over ranks: forward a sum and backward a gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ring: Ring, later: _Later | None, matrix: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, ring: Ring, left: list[Later] | None, matrix: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, matrix)
-        ctx.ring, ctx.later = ring, later
+        ctx.ring, ctx.left = ring, left
         parts = x.chunk(ring.ranks, dim=_POSITIONS)
         return ring.summed(lambda rank: F.linear(parts[rank], matrix))
 
@@ -138,32 +137,27 @@ class _ScatteredProduct(torch.autograd.Function):
         for rank, part in ring.each(gradients[0]):
             parts[rank], of_x[rank] = part, part @ matrix
         gradient = torch.cat(parts, dim=_POSITIONS)
-        return torch.cat(of_x, dim=_POSITIONS), None, None, *_of_weights(ctx.later, x, [gradient])
+        return torch.cat(of_x, dim=_POSITIONS), None, None, *_of_weights(ctx.left, x, [gradient])
 
 
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """Weights whose gradients a store computes later (`models.deferred`)."""
-
-    weights: Sequence[nn.Parameter]
-    store: WeightStore
+def _later(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[Later] | None:
+    """What the gradients of all the weights are left to; None where the backward pass computes them."""
+    found = [left for weight in weights if (left := later(x, weight)) is not None]
+    return found if len(found) == len(weights) else None
 
 
-def _later(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> _Later | None:
-    store = current()
-    own = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.requires_grad]
-    return _Later(own, store) if store is not None and x.requires_grad and len(own) == len(weights) else None
+def _matrices(x: torch.Tensor, weights: Sequence[torch.Tensor], left: list[Later] | None) -> list[torch.Tensor]:
+    each = left if left is not None else [None] * len(weights)
+    return [operand(x, weight, one) for weight, one in zip(weights, each, strict=True)]
 
 
-def _matrices(x: torch.Tensor, weights: Sequence[torch.Tensor], later: _Later | None) -> list[torch.Tensor]:
-    return [local(weight.detach() if later is not None else weight).to(x.dtype) for weight in weights]
-
-
-def _of_weights(later: _Later | None, x: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    if later is None:
-        return [gradient.flatten(0, -2).t() @ x.flatten(0, -2) for gradient in gradients]
-    for weight, gradient in zip(later.weights, gradients, strict=True):
-        later.store.leave(weight, x, gradient)
+def _of_weights(
+    left: list[Later] | None, x: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    if left is None:
+        return [outer(x, gradient) for gradient in gradients]
+    for one, gradient in zip(left, gradients, strict=True):
+        one.leave(partial(outer, x.detach(), gradient))
     return [None] * len(gradients)
 
 
@@ -210,17 +204,17 @@ def rings_of(stage: DecoderStage) -> list[_Ringed]:
 
 
 def _gathered_products(x: torch.Tensor, weights: Sequence[torch.Tensor], ring: Ring) -> Sequence[torch.Tensor]:
-    later = _later(x, weights)
+    left = _later(x, weights)
     products: tuple[torch.Tensor, ...] = _GatheredProducts.apply(  # type: ignore[no-untyped-call]
-        x, ring, later, *_matrices(x, weights, later)
+        x, ring, left, *_matrices(x, weights, left)
     )
     return products
 
 
 def _scattered_product(x: torch.Tensor, weight: torch.Tensor, ring: Ring) -> torch.Tensor:
-    later = _later(x, [weight])
+    left = _later(x, [weight])
     summed: torch.Tensor = _ScatteredProduct.apply(  # type: ignore[no-untyped-call]
-        x, ring, later, *_matrices(x, [weight], later)
+        x, ring, left, *_matrices(x, [weight], left)
     )
     return summed
 

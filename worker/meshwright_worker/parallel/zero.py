@@ -6,6 +6,7 @@ FSDP1's strategies are this by other names: FULL_SHARD is stage 3, SHARD_GRAD_OP
 
 from __future__ import annotations
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
@@ -44,7 +45,7 @@ def shard_over_replicas(
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def settle(stage: DecoderStage) -> None:
+def settle(stage: nn.Module) -> None:
     """Let FSDP take the memory it will keep, before anyone holds on to the local shards.
 
     When it first gathers a parameter that does not divide evenly, FSDP moves the shard into a padded one.

@@ -1,0 +1,131 @@
+"""A trace of one rank's step, with times: exchanges of tokens from issue to completion, and matrix products."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.schedules.actions import Action, Slot
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.parallel.dispatch import Exchange, Pending
+from meshwright_worker.pipeline import scheduled
+from meshwright_worker.pipeline.scheduled import Scheduled
+from meshwright_worker.step import Trainer
+from meshwright_worker.task import RankTask
+from meshwright_worker.validate import validate
+from tests.distributed.cases import samples_of
+from tests.distributed.every_pass import EveryPass
+from tests.distributed.meshes import kept_mesh, uses_kept_mesh
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a pass did, in seconds of a clock that all threads share."""
+
+    of: Action
+    began: float
+    ended: float
+
+    def holds(self, other: Span) -> bool:
+        return self.began < other.began and other.ended < self.ended
+
+
+@dataclass
+class Trace:
+    exchanges: list[Span]
+    products: list[Span]
+    pairs: list[Slot]
+    """The slots of two actions in this rank's order."""
+
+    def hidden(self, exchanging: Action, computing: Action) -> list[tuple[Span, Span]]:
+        """Products of one pass that began after an exchange of the other had begun, and ended before that ended."""
+        return [
+            (exchange, product)
+            for exchange in self.exchanges
+            for product in self.products
+            if exchange.of == exchanging and product.of == computing and exchange.holds(product)
+        ]
+
+
+class _Tracing(EveryPass):
+    """Takes the times of products, and of exchanges from `Exchange.begin` until `Pending.wait` returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges: list[Span] = []
+        self.products: list[Span] = []
+        self._passes: dict[int, Action] = {}
+        self._issued: dict[int, tuple[Action, float]] = {}
+        self._begin, self._wait = Exchange.begin, Pending.wait
+
+    def runs(self, action: Action) -> None:
+        """This thread runs the pass from now on."""
+        self._passes[threading.get_ident()] = action
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        began = time.perf_counter()
+        output = func(*args, **(kwargs or {}))
+        if func._schema.name in PRODUCTS:
+            self.products.append(Span(self._now(), began, time.perf_counter()))
+        return output
+
+    def begin(self, exchange: Exchange, rows: torch.Tensor) -> Pending:
+        pending = self._begin(exchange, rows)
+        self._issued[id(pending)] = self._now(), time.perf_counter()
+        return pending
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        received = self._wait(pending)
+        action, began = self._issued.pop(id(pending))
+        self.exchanges.append(Span(action, began, time.perf_counter()))
+        return received
+
+    def _now(self) -> Action:
+        return self._passes[threading.get_ident()]
+
+
+class _Traced(scheduled._Step):
+    def __init__(self, tracing: _Tracing, *more: Any) -> None:
+        super().__init__(*more)
+        self._tracing = tracing
+
+    def _train(self, action: Action) -> torch.Tensor | None:
+        self._tracing.runs(action)
+        return super()._train(action)
+
+
+@uses_kept_mesh
+def trace_a_step(task: RankTask, apart: bool) -> Trace:
+    """The trace; with `apart` the actions of a pair run one after the other."""
+    model, _, training = validate(task.run)
+    with kept_mesh(task) as mesh:
+        trainer = Trainer(task.run, model, training, mesh)
+        executor = trainer._executor
+        assert isinstance(executor, Scheduled)
+        pairs = [slot for slot in executor.schedule.ranks[mesh.coordinates.pipeline] if len(slot) == 2]
+        if apart:
+            executor.follow(executor.schedule.apart())
+        share = training.global_batch_size // mesh.layout.data
+        samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
+        batch = Batch.of(samples[mesh.coordinates.data * share :][:share])
+        tracing, real = _Tracing(), scheduled._Step
+        scheduled._Step = partial(_Traced, tracing)  # type: ignore[assignment, misc]
+        Exchange.begin = lambda *given: tracing.begin(*given)  # type: ignore[method-assign]
+        Pending.wait = lambda *given: tracing.wait(*given)  # type: ignore[method-assign]
+        try:
+            with tracing:
+                executor.run(batch.chunk(task.run.micro_batches))
+        finally:
+            scheduled._Step = real  # type: ignore[misc]
+            Exchange.begin, Pending.wait = tracing._begin, tracing._wait  # type: ignore[method-assign]
+        return Trace(tracing.exchanges, tracing.products, pairs)

@@ -1,0 +1,50 @@
+"""Whether the model's embedding has a row for every id of the tokenizer, known before any process group forms.
+
+An id without a row would raise deep inside a kernel; under tensor parallelism it belongs to no rank's part, and so
+would be a zero embedding and a wrong loss without any sign. Only the tokenizer's file and the manifests of tokens are
+read: neither text nor shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshwright.api.data import DataFormat, DataSpec, Tokenizer
+from meshwright.models.architecture import Architecture
+from meshwright_worker.data.corpus import folder_of, manifest_of, root_of
+from meshwright_worker.data.prepared import tokenizer_of
+from meshwright_worker.data.tokenizer import TokenizerRecord
+from meshwright_worker.outer.text import own_data_dir
+from meshwright_worker.task import RankTask
+from meshwright_worker.validate import InvalidRunError
+
+
+def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> TokenizerRecord:
+    """What this rank's text is written in, after making sure that the model's vocabulary has all of it.
+
+    Raises:
+        InvalidRunError: it has not; names the nearest size that has a row for every id and divides over the ranks.
+        DataError: the tokenizer or a manifest cannot be read.
+    """
+    root = own_data_dir(task.run, task.data_dir, task.rank)
+    place = None if data.tokenizer is Tokenizer.BYTE else root_of(data, root)
+    tokenizer = tokenizer_of(data, place or "")
+    named = "data.tokenizer: Byte" if place is None else f"data.tokenizerFile: {data.tokenizer_file}"
+    where, needed = max([(f"`{named}`", tokenizer.vocabulary), *_manifests(data, root)], key=lambda found: found[1])
+    if needed > model.vocab_size:
+        tensor = task.run.tensor
+        raise InvalidRunError(
+            f"`model.vocabSize: {model.vocab_size}` must be at least {needed} for the ids of {where}, and divisible by "
+            f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
+        )
+    file = None if place is None else f"{place.rstrip('/')}/{data.tokenizer_file}"
+    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file)
+
+
+def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
+    """Folders of tokens, and one above the largest id that each may hold."""
+    if data.format is DataFormat.TOKENS:
+        paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
+        for path in paths:
+            manifest = manifest_of(folder_of(data, root, path))
+            yield f"the tokens in {path or root_of(data, root)}", manifest.vocabulary
