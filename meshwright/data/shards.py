@@ -200,10 +200,10 @@ class TokenShards:
             position, index = end, index + 1
         largest = int(row.max(initial=0))
         if largest >= self.manifest.vocabulary:
-            # The size alone was compared at the start; such an id has no row in any model for this tokenizer.
+            # Checksums are of what was written; such an id has no row in any model for this tokenizer.
             raise DataError(
                 f"token {largest} at {start + int(row.argmax())} is outside the manifest's vocabulary of "
-                f"{self.manifest.vocabulary}: a shard is damaged, `meshwright data verify` tells which"
+                f"{self.manifest.vocabulary}: tokenize again; `meshwright data verify` tells in which shard it is"
             )
         return row
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.api.data import DataSpec, Tokenizer
+from meshwright.api.data import DataSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.corpus import CorpusError, root_of
+from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.mixed import MixedStream, Stream, open_stream
-from meshwright_worker.data.prepared import tokenizer_of
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.outer.text import own_data_dir
 from meshwright_worker.pretrained.check import check_pretrained
@@ -47,22 +46,9 @@ def open_inputs(task: RankTask, architecture: Architecture, data: DataSpec, trai
         check_pretrained(architecture, Path(training.initial_weights))
     own_dir = own_data_dir(task.run, task.data_dir, task.rank)
     try:
-        _check_vocabulary(architecture, data, own_dir)
         stream = open_stream(data, own_dir, training.sequence_length, training.seed)
         asked = training.evaluation
         evaluation = Evaluation(asked, training, data, own_dir) if asked is not None else None
     except OSError as error:
         raise CorpusError(f"`data` cannot be read: {error}") from error
     return Inputs(stream, evaluation)
-
-
-def _check_vocabulary(architecture: Architecture, data: DataSpec, data_dir: str | None) -> None:
-    """Refuse a tokenizer that knows more tokens than the model: they would have no row in its embedding."""
-    if data.tokenizer is Tokenizer.BYTE:
-        return
-    vocabulary = tokenizer_of(data, root_of(data, data_dir)).vocabulary
-    if vocabulary > architecture.vocab_size:
-        raise CorpusError(
-            f"`model.vocabSize: {architecture.vocab_size}` must be at least {vocabulary}, the tokens of "
-            f"`data.tokenizerFile: {data.tokenizer_file}`"
-        )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
 from meshwright.data.errors import DataError
 from meshwright.data.files import FileEntry, Folder, LocalFolder, matching, open_folder
-from meshwright.data.shards import Tokens, TokenShards
+from meshwright.data.shards import Tokens, TokenShards, TokensManifest, read_manifest
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright_worker.data.prepared import prepared, tokenizer_of
 
@@ -174,6 +174,18 @@ def matched(folder: Folder, data: DataSpec) -> list[FileEntry]:
         raise CorpusError(f"{wrong}: there is none with any content")
     more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
     raise CorpusError(f"{wrong}; there are {', '.join(there[:_NAMED])}{more}")
+
+
+def manifest_of(folder: Folder) -> TokensManifest:
+    """The manifest of the folder of a corpus of tokens.
+
+    Raises:
+        CorpusError: there is none that can be read.
+    """
+    try:
+        return read_manifest(folder)
+    except DataError as error:
+        raise CorpusError(f"`data.format: Tokens`: {error}") from error
 
 
 def _shards(folder: Folder) -> ShardCorpus:

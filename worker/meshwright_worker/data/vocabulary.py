@@ -8,15 +8,13 @@ read: neither text nor shards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from meshwright.api.data import DataFormat, DataSpec, Tokenizer
-from meshwright.data.shards import read_manifest
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.corpus import folder_of, root_of
+from meshwright_worker.data.corpus import folder_of, manifest_of, root_of
 from meshwright_worker.data.prepared import tokenizer_of
 from meshwright_worker.data.tokenizer import TokenizerRecord
-from meshwright_worker.outer.text import is_federated
+from meshwright_worker.outer.text import own_data_dir
 from meshwright_worker.task import RankTask
 from meshwright_worker.validate import InvalidRunError
 
@@ -28,7 +26,7 @@ def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> Tok
         InvalidRunError: it has not; names the nearest size that has a row for every id and divides over the ranks.
         DataError: the tokenizer or a manifest cannot be read.
     """
-    root = _own_root(task)
+    root = own_data_dir(task.run, task.data_dir, task.rank)
     place = None if data.tokenizer is Tokenizer.BYTE else root_of(data, root)
     tokenizer = tokenizer_of(data, place or "")
     named = "data.tokenizer: Byte" if place is None else f"data.tokenizerFile: {data.tokenizer_file}"
@@ -48,13 +46,5 @@ def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
     if data.format is DataFormat.TOKENS:
         paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
         for path in paths:
-            manifest = read_manifest(folder_of(data, root, path))
+            manifest = manifest_of(folder_of(data, root, path))
             yield f"the tokens in {path or root_of(data, root)}", manifest.vocabulary
-
-
-def _own_root(task: RankTask) -> str | None:
-    training, root = task.run.training, task.data_dir
-    if training is None or root is None or not is_federated(training):
-        return root
-    # Islands are equal runs of consecutive ranks (`mesh`), each with a folder of its own (`outer.text`).
-    return str(Path(root) / f"island-{task.rank * task.run.islands // task.world_size}")
