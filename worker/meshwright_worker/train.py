@@ -74,7 +74,6 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
     """
     architecture, data, training = validate(task.run)
     validate_device(facts_of(task.local_rank), task.local_world_size, training)
-    tokenizer = check_vocabulary(task, architecture, data)
     with _phase(events, "data"):
         tokenizer = check_vocabulary(task, architecture, data)
         inputs = open_inputs(task, architecture, data, training)
