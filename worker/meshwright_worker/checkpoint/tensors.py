@@ -5,6 +5,7 @@ Stage and rank appear in no name, so a checkpoint of one layout is one of every 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -69,6 +70,12 @@ def as_whole(shard: Shard, local: torch.Tensor) -> torch.Tensor:
 
 
 def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    """A distributed tensor whose local part is `local`, in its memory, wherever that is.
+
+    `DTensor.from_local` would move a part in main memory to the mesh's GPU: loading would fill that copy, not what is
+    offloaded. FSDP makes its offloaded parameters like this.
+    """
+    spec = copy.copy(whole._spec)
+    if spec.tensor_meta is not None:
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]

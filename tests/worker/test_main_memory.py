@@ -1,0 +1,70 @@
+"""What lies in main memory while the mesh is of GPUs: a mesh that says so needs none, on a back end that sends nothing.
+
+torch moves a tensor to the mesh's device where it can, and here raises that there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Rows
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright_worker.checkpoint.tensors import as_whole, stage_copy
+from meshwright_worker.parallel.shards import Shard
+
+
+@pytest.fixture
+def gpus() -> Iterator[DeviceMesh]:
+    """Two GPUs, of which this process has the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield DeviceMesh("cuda", torch.arange(2), mesh_dim_names=("replica",))
+    dist.destroy_process_group()
+
+
+def offloaded(mesh: DeviceMesh, local: torch.Tensor) -> Shard:
+    """Half of the rows of a parameter, in main memory, as FSDP's offloading leaves it."""
+    shape = torch.Size((2 * local.shape[0], *local.shape[1:]))
+    spec = DTensorSpec(mesh, (Rows(0),), tensor_meta=TensorMeta(shape, local.stride(), local.dtype))
+    whole = DTensor(local, spec, requires_grad=False)
+    return Shard("weight", nn.Parameter(whole), local, whole, True, False, False)
+
+
+def test_a_part_in_main_memory_is_saved_and_loaded_there(gpus: DeviceMesh) -> None:
+    shard = offloaded(gpus, torch.arange(6.0).view(2, 3))
+    moment = torch.full((2, 3), 2.0)
+    whole = as_whole(shard, moment)
+    assert isinstance(whole, DTensor)
+    assert whole.shape == (4, 3)
+    assert whole.to_local().data_ptr() == moment.data_ptr()
+    assert [tuple(chunk.offsets) for chunk in whole.__create_chunk_list__()] == [(0, 0)]  # type: ignore[no-untyped-call]
+    whole.to_local().fill_(7.0)
+    assert float(moment.sum()) == 42.0
+
+
+def test_a_copy_to_write_is_in_main_memory_and_used_again(gpus: DeviceMesh) -> None:
+    shard = offloaded(gpus, torch.arange(6.0).view(2, 3))
+    tensors = {"weight": as_whole(shard, shard.local), "buffer": torch.ones(2)}
+    staged = stage_copy(tensors, {})
+    copied = staged["weight"]
+    assert isinstance(copied, DTensor)
+    memory = copied.to_local().data_ptr()
+    assert memory != shard.local.data_ptr()
+    shard.local.zero_()
+    assert copied.to_local().flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    again = stage_copy(tensors, staged)["weight"]
+    assert isinstance(again, DTensor)
+    assert again.to_local().data_ptr() == memory
+    assert float(again.to_local().sum()) == 0.0
+
+
+def test_a_part_of_another_format_says_so(gpus: DeviceMesh) -> None:
+    whole = as_whole(offloaded(gpus, torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert whole.dtype == torch.bfloat16
