@@ -1,24 +1,40 @@
 """What lies in main memory while the mesh is of GPUs: a mesh that says so needs none, on a back end that sends nothing.
 
-torch moves a tensor to the mesh's device where it can, and here raises that there is none.
+torch moves a tensor to the mesh's device where it can, and here raises that there is none. Where tensors are meant to
+move, they are pretended ones: they have a device and no numbers, and an operation on two devices raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.api.training import OptimizerSpec, OuterSpec
+from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.tensors import as_whole, stage_copy
+from meshwright_worker.models.initialize import materialize
+from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.optimizers import muon
+from meshwright_worker.outer.averaging import average
+from meshwright_worker.outer.diloco import DiLoCo
+from meshwright_worker.parallel.gradients import sum_partial
 from meshwright_worker.parallel.shards import Shard
+from tests.distributed.configs import NUMBERS
+from tests.distributed.mixtures import MIXTURES
+
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -27,6 +43,19 @@ def gpus() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield DeviceMesh("cuda", torch.arange(2), mesh_dim_names=("replica",))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def pretended() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+@pytest.fixture
+def summed_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The device of every tensor that ranks sum, in order."""
+    devices: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: devices.append(tensor.device.type))
+    return devices
 
 
 def offloaded(mesh: DeviceMesh, local: torch.Tensor) -> Shard:
@@ -68,3 +97,48 @@ def test_a_copy_to_write_is_in_main_memory_and_used_again(gpus: DeviceMesh) -> N
 def test_a_part_of_another_format_says_so(gpus: DeviceMesh) -> None:
     whole = as_whole(offloaded(gpus, torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16))
     assert whole.dtype == torch.bfloat16
+
+
+def test_what_is_summed_of_offloaded_gradients_is_summed_on_the_gpu(
+    gpus: DeviceMesh, summed_on: list[str], pretended: FakeTensorMode
+) -> None:
+    with pretended:
+        shards = [replace(offloaded(gpus, torch.ones(2, 3)), partial=True)]
+        gradient = torch.ones(2, 3)
+        sum_partial(shards, [gradient], gpus.get_group(), GPU)
+        average([gradient], 0.5, gpus.get_group(), GPU)
+        assert gradient.device.type == "cpu"
+    assert summed_on == ["cuda", "cuda"]
+
+
+def test_islands_meet_on_the_gpu(gpus: DeviceMesh, summed_on: list[str], pretended: FakeTensorMode) -> None:
+    mesh = SimpleNamespace(group=lambda _: gpus.get_group(), device=GPU)
+    with pretended:
+        outer = DiLoCo([offloaded(gpus, torch.ones(2, 3))], None, mesh, OuterSpec(method="DiLoCo"))  # type: ignore[arg-type]
+        # A pretended flag has no value to look at: the sum before it is what counts here.
+        with pytest.raises(DataDependentOutputException):
+            outer.meet(stop=False)
+    assert summed_on == ["cuda", "cuda"]
+
+
+def test_muon_orthogonalises_offloaded_matrices_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[str] = []
+
+    def observed(matrix: torch.Tensor) -> torch.Tensor:
+        where.append(matrix.device.type)
+        return torch.ones_like(matrix, device="cpu")
+
+    monkeypatch.setattr(muon, "orthogonal", observed)
+    shard = Shard("weight", nn.Parameter(torch.zeros(2, 3)), torch.zeros(2, 3), None, True, False, False)
+    optimizer = muon.Muon([shard], OptimizerSpec(), torch.bfloat16, torch.device("meta"))
+    optimizer.step([torch.ones(2, 3)], 1.0)
+    assert where == ["meta"]
+    assert shard.local.flatten().tolist() == pytest.approx([-0.2 * 3**0.5] * 6, rel=1e-2)
+
+
+def test_buffers_are_on_the_device_wherever_parameters_are() -> None:
+    with torch.device("meta"):
+        stage = DecoderStage(Architecture(**{**NUMBERS, "mixture": MIXTURES["DeepSeek-V3"]}), torch.float32)
+    materialize(stage, torch.device("cpu"), torch.device("meta"))
+    assert {buffer.device.type for buffer in stage.buffers()} == {"cpu"}
+    assert {parameter.device.type for parameter in stage.parameters()} == {"meta"}

@@ -132,7 +132,7 @@ class StaleTrainer:
         """The stage's own update, when its part of a step's gradients is there."""
         gradients = self._replicas.reduce()
         if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         share = self._shares.pop(number)
         squares = float(square_sum(self.shards, gradients))
         counts = self._mesh.coordinates.tensor == 0

@@ -149,7 +149,7 @@ class Trainer:
         loads = self._loads.finish()
         if self.outer is not None and self._rounds.over(number):
             # Routers' biases have just moved, by each island's own loads.
-            average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND))
+            average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device)
         return StepResult(number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble)
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ class Trainer:
         # Sums all: those over replicas come first, since they may be under way while backward runs.
         self._copies.add_up()
         if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         return gradients
 
     def evaluate(self, batches: Iterable[Batch]) -> float:

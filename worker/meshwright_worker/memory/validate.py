@@ -17,16 +17,13 @@ def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
 
 
 def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
-    if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.replicas > 1):
+    if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.replicas > run.islands):
+        # Islands share no shards: each needs somebody to share with.
+        fits = 2 * run.islands
         yield (
             "`training.parameterOffload: true` needs `parallelism.zeroStage` 2 or 3, not "
-            f"{run.parallelism.zero_stage}, and `replicas` times `parallelism.context` of at least 2, not "
+            f"{run.parallelism.zero_stage}, and `replicas` times `parallelism.context` of at least {fits}, not "
             f"{run.layout.replicas}"
-        )
-    if training.parameter_offload and run.tensor > 1 and run.parallelism.sequence:
-        yield (
-            "`training.parameterOffload: true` needs `parallelism.sequence: false` with `parallelism.tensor: "
-            f"{run.tensor}`: gradients of norms are summed over GPUs, and are in main memory"
         )
     if training.attention_dropout and run.context > 1:
         yield (

@@ -90,7 +90,7 @@ class OwnTrainer:
             predicted += count
         gradients = self._replicas.reduce()
         if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         counts = float(self._mesh.coordinates.tensor == 0)
         squares = square_sum(self.shards, gradients)
         sums = torch.stack([total * counts, squares, torch.full_like(squares, predicted * counts)])

@@ -104,7 +104,7 @@ def _build(
         zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
         shard_experts_over_replicas(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
         shard_over_replicas(stage, mesh.hybrid or mesh.replicas, run.parallelism, precision, offload)
-    initialize(stage, model, run.training.seed, home_of_parameters(run.training, mesh.device))
+    initialize(stage, model, run.training.seed, mesh.device, home_of_parameters(run.training, mesh.device))
     save_memory(stage, run.training, mesh.device)
     if run.training.compile:
         compile_layers(stage)
