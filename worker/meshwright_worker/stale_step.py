@@ -19,9 +19,10 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.ahead import pinned
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.evaluate import mean_loss
-from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
+from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.outer.outer import Outer
@@ -69,8 +70,12 @@ class StaleTrainer:
         )
         # Reports travel on the host, so that no rank waits for the device of one that is steps behind.
         self._reports = dist.new_group(backend="gloo")
+        replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            mesh.layout.replica_groups(), backend="gloo"
+        )
+        self._replicas_on_hosts, _ = replicas
         self._shares: dict[int, float] = {}
-        self._known: dict[int, tuple[float, float]] = {}
+        self._known: dict[int, torch.Tensor] = {}
         self._under_way: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._begun = self._told = 0
         self._stops = False
@@ -84,13 +89,13 @@ class StaleTrainer:
         Raises:
             DivergedError: that step's loss or gradients are not finite; weights have been updated with them.
         """
-        batch = self._own(batch)
+        batch = own_slice(batch, self._deal, self._mesh.coordinates.context)
         places = self._mesh.layout.pipeline
         if self._told == 0:
             self._told = number
         self._begun = number
         self._shares[number] = self._share(batch)
-        self._pipeline.feed(number, batch)
+        self._pipeline.feed(number, self._own(batch))
         self._tell(number - places + 1, stop)
         if len(self._under_way) <= places:
             return None
@@ -126,7 +131,8 @@ class StaleTrainer:
         return mean_loss(self._pipeline.evaluate, (self._own(batch) for batch in batches), self._mesh)
 
     def _own(self, batch: Batch) -> Batch:
-        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+        own = own_slice(batch, self._deal, self._mesh.coordinates.context)
+        return pinned(own, self._mesh.device).to(self._mesh.device)
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
         """The stage's own update, when its part of a step's gradients is there."""
@@ -134,21 +140,26 @@ class StaleTrainer:
         if self._mesh.layout.tensor > 1:
             sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         share = self._shares.pop(number)
-        squares = float(square_sum(self.shards, gradients))
-        counts = self._mesh.coordinates.tensor == 0
-        self._known[number] = (float(loss) * share if counts else 0.0, squares * share * share)
+        squares = square_sum(self.shards, gradients).to(self._mesh.device)
+        loss = loss.double() if self._mesh.coordinates.tensor == 0 else torch.zeros_like(squares)
+        # Stays on the device until it is told, steps later: the host does not wait for this one.
+        self._known[number] = torch.stack([loss * share, squares * share * share])
         rescale(gradients, share, 0.0, 0.0)
         self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
 
     def _share(self, batch: Batch) -> float:
-        """What corrects a step's gradient for the tokens that have no target: every stage knows them."""
+        """What corrects a step's gradient for the tokens that have no target: every stage knows them.
+
+        Counted before the batch goes to the device, which is busy with the steps before.
+        """
         targets = (batch.targets != IGNORED).sum().double()
         if self._mesh.layout.replicas > 1:
-            dist.all_reduce(targets, group=self._mesh.group(REPLICA))
+            dist.all_reduce(targets, group=self._replicas_on_hosts)
         return tokens_of_step(self._training) / max(1.0, float(targets))
 
     def _tell(self, number: int, stop: bool) -> None:
-        loss, squares = self._known.pop(number, (0.0, 0.0))
+        known = self._known.pop(number, None)
+        loss, squares = (0.0, 0.0) if known is None else known.tolist()
         sums = torch.tensor([loss, squares, float(stop)], dtype=torch.float64)
         work = dist.all_reduce(sums, group=self._reports, async_op=True)
         if work is None:

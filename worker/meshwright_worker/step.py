@@ -12,6 +12,7 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.ahead import pinned
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.evaluate import mean_loss
 from meshwright_worker.fp8.history import Fp8History
@@ -121,7 +122,7 @@ class Trainer:
         gradients = self._gradients()
         self._fp8.advance()
         # Losses were divided by the tokens that a step may have; this many of them had a target.
-        loss, norm, tokens, stopping = self._agree(
+        (loss, norm, tokens, stopping), counted, loads = self._agree(
             replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), batch, stop
         )
         share = tokens_of_step(self._training) / max(1.0, tokens)
@@ -131,7 +132,7 @@ class Trainer:
         if not math.isfinite(loss + norm):
             if self.loss_scale.skip():
                 self.optimizer.forget()
-                return StepResult(number, loss, norm, rate, stopping, self._loads.finish(moves=False), skipped=True)
+                return StepResult(number, loss, norm, rate, stopping, loads, skipped=True)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
@@ -146,7 +147,7 @@ class Trainer:
             stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.loss_scale.passed()
         self.replicas.publish()
-        loads = self._loads.finish()
+        self._loads.move_biases(counted)
         if self.outer is not None and self._rounds.over(number):
             # Routers' biases have just moved, by each island's own loads.
             average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device)
@@ -166,7 +167,8 @@ class Trainer:
 
     def _own(self, batch: Batch) -> Batch:
         """This rank's part of a replica's batch, on its device."""
-        return own_slice(batch, self._deal, self._mesh.coordinates.context).to(self._mesh.device)
+        own = own_slice(batch, self._deal, self._mesh.coordinates.context)
+        return pinned(own, self._mesh.device).to(self._mesh.device)
 
     def settle(self) -> list[StepResult]:
         """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
@@ -188,14 +190,17 @@ class Trainer:
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, batch: Batch, stop: bool
-    ) -> tuple[float, float, float, bool]:
-        # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step.
+    ) -> tuple[tuple[float, float, float, bool], torch.Tensor, tuple[ExpertLoad, ...]]:
+        """Loss, norm, targets and stop flag; the experts' counts on the device, and what they come to."""
+        # All travel in one reduction: one small collective a step, and the one time that the host waits for the device.
         _, pipeline, _, tensor = self._mesh.coordinates
         zero = torch.zeros_like(squares)
         # Every stage has the targets; ranks of a pipeline that compute no loss have 0.
         loss = replica_loss.double() if tensor == 0 else zero
         targets = (batch.targets != IGNORED).sum().double() if pipeline == tensor == 0 else zero
-        sums = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
+        own = torch.stack([loss, squares, targets, torch.full_like(squares, float(stop))])
+        sums = torch.cat([own, self._loads.take()])
         sum_over(sums, self._mesh.together)
-        total_loss, total_squares, tokens, stops = sums.tolist()
-        return total_loss, math.sqrt(total_squares), tokens, stops > 0
+        total_loss, total_squares, tokens, stops, *counted = sums.tolist()
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
+        return agreed, sums[len(own) :], self._loads.told(counted)

@@ -37,6 +37,8 @@ from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.outer.text import first_sample, joint_identity, own_data_dir
+from meshwright_worker.parallel.context import own_slice
+from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.pretrained.files import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.stale_step import StaleTrainer
@@ -141,7 +143,7 @@ class _Loop:
         events: RankEvents,
     ) -> None:
         architecture, self._data, self._training = validate(run)
-        self._cost = Cost.of(architecture)
+        self._cost, self._deal = Cost.of(architecture), Deal.of(run)
         self._micro_batches = run.micro_batches
         self._trainer = trainer
         self._stream = stream
@@ -242,7 +244,8 @@ class _Loop:
         """What this replica trains on in the step that begins with sample `first`."""
         mine = self._share(range(first, first + self._training.global_batch_size))
         samples = self._stream.rows(mine)
-        return Read(mine, samples, batch_of(samples, self._data, self._stream.separator, mine))
+        batch = batch_of(samples, self._data, self._stream.separator, mine)
+        return Read(mine, samples, own_slice(batch, self._deal, self._mesh.coordinates.context))
 
     def _share(self, step: range) -> Sequence[int]:
         """The numbers of the samples that this replica takes of a step's."""

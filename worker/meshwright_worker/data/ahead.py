@@ -62,6 +62,9 @@ class ReadAhead:
 
     def _one(self, first: int) -> Read:
         read = self._read(first)
-        if self._device.type != "cuda":
-            return read
-        return Read(read.numbers, read.samples, read.batch.each(torch.Tensor.pin_memory))
+        return Read(read.numbers, read.samples, pinned(read.batch, self._device))
+
+
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """The batch, page-locked if it is for a GPU: a copy from other memory waits for the GPU's work and for itself."""
+    return batch.each(torch.Tensor.pin_memory) if device.type == "cuda" else batch
