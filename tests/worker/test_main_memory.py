@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.api.training import OptimizerSpec, OuterSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.tensors import as_whole, stage_copy
+from meshwright_worker.memory import page_locked
 from meshwright_worker.models.initialize import materialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.optimizers import muon
@@ -142,3 +145,36 @@ def test_buffers_are_on_the_device_wherever_parameters_are() -> None:
     materialize(stage, torch.device("cpu"), torch.device("meta"))
     assert {buffer.device.type for buffer in stage.buffers()} == {"cpu"}
     assert {parameter.device.type for parameter in stage.parameters()} == {"meta"}
+
+
+def test_tensors_share_page_locked_blocks_and_not_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noted(size: object, **options: object) -> torch.Tensor:
+        if options.pop("pin_memory", False):
+            assert isinstance(size, int)
+            sizes.append(size)
+        return empty(size, **options)
+
+    empty: Any = torch.empty
+    monkeypatch.setattr(page_locked.torch, "empty", noted)
+    likes = [torch.zeros(shape) for shape in ((300, 40), (5,), (), (0, 3), (300, 40), (7, 100))]
+    likes[1] = likes[1].to(torch.bfloat16)
+    memory = page_locked.in_main_memory(likes, page_locked=True)
+    for number, (own, like) in enumerate(zip(memory, likes, strict=True)):
+        assert (own.shape, own.dtype) == (like.shape, like.dtype)
+        own.fill_(number)
+    assert all((own == number).all() for number, own in enumerate(memory))
+    # 48,000 bytes each: one needs 65,536, which all that is smaller finds room in.
+    assert sizes == [65536, 65536]
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama-3-8b", 1.01), ("llama-3.2-3b", 1.01)])
+def test_moments_of_a_model_waste_little_page_locked_memory(name: str, most: float) -> None:
+    with torch.device("meta"):
+        stage = DecoderStage(PRESETS[name], torch.bfloat16)
+    wanted = [4 * parameter.numel() for parameter in stage.parameters()] * 2
+    blocks = page_locked.packed(wanted)
+    assert sum(block.size for block in blocks) < most * sum(wanted)
+    assert sorted(number for block in blocks for number, _ in block.places) == list(range(len(wanted)))
+    assert all(block.used <= block.size and block.size.bit_count() == 1 for block in blocks)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_worker.data.batch import Batch
+from meshwright_worker.device import use
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,8 @@ class ReadAhead:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
-        # Page-locking goes through a device's context, and a thread's device is the first one if nobody says otherwise.
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        # Page-locking goes through a device's context.
+        use(self._device)
 
     def _one(self, first: int) -> Read:
         read = self._read(first)
