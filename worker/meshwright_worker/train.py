@@ -96,7 +96,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             trainer.loaded(state.step)
         trainer.resume(state)
         events.running(state.step)
-        work = work_of(architecture, training, mesh.layout.world_size, mesh.device)
+        again = task.run.parallelism.rematerialize
+        work = work_of(architecture, training, mesh.layout.world_size, mesh.device, rematerializes=again)
         return _Loop(task.run, trainer, stream, session, evaluation, mesh, work, events).run(state)
 
 
