@@ -68,6 +68,9 @@ def techniques_for(job: Job, techniques: Techniques = MESHWRIGHT_RUNTIME) -> Tec
     if not plain:
         # Flat shards cut matrices anywhere and round by place; moments are only offloaded beside masters.
         techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(Offload.NONE,))
+    if training.compile:
+        recompute = tuple(how for how in techniques.recompute if how is not Recompute.SELECTIVE)
+        techniques = replace(techniques, recompute=recompute)
     if training.outer is not None:
         techniques = replace(techniques, offload=(Offload.NONE,), expert=False)
     if training.parameter_offload:

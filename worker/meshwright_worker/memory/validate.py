@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.api.data import Packing
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
-from meshwright.api.training import OptimizerName, OptimizerOffload, OptimizerSpec, TrainingSpec
+from meshwright.api.training import (
+    ActivationCheckpointing,
+    OptimizerName,
+    OptimizerOffload,
+    OptimizerSpec,
+    TrainingSpec,
+)
 from meshwright.protocol import RunConfig
+
+_WHOLE_BACKWARD = (
+    PipelineSchedule.NAIVE,
+    PipelineSchedule.GPIPE,
+    PipelineSchedule.ONE_F_ONE_B,
+    PipelineSchedule.INTERLEAVED,
+    PipelineSchedule.LOOPED_BFS,
+)
 
 
 def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
     """What of a run cannot be executed, each with the field and the fix."""
     yield from _layout_problems(run, training)
+    yield from _graph_problems(run, training)
     yield from _format_problems(training)
     yield from _offload_problems(training.optimizer, training)
 
@@ -29,6 +46,27 @@ def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         yield (
             f"`training.attentionDropout: {training.attention_dropout}` needs `parallelism.context: 1`: ranks that "
             "share a sequence keep no attention probabilities; set it to 0 and use `training.dropout`"
+        )
+
+
+def _graph_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+    """What breaks the graph of a compiled layer, in which `Selective` is decided."""
+    if not training.compile or training.checkpointing is not ActivationCheckpointing.SELECTIVE:
+        return
+    fp8, order = training.fp8, run.parallelism.order
+    breaks = {
+        f"`parallelism.tensor: {run.tensor}`": run.tensor > 1,
+        f"`parallelism.context: {run.context}`": run.context > 1,
+        "`data.packing: Documents`": run.data is not None and run.data.packing is Packing.DOCUMENTS,
+        "`model.mixture`": run.architecture is not None and run.architecture.mixture is not None,
+        "`training.fp8.update: Delayed`": fp8 is not None and fp8.update is Fp8Update.DELAYED,
+        f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and order not in _WHOLE_BACKWARD,
+    }
+    if found := [name for name, there in breaks.items() if there]:
+        yield (
+            "`training.activationCheckpointing: Selective` with `training.compile: true` does not go with "
+            f"{', '.join(found)}: a layer is then compiled in pieces, which compute every matrix product again; use "
+            "`Full` or `None`, or `compile: false`"
         )
 
 
