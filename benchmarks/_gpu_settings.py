@@ -29,6 +29,8 @@ class Setting:
     fp8: str | None = None
     """`training.fp8.scaling`."""
     compile: bool = True
+    deterministic: bool = False
+    """`training.deterministic`: published figures are of kernels whose sums come in any order."""
 
     def training(self) -> dict[str, object]:
         """The fields of `training` that it sets."""
@@ -41,6 +43,7 @@ class Setting:
             "lossChunkTokens": self.loss_chunk,
             "fp8": {"scaling": self.fp8} if self.fp8 else None,
             "compile": self.compile,
+            "deterministic": self.deterministic,
         }
 
     def numbers(self) -> dict[str, Any]:

@@ -75,8 +75,6 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
 
 
 def _bare(run: RunConfig, device: torch.device) -> Loop:
-    # What the worker asks torch for, repeatable kernels, a bare loop does not.
-    torch.use_deterministic_algorithms(False)
     loop = plain_loop(run, 0, device)
     if run.training is not None and run.training.compile and isinstance(loop, PlainLoop):
         _compile(loop.module)
@@ -156,6 +154,7 @@ def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, bare: float 
         "" if setting.master_weights else "no master weights",
         f"loss in {setting.loss_chunk}" if setting.loss_chunk else "",
         "compiled" if setting.compile else "",
+        "deterministic" if setting.deterministic else "",
     ]
     return [
         entry.model,

@@ -155,6 +155,9 @@ class TrainingSpec(ApiModel):
     compile: bool = False
     """Whether layers are compiled by torch.compile: faster steps after a first step of minutes. Needs a C++ compiler in
     the image."""
+    deterministic: bool = True
+    """Whether GPUs use no kernels but those whose sums have one order, so that a resumed run repeats an uninterrupted
+    one bit by bit. That costs some of attention's backward pass. On CPUs sums have one order anyway."""
     outer: OuterSpec | None = None
     """Islands of replicas that meet once a round; when left out all replicas take every step together."""
     initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None

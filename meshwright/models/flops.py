@@ -6,7 +6,28 @@ FLOPs and HFU alone, stands for itself.
 
 from __future__ import annotations
 
+from meshwright.api.lora import LoraSpec
+from meshwright.models.adapters import adapter_parameters
 from meshwright.models.architecture import Architecture
+
+
+def trained_flops_per_token(architecture: Architecture, sequence_length: int, lora: LoraSpec | None) -> int:
+    """`flops_per_token` of what a run really computes: with adapters, 4·N + 6·A + 12·L·d·s.
+
+    The gradients of frozen weights, a third of what they cost, are not computed; those of their inputs are. A are the
+    parameters of the adapters.
+    """
+    whole = flops_per_token(architecture, sequence_length)
+    if lora is None:
+        return whole
+    adapters = architecture.layers * adapter_parameters(lora, architecture)
+    return whole - 2 * _matrices(architecture) + 6 * adapters
+
+
+def forward_flops_per_token(architecture: Architecture, sequence_length: int, lora: LoraSpec | None) -> int:
+    """FLOPs of one token's forward pass through the whole model: what re-materialisation adds."""
+    adapters = 0 if lora is None else architecture.layers * adapter_parameters(lora, architecture)
+    return flops_per_token(architecture, sequence_length) // 3 + 2 * adapters
 
 
 def flops_per_token(architecture: Architecture, sequence_length: int) -> int:
@@ -17,13 +38,17 @@ def flops_per_token(architecture: Architecture, sequence_length: int) -> int:
     width of all heads. The attention term takes the full sequence, not the causal half, as is the custom, so that
     utilisation compares with published numbers.
     """
-    lookup = 0 if architecture.tie_embeddings else architecture.vocab_size * architecture.hidden_size
-    matrices = architecture.active_parameters - lookup - architecture.positions * architecture.hidden_size
     widths = architecture.heads * (architecture.key_size + architecture.value_size)
-    return 6 * matrices + 6 * architecture.layers * widths * sequence_length
+    return 6 * _matrices(architecture) + 6 * architecture.layers * widths * sequence_length
 
 
-def recomputed_flops_per_token(architecture: Architecture, sequence_length: int) -> int:
+def recomputed_flops_per_token(architecture: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> int:
     """FLOPs of one token's second forward pass through every layer: what full activation checkpointing adds."""
-    output = 6 * architecture.vocab_size * architecture.hidden_size
-    return (flops_per_token(architecture, sequence_length) - output) // 3
+    output = 2 * architecture.vocab_size * architecture.hidden_size
+    return forward_flops_per_token(architecture, sequence_length, lora) - output
+
+
+def _matrices(architecture: Architecture) -> int:
+    """N: the parameters that multiply activations."""
+    lookup = 0 if architecture.tie_embeddings else architecture.vocab_size * architecture.hidden_size
+    return architecture.active_parameters - lookup - architecture.positions * architecture.hidden_size

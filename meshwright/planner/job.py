@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwright.api.lora import LoraSpec, LoraTarget
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
 from meshwright.api.replicas import DataParallelStrategy, GradientCompression
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterMethod, TrainingSpec
 from meshwright.layout import Layout
+from meshwright.models.adapters import adapter_parameters
 from meshwright.models.architecture import Architecture
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.choices import Choices, Numbers, Offload, Recompute, Schedule, Work
@@ -189,20 +189,5 @@ def _settings(
         rematerialize=parallelism.rematerialize,
         activation_limit=parallelism.activation_limit,
         parameter_offload=training.parameter_offload,
-        adapters=_adapters(training.lora, architecture) if training.lora is not None else 0.0,
+        adapters=float(adapter_parameters(training.lora, architecture)) if training.lora is not None else 0.0,
     )
-
-
-def _adapters(lora: LoraSpec, model: Architecture) -> float:
-    """Parameters of one layer's adapters: A and B of each named matrix."""
-    hidden, width = model.hidden_size, model.intermediate_size
-    widths = {
-        LoraTarget.QUERY: hidden + model.heads * model.key_size,
-        LoraTarget.KEY: hidden + model.kv_heads * model.head_size,
-        LoraTarget.VALUE: hidden + model.kv_heads * model.value_size,
-        LoraTarget.OUTPUT: model.heads * model.value_size + hidden,
-        LoraTarget.GATE: hidden + width,
-        LoraTarget.UP: hidden + width,
-        LoraTarget.DOWN: width + hidden,
-    }
-    return float(lora.rank * sum(widths[target] for target in lora.targets))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from meshwright.api.parallelism import ContextMethod, ParallelismSpec
 from meshwright.api.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
 from meshwright.planner.cost.choices import Choices, Offload, Recompute, Work
 from meshwright.planner.job import OFFLOAD, SCHEDULES, Job
 from meshwright.planner.pricing import Pricer
@@ -68,16 +69,20 @@ def techniques_for(job: Job, techniques: Techniques = MESHWRIGHT_RUNTIME) -> Tec
     if not plain:
         # Flat shards cut matrices anywhere and round by place; moments are only offloaded beside masters.
         techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(Offload.NONE,))
+    if training.compile:
+        recompute = tuple(how for how in techniques.recompute if how is not Recompute.SELECTIVE)
+        techniques = replace(techniques, recompute=recompute)
     if training.outer is not None:
         techniques = replace(techniques, offload=(Offload.NONE,), expert=False)
     if training.parameter_offload:
-        techniques = replace(techniques, zero_stages=(3,), runs=_sharded)
+        techniques = replace(techniques, zero_stages=(3,), runs=partial(_sharded, training.outer))
     return techniques
 
 
-def _sharded(work: Work, choices: Choices) -> bool:
-    """Offloaded parameters are FSDP's shards: there must be someone to share with."""
-    return choices.replicas > 1 and choices.zero_stage == 3 and runs(work, choices)
+def _sharded(outer: OuterSpec | None, work: Work, choices: Choices) -> bool:
+    """Offloaded parameters are FSDP's shards: there must be someone of the same island to share with."""
+    islands = 1 if outer is None else outer.islands or choices.data
+    return choices.replicas > islands and choices.zero_stage == 3 and runs(work, choices)
 
 
 def _fixed(spec: ParallelTrainingJobSpec, job: Job) -> Pins:
@@ -88,7 +93,6 @@ def _fixed(spec: ParallelTrainingJobSpec, job: Job) -> Pins:
         context=1 if whole_rows else None,
         data=spec.replicas if training.outer is not None else None,
         expert=1 if training.outer is not None else None,
-        sequence_parallel=False if training.parameter_offload else None,
     )
 
 

@@ -37,7 +37,10 @@ TRIED = (
 def checkpointings(training: TrainingSpec) -> tuple[ActivationCheckpointing, ...]:
     """What to try, the cheapest first; what the spec gives is the only one."""
     given = training.activation_checkpointing
-    return CHECKPOINTED if given is None else (given,)
+    if given is not None:
+        return (given,)
+    # The worker compiles it into layers of one graph alone, which depends on much that is not decided yet.
+    return tuple(how for how in CHECKPOINTED if not (training.compile and how is ActivationCheckpointing.SELECTIVE))
 
 
 def contexts(model: Architecture, training: TrainingSpec, parallelism: ParallelismSpec) -> list[int]:

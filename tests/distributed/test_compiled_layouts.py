@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
+from meshwright_worker.memory import apply
 from meshwright_worker.memory.compiled import compile_layers
-from meshwright_worker.parallel import apply
 from meshwright_worker.task import RankTask
 from tests.distributed.cases import Trained, trained
 from tests.distributed.configs import small_run

@@ -51,6 +51,13 @@ def test_power_sgd_of_full_rank_loses_nothing(pool: RankPool) -> None:
         assert relative(one, want) < 1e-12
 
 
+def test_power_sgd_of_bf16_gradients_loses_what_bf16_does(pool: RankPool) -> None:
+    """Without master weights gradients are bf16, of which there is no QR decomposition."""
+    got = compressed(pool, torch.bfloat16, compression="PowerSGD", compression_rank=64)
+    for one, want in zip(got, true_sums(RANKS, STEPS), strict=True):
+        assert 0 < relative(one.double(), want) < 3e-2
+
+
 @pytest.mark.parametrize(("name", "limit"), [("FP16", 2e-3), ("BF16", 1e-2), ("Int8", 2e-2)])
 def test_short_formats_round_little_even_where_gradients_are_tiny(pool: RankPool, name: str, limit: float) -> None:
     """Gradients are about 1e-9 here, below the smallest number of fp16."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.status import PlanStatus
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.described import explicit
 from meshwright.models.presets import PRESETS
@@ -17,6 +18,7 @@ from meshwright.models.pretrained import config_of
 from meshwright.planner.errors import PlanError
 from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import make_plan
+from meshwright.planner.savings import checkpointings
 from meshwright.planner.search.shapes import divisors
 from meshwright_worker.validate import validate
 from tests.planner.builders import inventory, node, racks, spec_of
@@ -289,3 +291,12 @@ def test_every_plan_is_one_the_runtime_accepts(
 @pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 360])
 def test_divisors_are_all_and_ascending(number: int) -> None:
     assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_selective_checkpointing_of_compiled_layers_is_left_to_who_asks_for_it() -> None:
+    spec = TrainingSpec(steps=1, global_batch_size=8, sequence_length=64)
+    assert ActivationCheckpointing.SELECTIVE in checkpointings(spec)
+    compiled = spec.model_copy(update={"compile": True})
+    assert ActivationCheckpointing.SELECTIVE not in checkpointings(compiled)
+    asked = compiled.model_copy(update={"activation_checkpointing": ActivationCheckpointing.SELECTIVE})
+    assert checkpointings(asked) == (ActivationCheckpointing.SELECTIVE,)

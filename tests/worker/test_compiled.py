@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch.profiler import ProfilerActivity, profile
 
+from meshwright.api.data import Packing
 from meshwright.api.precision import Fp8Spec, Fp8Update
-from meshwright.api.training import OptimizerSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.fp8.linear import use_fp8
+from meshwright_worker.memory.apply import save_memory
 from meshwright_worker.memory.compiled import compile_layers
 from meshwright_worker.micro_batches import COMPILED_LENGTHS, Cut
 from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.optimizers.rounded import RoundedAdamW, _update_rows
 from meshwright_worker.parallel.shards import Shard
+from meshwright_worker.validate import InvalidRunError, validate
+from tests.distributed.configs import small_run
+from tests.distributed.mixtures import MIXTURES
 
 MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=64)
 
@@ -34,6 +43,62 @@ def run(*, compiled: bool) -> list[torch.Tensor]:
     loss = stage(tokens, targets=tokens + 1)
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in stage.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_compiled_layer_computes_no_product_that_it_is_told_to_keep_again() -> None:
+    """Inductor runs `mm.out`, which a policy outside of compiled code does not know. Calls are counted."""
+    model = MODEL.model_copy(update={"layers": 1})
+    products = {}
+    for how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL):
+        torch.compiler.reset()
+        with torch.device("meta"):
+            stage = DecoderStage(model, torch.float32)
+        initialize(stage, model, 0, torch.device("cpu"))
+        spec = TrainingSpec(
+            steps=1, global_batch_size=2, sequence_length=16, activation_checkpointing=how, compile=True
+        )
+        save_memory(stage, spec, torch.device("cpu"))
+        batch = Batch.of(torch.arange(34).view(2, 17))
+        # The backward pass of the first step is compiled while it runs.
+        stage(batch.tokens, targets=batch.targets, places=batch.places).backward()
+        loss = stage(batch.tokens, targets=batch.targets, places=batch.places)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            loss.backward()
+        products[how] = sum(event.name == "aten::mm" for event in profiled.events())
+    # Seven products of the layer and the output's, twice; of `Full` the layer's once more, all of them in one graph.
+    assert list(products.values()) == [16, 16, 23]
+
+
+def test_a_layer_that_breaks_its_graph_is_not_compiled_selectively(graphs: Graphs) -> None:
+    model = MODEL.model_copy(update={"layers": 1, "mixture": MIXTURES["Mixtral"]})
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.float32)
+    initialize(stage, model, 0, torch.device("cpu"))
+    compile_layers(stage, graphs, selective=True)
+    with pytest.raises(Unsupported):
+        stage(torch.arange(32).view(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tensor": 2}, "`parallelism.tensor: 2`"),
+        ({"context": 2}, "`parallelism.context: 2`"),
+        ({"packing": Packing.DOCUMENTS}, "`data.packing: Documents`"),
+        ({"mixture": "Mixtral"}, "`model.mixture`"),
+        ({"fp8": {"update": "Delayed"}}, "`training.fp8.update: Delayed`"),
+        ({"pipeline": 2, "parallelism": {"schedule": "ZBH1"}}, "`parallelism.schedule: ZBH1`"),
+    ],
+)
+def test_selective_checkpointing_of_layers_in_pieces_is_refused(changes: dict[str, Any], named: str) -> None:
+    changes = dict(changes)
+    training = {"activation_checkpointing": "Selective", "compile": True, "fp8": changes.pop("fp8", None)}
+    with pytest.raises(InvalidRunError, match=re.escape(named) + ".*`compile: false`"):
+        validate(small_run(**changes, training=training))
+    validate(small_run(**changes, training={**training, "compile": False}))
+    validate(small_run(data=2, pipeline=2, training={**training, "fp8": None}))
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,7 @@ from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright_worker.metrics import TrainerMetrics
+from meshwright_worker.models import grouped
 from meshwright_worker.models.balance import Balance, Sequences
 from meshwright_worker.models.experts import Experts, MixtureOfExperts
 from meshwright_worker.models.grouped import by_kernel, one_by_one
@@ -243,3 +245,26 @@ def test_the_page_names_what_there_is() -> None:
     fields = {info.alias for info in MixtureSpec.model_fields.values()}
     table = page.split("## Routing")[0].split("| as in")[1]
     assert set(re.findall(r"`([a-z]\w+)[:`]", table)) <= fields
+
+
+@pytest.mark.parametrize("rows", [7, 16])
+def test_how_many_rows_there_are_decides_no_kernel(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    widths: list[tuple[int, ...]] = []
+    judge = grouped._has_kernel
+
+    def noted(given: torch.Tensor, *asked: int) -> bool:
+        widths.append(asked)
+        with FakeTensorMode():
+            judged.append(judge(torch.empty(given.shape, dtype=torch.bfloat16, device="cuda"), *asked))
+        return False
+
+    judged: list[bool] = []
+    monkeypatch.setattr(grouped, "_has_kernel", noted)
+    counts = torch.tensor([3, rows - 3])
+    x, weight = torch.ones(rows, 24), torch.ones(2, 12, 24)
+    grouped.grouped_linear(x, weight, counts)
+    assert grouped.grouped_outer(torch.ones(rows, 32), x, counts).shape == (2, 32, 24)
+    assert widths == [(12, 24), (32, 24)]
+    # 12 numbers of bf16 are 24 bytes.
+    assert judged == [False, True]

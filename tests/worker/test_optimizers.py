@@ -147,7 +147,7 @@ def test_muon_updates_as_torchs() -> None:
     ours, (theirs, *_) = shards(), shards()
     matrix = theirs.parameter
     torch_muon = torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    optimizer = Muon(ours, SPEC, torch.bfloat16)
+    optimizer = Muon(ours, SPEC, torch.bfloat16, CPU)
     for step in range(3):
         matrix.grad = gradients(step)[0]
         torch_muon.step()

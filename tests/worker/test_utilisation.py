@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.api.precision import LossScaleSpec, Precision
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
+from meshwright_worker.data.batch import Batch
 from meshwright_worker.loss_scale import LossScale
+from meshwright_worker.memory.apply import save_memory
 from meshwright_worker.metrics import TrainerMetrics
+from meshwright_worker.models.initialize import initialize
+from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.lora import adapt
+from meshwright_worker.parallel.apply import BuiltStage
+from meshwright_worker.pipeline.chunk import Chunk
 from meshwright_worker.task import StepReport
 from meshwright_worker.utilisation import work_of
 
@@ -58,3 +68,40 @@ def test_the_loss_scale_halves_grows_and_gives_up() -> None:
     fixed = LossScale.of(training(precision=Precision.BF16))
     assert not fixed.skip()
     assert fixed.value == 1.0
+
+
+MODEL = Architecture(layers=4, hidden_size=64, intermediate_size=128, heads=4, kv_heads=2, vocab_size=512)
+LORA = {"rank": 8, "targets": ["Query", "Value", "Down"]}
+
+
+@pytest.mark.parametrize("checkpointing", ["None", "Selective", "Full", "Sqrt"])
+@pytest.mark.parametrize("rematerializes", [False, True])
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_hardware_flops_are_those_of_the_matrix_products(
+    checkpointing: str, rematerializes: bool, lora: dict[str, object] | None
+) -> None:
+    rows, length = 2, 8
+    spec = training(sequenceLength=length, activationCheckpointing=checkpointing, lora=lora)
+    with torch.device("meta"):
+        stage = DecoderStage(MODEL, torch.float32)
+    if spec.lora is not None:
+        adapt(stage, spec.lora)
+    initialize(stage, MODEL, 0, CPU)
+    save_memory(stage, spec, CPU)
+    chunk = Chunk(BuiltStage(0, stage, {}), rows * length, rematerialize=rematerializes)
+    batch = Batch.of(torch.arange(rows * (length + 1)).view(rows, -1))
+    with FlopCounterMode(display=False) as counted:
+        chunk.forward(0, batch, None, split=False)
+        chunk.backward(0, None)
+    products = sum(
+        flops for operator, flops in counted.get_flop_counts()["Global"].items() if "attention" not in str(operator)
+    )
+    attention = 12 * MODEL.layers * MODEL.heads * MODEL.head_size * length
+    spec = spec.model_copy(update={"global_batch_size": rows})
+    work = work_of(MODEL, spec, 1, CPU, rematerializes=rematerializes)
+    again = (work.hardware - work.model) / work.model
+    counted_as = work.hardware - rows * length * attention * (1 + again)
+    # torch ends a recomputation where nothing more is needed: before a group's last product.
+    groups = {"Full": MODEL.layers, "Sqrt": 2}.get(checkpointing, 0)
+    left_out = groups * 2 * MODEL.hidden_size * MODEL.intermediate_size * rows * length
+    assert products == pytest.approx(counted_as - left_out, rel=0.05)

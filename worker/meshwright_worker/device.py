@@ -38,18 +38,19 @@ def facts_of(local_rank: int) -> Facts:
     return Facts(torch.cuda.get_device_capability(seen), torch.cuda.get_device_name(seen), count)
 
 
-def claim(local_rank: int) -> Device:
-    """Take the GPU number `local_rank`, or one CPU thread where there is no GPU, and make arithmetic repeatable.
+def claim(local_rank: int, *, repeatable: bool = True) -> Device:
+    """Take the GPU number `local_rank`, or one CPU thread where there is no GPU.
 
     Several ranks share the cores of a machine without GPUs, so more than one thread a rank only makes them wait for
-    each other. With deterministic kernels a resumed run repeats the uninterrupted one bit by bit.
+    each other. With `repeatable` kernels a resumed run repeats the uninterrupted one bit by bit.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if repeatable:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(repeatable, warn_only=True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+        use(device)
         return Device(device, "nccl")
     torch.set_num_threads(1)
     return Device(torch.device("cpu"), "gloo")
@@ -58,3 +59,11 @@ def claim(local_rank: int) -> Device:
 def alone() -> torch.device:
     """Where a process computes that has the machine for itself: the first GPU, or the CPU with all of its threads."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def use(device: torch.device) -> None:
+    """Let the calling thread work on this rank's device: that of a new thread is the machine's first GPU, on which
+    whatever asks for a context would take one.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

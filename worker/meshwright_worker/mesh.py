@@ -111,7 +111,8 @@ def connected(task: RankTask) -> Iterator[torch.device]:
     Raises:
         torch.distributed.DistError: a rank did not come within the time limit, or went away.
     """
-    device = claim(task.local_rank)
+    training = task.run.training
+    device = claim(task.local_rank, repeatable=training is None or training.deterministic)
     _pin_interface(task.pod_address)
     store = TCPStore(
         task.master_address,
@@ -121,6 +122,9 @@ def connected(task: RankTask) -> Iterator[torch.device]:
         timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
     )
+    # No `device_id`: with one, ranks outside a new group of any back end split NCCL's communicator, and those inside a
+    # gloo group do not, so they would wait for each other for ever (`_new_process_group_helper` in torch 2.13).
+    # What it would tell, `claim` has: collectives take the current device.
     dist.init_process_group(
         device.backend,
         store=PrefixStore(f"generation-{task.generation}", store),

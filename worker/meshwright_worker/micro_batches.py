@@ -20,6 +20,7 @@ import torch
 
 from meshwright.api.data import DataFormat
 from meshwright.protocol import RunConfig
+from meshwright_worker.data.ahead import pinned
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.parallel.context import own_slice
@@ -95,13 +96,21 @@ class MicroBatches:
         parts = zip(self._own(batch).chunk(self._count), lengths, strict=True)
         return [_first(part, length) for part, length in parts]
 
+    def ahead(self, batch: Batch) -> Batch:
+        """What a thread that reads ahead can do of `of`: take this rank's part, but of rows that `fed` is asked of."""
+        return batch if self.padded else own_slice(batch, self._deal, self._rank)
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        """How many targets this rank's part of the replica's batch has, int64 [], counted on the CPU."""
+        return (own_slice(batch, self._deal, self._rank).targets != IGNORED).sum()
+
     def fed(self, batch: Batch) -> Fed:
         """What is in the replica's batch, whatever is cut."""
         lengths = _lengths(batch)
         return Fed(int(lengths.sum()), int(lengths.square().sum()))
 
     def _own(self, batch: Batch) -> Batch:
-        return own_slice(batch, self._deal, self._rank).to(self._device)
+        return pinned(own_slice(batch, self._deal, self._rank), self._device).to(self._device)
 
 
 def _lengths(batch: Batch) -> torch.Tensor:

@@ -20,8 +20,8 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.evaluate import mean_loss, targets_of
-from meshwright_worker.mesh import REPLICA, TENSOR, Mesh
+from meshwright_worker.evaluate import mean_loss
+from meshwright_worker.mesh import TENSOR, Mesh
 from meshwright_worker.micro_batches import Fed, MicroBatches
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
@@ -67,12 +67,16 @@ class StaleTrainer:
         )
         # Reports travel on the host, so that no rank waits for the device of one that is steps behind.
         self._reports = dist.new_group(backend="gloo")
+        replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            mesh.layout.replica_groups(), backend="gloo"
+        )
+        self._replicas_on_hosts, _ = replicas
         self._shares: dict[int, float] = {}
         self._fed: dict[int, Fed] = {}
         _, *others = mesh.coordinates
         self._speaks = self._micro_batches.padded and not any(others)
         """Whether this rank tells what the padded rows of its replica hold."""
-        self._known: dict[int, tuple[float, float]] = {}
+        self._known: dict[int, torch.Tensor] = {}
         self._under_way: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._begun = self._told = 0
         self._stops = False
@@ -91,7 +95,7 @@ class StaleTrainer:
         if self._told == 0:
             self._told = number
         self._begun = number
-        self._shares[number] = self._share(parts)
+        self._shares[number] = self._share(batch)
         self._fed[number] = self._micro_batches.fed(batch) if self._speaks else Fed(0, 0)
         self._pipeline.feed(number, parts)
         self._tell(number - places + 1, stop)
@@ -132,23 +136,28 @@ class StaleTrainer:
         """The stage's own update, when its part of a step's gradients is there."""
         gradients = self._replicas.reduce()
         if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         share = self._shares.pop(number)
-        squares = float(square_sum(self.shards, gradients))
-        counts = self._mesh.coordinates.tensor == 0
-        self._known[number] = (float(loss) * share if counts else 0.0, squares * share * share)
+        squares = square_sum(self.shards, gradients).to(self._mesh.device)
+        loss = loss.double() if self._mesh.coordinates.tensor == 0 else torch.zeros_like(squares)
+        # Stays on the device until it is told, steps later: the host does not wait for this one.
+        self._known[number] = torch.stack([loss * share, squares * share * share])
         rescale(gradients, share, 0.0, 0.0)
         self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
 
-    def _share(self, parts: Sequence[Batch]) -> float:
-        """What corrects a step's gradient for the tokens that have no target: every stage knows them."""
-        targets = targets_of(parts).double()
+    def _share(self, batch: Batch) -> float:
+        """What corrects a step's gradient for the tokens that have no target: every stage knows them.
+
+        Counted before the batch goes to the device, which is busy with the steps before.
+        """
+        targets = self._micro_batches.targets(batch).double()
         if self._mesh.layout.replicas > 1:
-            dist.all_reduce(targets, group=self._mesh.group(REPLICA))
+            dist.all_reduce(targets, group=self._replicas_on_hosts)
         return tokens_of_step(self._training) / max(1.0, float(targets))
 
     def _tell(self, number: int, stop: bool) -> None:
-        loss, squares = self._known.pop(number, (0.0, 0.0))
+        known = self._known.pop(number, None)
+        loss, squares = (0.0, 0.0) if known is None else known.tolist()
         sums = torch.tensor([loss, squares, float(stop), *self._fed.pop(number, Fed(0, 0))], dtype=torch.float64)
         work = dist.all_reduce(sums, group=self._reports, async_op=True)
         if work is None:

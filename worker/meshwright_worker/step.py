@@ -122,7 +122,7 @@ class Trainer:
         gradients = self._gradients()
         self._fp8.advance()
         # Losses were divided by the tokens that a step may have; this many of them had a target.
-        loss, norm, tokens, stopping, fed = self._agree(
+        (loss, norm, tokens, stopping), fed, counted, loads = self._agree(
             replica_loss, square_sum(self.shards, gradients).to(self._mesh.device), parts, stop, fed
         )
         share = tokens_of_step(self._training) / max(1.0, tokens)
@@ -132,7 +132,6 @@ class Trainer:
         if not math.isfinite(loss + norm):
             if self.loss_scale.skip():
                 self.optimizer.forget()
-                loads = self._loads.finish(moves=False)
                 return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, fed=fed)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
@@ -148,10 +147,10 @@ class Trainer:
             stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.loss_scale.passed()
         self.replicas.publish()
-        loads = self._loads.finish()
+        self._loads.move_biases(counted)
         if self.outer is not None and self._rounds.over(number):
             # Routers' biases have just moved, by each island's own loads.
-            average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND))
+            average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device)
         return StepResult(number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, fed=fed)
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -159,7 +158,7 @@ class Trainer:
         # Sums all: those over replicas come first, since they may be under way while backward runs.
         self._copies.add_up()
         if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         return gradients
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -193,17 +192,22 @@ class Trainer:
 
     def _agree(
         self, replica_loss: torch.Tensor, squares: torch.Tensor, parts: Sequence[Batch], stop: bool, fed: Fed | None
-    ) -> tuple[float, float, float, bool, Fed | None]:
-        # Loss, squared norm, targets and the stop flag travel in one reduction: one small collective a step. Where rows
-        # are padded, so does what they hold.
+    ) -> tuple[tuple[float, float, float, bool], Fed | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+        """Loss, norm, targets and stop flag; what padded rows hold; the experts' counts on the device, and their sense.
+
+        All travel in one reduction: one small collective a step, and the one time that the host waits for the device.
+        """
         _, pipeline, _, tensor = self._mesh.coordinates
         zero = torch.zeros_like(squares)
         # Every stage has the targets; ranks of a pipeline that compute no loss have 0.
         loss = replica_loss.double() if tensor == 0 else zero
         targets = targets_of(parts).double() if pipeline == tensor == 0 else zero
-        known = (torch.full_like(squares, float(number)) for number in (stop, *(fed or ())))
-        sums = torch.stack([loss, squares, targets, *known])
+        known = [torch.full_like(squares, float(number)) for number in (stop, *(fed or ()))]
+        own = torch.stack([loss, squares, targets, *known])
+        sums = torch.cat([own, self._loads.take()])
         sum_over(sums, self._mesh.together)
-        total_loss, total_squares, tokens, stops, *held = sums.tolist()
+        total_loss, total_squares, tokens, stops, *rest = sums.tolist()
+        held, counted = rest[: len(known) - 1], rest[len(known) - 1 :]
         total = Fed(*(int(number) for number in held)) if held else None
-        return total_loss, math.sqrt(total_squares), tokens, stops > 0, total
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
+        return agreed, total, sums[len(own) :], self._loads.told(counted)

@@ -38,7 +38,7 @@ from meshwright_worker.device_validate import validate_device
 from meshwright_worker.evaluate import Evaluation
 from meshwright_worker.inputs import Inputs, open_inputs
 from meshwright_worker.mesh import Mesh, joined, same_everywhere
-from meshwright_worker.micro_batches import Fed
+from meshwright_worker.micro_batches import Fed, MicroBatches
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.outer.text import Place, joint_identity
 from meshwright_worker.pretrained.files import PretrainedError
@@ -146,13 +146,21 @@ class _Loop:
         architecture, self._data, self._training = validate(run)
         self._cost = Cost.of(architecture)
         self._micro_batches = run.micro_batches
+        self._parts = MicroBatches(run, mesh)
         self._trainer = trainer
         self._stream, self._evaluation = inputs.stream, inputs.evaluation
         self._session = session
         self._mesh = mesh
         self._place = Place.of(self._training, mesh)
         self._islands = run.islands
-        self._work = partial(work_of, architecture, self._training, mesh.layout.world_size, mesh.device)
+        self._work = partial(
+            work_of,
+            architecture,
+            self._training,
+            mesh.layout.world_size,
+            mesh.device,
+            rematerializes=run.parallelism.rematerialize,
+        )
         self._full_rows = self._work()
         self._events = events
         self._digest = SampleDigest()
@@ -247,7 +255,8 @@ class _Loop:
         """What this replica trains on in the step that begins with sample `first`."""
         mine = self._share(range(first, first + self._training.global_batch_size))
         samples = self._stream.rows(mine)
-        return Read(mine, samples, batch_of(samples, self._data, self._stream.separator, mine))
+        batch = batch_of(samples, self._data, self._stream.separator, mine)
+        return Read(mine, samples, self._parts.ahead(batch))
 
     def _share(self, step: range) -> Sequence[int]:
         """The numbers of the samples that this replica takes of a step's."""

@@ -74,7 +74,16 @@ CASES += [
     Case(
         "parameter offload, sequence parallelism",
         {"tensor": 2, "data": 2, "zero": 3, "training": {"parameter_offload": True}},
-        refused="`parallelism.sequence: false`",
+    ),
+    Case(
+        "parameter offload, one replica of an island",
+        {
+            "data": 2,
+            "zero": 3,
+            "outer": {"method": "DiLoCo", "islands": 2, "every_steps": 1},
+            "training": {"parameter_offload": True},
+        },
+        refused="of at least 4, not 2",
     ),
     # Compiling takes half a minute: one row, and it is in no quick run.
     Case("torch.compile", {"data": 2, "zero": 3, "training": {"compile": True}}, {"layers": 2}, exact=False),

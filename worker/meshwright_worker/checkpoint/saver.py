@@ -22,6 +22,7 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import FileRecord, Written
 from meshwright_worker.checkpoint.storage import CheckpointWriter
 from meshwright_worker.checkpoint.tensors import stage_copy
+from meshwright_worker.device import use
 from meshwright_worker.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Checkpointer:
 
     def _run(self, tensors: dict[str, torch.Tensor], manifest: Written) -> None:
         started = time.monotonic()
+        use(self._mesh.device)
         step = manifest.state.step
         try:
             self._write(tensors, manifest)

@@ -5,11 +5,13 @@ Stage and rank appear in no name, so a checkpoint of one layout is one of every 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright_worker.memory.page_locked import in_main_memory
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.parallel.shards import Shard
 
@@ -53,14 +55,19 @@ def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]
         tensors: what to copy.
         staged: an earlier copy of the same tensors, whose memory is used again; empty the first time.
     """
+    new = {name: tensor for name, tensor in tensors.items() if name not in staged}
+    for page_locked in (True, False):
+        chosen = {name: tensor for name, tensor in new.items() if _part(tensor).is_cuda is page_locked}
+        memory = in_main_memory([_part(tensor) for tensor in chosen.values()], page_locked=page_locked)
+        for (name, tensor), own in zip(chosen.items(), memory, strict=True):
+            staged[name] = _like(tensor, own) if isinstance(tensor, DTensor) else own
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name not in staged:
-            memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            staged[name] = _like(tensor, memory) if isinstance(tensor, DTensor) else memory
-        target = staged[name]
-        (target.to_local() if isinstance(target, DTensor) else target).copy_(local)
+        _part(staged[name]).copy_(_part(tensor))
     return staged
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_whole(shard: Shard, local: torch.Tensor) -> torch.Tensor:
@@ -69,6 +76,12 @@ def as_whole(shard: Shard, local: torch.Tensor) -> torch.Tensor:
 
 
 def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    """A distributed tensor whose local part is `local`, in its memory, wherever that is.
+
+    `DTensor.from_local` would move a part in main memory to the mesh's GPU: loading would fill that copy, not what is
+    offloaded. FSDP makes its offloaded parameters like this.
+    """
+    spec = copy.copy(whole._spec)
+    if spec.tensor_meta is not None:
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]

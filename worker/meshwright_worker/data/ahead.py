@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_worker.data.batch import Batch
+from meshwright_worker.device import use
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,14 @@ class ReadAhead:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
-        # Page-locking goes through a device's context, and a thread's device is the first one if nobody says otherwise.
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        # Page-locking goes through a device's context.
+        use(self._device)
 
     def _one(self, first: int) -> Read:
         read = self._read(first)
-        if self._device.type != "cuda":
-            return read
-        return Read(read.numbers, read.samples, read.batch.each(torch.Tensor.pin_memory))
+        return Read(read.numbers, read.samples, pinned(read.batch, self._device))
+
+
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """The batch, page-locked if it is for a GPU: a copy from other memory waits for the GPU's work and for itself."""
+    return batch.each(torch.Tensor.pin_memory) if device.type == "cuda" else batch

@@ -49,7 +49,8 @@ class Fp8Recipe:
         """The largest number to represent, [], where it is not that of the tensor at hand; `amax` gives that one's."""
         if self.spec.update is Fp8Update.STATIC:
             given = (self.spec.input_amax, self.spec.weight_amax, self.spec.gradient_amax)[role]
-            return torch.tensor(given, device=device)
+            # Filled on the device: a number from the host would be a copy that the host waits for.
+            return torch.full((), given, device=device)
         if self.spec.update is Fp8Update.DYNAMIC:
             return None
         if self.seen is None:

@@ -58,6 +58,26 @@ class Recomputed:
         return x
 
 
+def selectively(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A layer that keeps its input and what `_KEPT` names, to be compiled.
+
+    From outside of compiled code checkpointing would not see the products that it must keep: they are `mm.out` there,
+    into memory that other operators use again, and all of them would be computed twice. Inside, the compiler reads the
+    policy as it divides the graph.
+    """
+    contexts = partial(create_selective_checkpoint_contexts, _keep)
+
+    def run(x: torch.Tensor, places: Places) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return layer(x, places)
+        y: torch.Tensor = checkpoint(
+            layer, x, places, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+        return y
+
+    return run
+
+
 def group_size(how: ActivationCheckpointing, every: int, layers: int) -> int:
     """Layers of a group on a stage that has so many: `Sqrt` takes the root of them, as the planner does."""
     if how is ActivationCheckpointing.EVERY_K:

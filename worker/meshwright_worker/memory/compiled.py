@@ -12,15 +12,23 @@ from typing import Any
 import torch
 
 from meshwright_worker.fp8.recipe import recipes_of
+from meshwright_worker.memory.checkpointing import selectively
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.tensor_ring import rings_of
 
 
-def compile_layers(stage: DecoderStage, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Let the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's."""
+def compile_layers(
+    stage: DecoderStage, backend: str | Callable[..., Any] = "inductor", *, selective: bool = False
+) -> None:
+    """Let the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's.
+
+    With `selective` what the blocks keep is decided inside of their graphs, see `selectively`; a block that breaks its
+    graph then raises `torch._dynamo.exc.Unsupported` in its first pass.
+    """
     for product in recipes_of(stage):
         product.compile()
     for ring in rings_of(stage):
         ring.compile()
     for block in stage.layers.values():
-        block.forward = torch.compile(block.forward, backend=backend)
+        run = selectively(block.forward) if selective else block.forward
+        block.forward = torch.compile(run, backend=backend, fullgraph=selective)

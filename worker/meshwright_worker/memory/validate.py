@@ -4,29 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.api.data import Packing
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
-from meshwright.api.training import OptimizerName, OptimizerOffload, OptimizerSpec, TrainingSpec
+from meshwright.api.training import (
+    ActivationCheckpointing,
+    OptimizerName,
+    OptimizerOffload,
+    OptimizerSpec,
+    TrainingSpec,
+)
 from meshwright.protocol import RunConfig
+
+_WHOLE_BACKWARD = (
+    PipelineSchedule.NAIVE,
+    PipelineSchedule.GPIPE,
+    PipelineSchedule.ONE_F_ONE_B,
+    PipelineSchedule.INTERLEAVED,
+    PipelineSchedule.LOOPED_BFS,
+)
 
 
 def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
     """What of a run cannot be executed, each with the field and the fix."""
     yield from _layout_problems(run, training)
+    yield from _graph_problems(run, training)
     yield from _format_problems(training)
     yield from _offload_problems(training.optimizer, training)
 
 
 def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
-    if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.replicas > 1):
+    if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.replicas > run.islands):
+        # Islands share no shards: each needs somebody to share with.
+        fits = 2 * run.islands
         yield (
             "`training.parameterOffload: true` needs `parallelism.zeroStage` 2 or 3, not "
-            f"{run.parallelism.zero_stage}, and `replicas` times `parallelism.context` of at least 2, not "
+            f"{run.parallelism.zero_stage}, and `replicas` times `parallelism.context` of at least {fits}, not "
             f"{run.layout.replicas}"
-        )
-    if training.parameter_offload and run.tensor > 1 and run.parallelism.sequence:
-        yield (
-            "`training.parameterOffload: true` needs `parallelism.sequence: false` with `parallelism.tensor: "
-            f"{run.tensor}`: gradients of norms are summed over GPUs, and are in main memory"
         )
     if training.parameter_offload_path is not None and not training.parameter_offload:
         yield "`training.parameterOffloadPath` needs `training.parameterOffload: true`: set it, or remove the path"
@@ -34,6 +48,27 @@ def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         yield (
             f"`training.attentionDropout: {training.attention_dropout}` needs `parallelism.context: 1`: ranks that "
             "share a sequence keep no attention probabilities; set it to 0 and use `training.dropout`"
+        )
+
+
+def _graph_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+    """What breaks the graph of a compiled layer, in which `Selective` is decided."""
+    if not training.compile or training.checkpointing is not ActivationCheckpointing.SELECTIVE:
+        return
+    fp8, order = training.fp8, run.parallelism.order
+    breaks = {
+        f"`parallelism.tensor: {run.tensor}`": run.tensor > 1,
+        f"`parallelism.context: {run.context}`": run.context > 1,
+        "`data.packing: Documents`": run.data is not None and run.data.packing is Packing.DOCUMENTS,
+        "`model.mixture`": run.architecture is not None and run.architecture.mixture is not None,
+        "`training.fp8.update: Delayed`": fp8 is not None and fp8.update is Fp8Update.DELAYED,
+        f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and order not in _WHOLE_BACKWARD,
+    }
+    if found := [name for name, there in breaks.items() if there]:
+        yield (
+            "`training.activationCheckpointing: Selective` with `training.compile: true` does not go with "
+            f"{', '.join(found)}: a layer is then compiled in pieces, which compute every matrix product again; use "
+            "`Full` or `None`, or `compile: false`"
         )
 
 

@@ -30,6 +30,10 @@ class Journey(Protocol):
         """int64 [experts here]: rows that arrive for each."""
 
     @property
+    def leaving(self) -> int | None:
+        """Rows that set out; None where only the device knows."""
+
+    @property
     def origin(self) -> torch.Tensor | None:
         """int64 [rows that arrive]: which rank of the expert group sent each; None where this one sent all."""
 
@@ -52,6 +56,10 @@ class Stay:
     """The journey of rows whose experts are all here."""
 
     counts: torch.Tensor
+
+    @property
+    def leaving(self) -> None:
+        """See `Journey`."""
 
     @property
     def origin(self) -> None:
@@ -168,7 +176,9 @@ class MixtureOfExperts(nn.Module):
         experts = routing.experts if kept is None else routing.experts.masked_fill(~kept, count)
         order = experts.flatten().argsort(stable=True)
         counts = _histogram(experts.flatten(), count + 1)[:count]
-        slots = order if kept is None else order[: int(counts.sum())]
+        journey, slots = self.dispatcher.plan(counts), order
+        if kept is not None:
+            slots = order[: int(counts.sum()) if journey.leaving is None else journey.leaving]
         copied = x.flatten(0, 1).unsqueeze(1).expand(-1, per_token, -1).reshape(-1, x.shape[-1])
         auxiliary, z = self.balance.losses(routing)
         extra = self.mixture.balance_weight * auxiliary + self.mixture.z_loss_weight * z
@@ -176,7 +186,7 @@ class MixtureOfExperts(nn.Module):
             rows=copied.index_select(0, slots),
             slots=slots,
             weights=routing.weights.flatten(0, 1),
-            journey=self.dispatcher.plan(counts),
+            journey=journey,
             extra=extra,
             tally=self.tally.entry(_histogram(routing.experts.flatten(), count), len(order) - len(slots), auxiliary, z),
         )

@@ -24,7 +24,8 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tenso
     Returns:
         [rows, outputs]. Every matrix gets a gradient, 0 for a group without rows.
     """
-    return by_kernel(rows, weight, counts) if _has_kernel(rows, weight) else one_by_one(rows, weight, counts)
+    kernel = _has_kernel(rows, *weight.shape[1:])
+    return by_kernel(rows, weight, counts) if kernel else one_by_one(rows, weight, counts)
 
 
 def by_kernel(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ def grouped_shares(gradients: torch.Tensor, weight: torch.Tensor, counts: torch.
     Returns:
         [rows, inputs].
     """
-    if _has_kernel(gradients, weight):
+    if _has_kernel(gradients, *weight.shape[1:]):
         product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
         result: torch.Tensor = product(gradients, weight, offs=counts.cumsum(0).to(torch.int32))
         return result
@@ -70,7 +71,7 @@ def grouped_outer(gradients: torch.Tensor, rows: torch.Tensor, counts: torch.Ten
     Returns:
         [groups, outputs, inputs].
     """
-    if _has_kernel(rows, gradients.unsqueeze(0)):
+    if _has_kernel(rows, gradients.shape[1], rows.shape[1]):
         product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
         result: torch.Tensor = product(gradients.t(), rows, offs=counts.cumsum(0).to(torch.int32))
         return result
@@ -79,9 +80,10 @@ def grouped_outer(gradients: torch.Tensor, rows: torch.Tensor, counts: torch.Ten
     return torch.stack([gradient.t() @ x for gradient, x in parts])
 
 
-def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+def _has_kernel(rows: torch.Tensor, *widths: int) -> bool:
+    """Whether one kernel multiplies matrices of these widths; of rows there may be any number."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
         return False
     known = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
-    aligned = all(size * rows.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    aligned = all(size * rows.element_size() % _ALIGNMENT == 0 for size in widths)
     return known and aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)

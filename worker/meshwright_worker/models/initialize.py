@@ -25,21 +25,29 @@ _RESIDUAL_OUTPUTS = (
 )
 
 
-def materialize(stage: DecoderStage, device: torch.device) -> None:
-    """Give a stage that was built on the meta device its memory on `device`, with nothing in it."""
-    stage.to_empty(device=device)
+def materialize(stage: DecoderStage, device: torch.device, home: torch.device | None = None) -> None:
+    """Give a stage that was built on the meta device its memory on `device`, with nothing in it.
+
+    Parameters are at `home`, if that is given: whoever gathers them brings them to the device. Nobody brings buffers.
+    """
+    stage.to_empty(device=home or device)
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
     stage.tie()
 
 
-def initialize(stage: DecoderStage, model: Architecture, seed: int, device: torch.device) -> None:
-    """Give a stage that was built on the meta device its memory on `device` and its initial weights.
+def initialize(
+    stage: DecoderStage, model: Architecture, seed: int, device: torch.device, home: torch.device | None = None
+) -> None:
+    """Give a stage that was built on the meta device its memory, see `materialize`, and its initial weights.
 
     Norms are 1, biases 0; of an adapter one matrix is 0 and the other has deviation 1 / sqrt(inputs). Matrices are
     normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that write to the residual
     stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed 0.02 makes narrow models lose
     their first hundred steps. Buffers, the balancing biases of routers, are 0.
     """
-    materialize(stage, device)
+    materialize(stage, device, home)
     with torch.no_grad():
         for buffer in stage.buffers():
             buffer.zero_()

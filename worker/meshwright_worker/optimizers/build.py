@@ -23,7 +23,7 @@ def build_optimizer(shards: Sequence[Shard], training: TrainingSpec, mesh: Mesh)
     """The optimizer of this rank's shards. What does not go together `validate` has refused."""
     spec = training.optimizer
     if spec.name is OptimizerName.MUON:
-        return Muon(shards, spec, _ORTHOGONALISES_IN.get(training.precision, torch.bfloat16))
+        return Muon(shards, spec, _ORTHOGONALISES_IN.get(training.precision, torch.bfloat16), mesh.device)
     if not training.master_weights:
         return RoundedAdamW(shards, spec, training.seed, compiled=training.compile)
     if spec.offload is OptimizerOffload.NONE:

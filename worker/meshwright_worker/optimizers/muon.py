@@ -34,11 +34,15 @@ class Muon:
         shards: what the rank holds.
         spec: rates, decay and momentum.
         working: the format to orthogonalise in; bf16 is enough.
+        device: where to orthogonalise, and what collectives run on; shards may be in main memory.
     """
 
-    def __init__(self, shards: Sequence[Shard], spec: OptimizerSpec, working: torch.dtype) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], spec: OptimizerSpec, working: torch.dtype, device: torch.device
+    ) -> None:
         self._spec = spec
         self._working = working
+        self._device = device
         self._shards = shards
         self._momenta = {id(shard): torch.zeros_like(shard.local) for shard in shards if is_muons(shard)}
         rest = [shard for shard in shards if not is_muons(shard)]
@@ -76,9 +80,9 @@ class Muon:
     def _update(self, shard: Shard, gradient: torch.Tensor, rate: float) -> None:
         momentum, beta = self._momenta[id(shard)], self._spec.momentum
         momentum.lerp_(gradient, 1 - beta)
-        nesterov = gradient.lerp(momentum, beta)
+        nesterov = gradient.lerp(momentum, beta).to(self._device)
         whole, box = _matrices(shard, nesterov)
-        update = orthogonal(whole.to(self._working))[box].to(shard.local.dtype)
+        update = orthogonal(whole.to(self._working))[box].to(shard.local)
         scale = _RMS_OF_ADAMW * math.sqrt(max(whole.shape[-2:]))
         shard.local.mul_(1 - rate * self._spec.weight_decay).add_(update, alpha=-rate * scale)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from meshwright_worker.memory.page_locked import in_main_memory
 from meshwright_worker.optimizer import MOMENTS
 
 Bucket = list[int]
@@ -60,9 +61,8 @@ class HostState:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> None:
         self.buckets = buckets_of(tensors)
-        self._moments = [
-            [torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors] for _ in MOMENTS
-        ]
+        moments = [moment.zero_() for moment in in_main_memory([*tensors] * len(MOMENTS), page_locked=pinned)]
+        self._moments = [moments[number * len(tensors) :][: len(tensors)] for number in range(len(MOMENTS))]
 
     def begin(self, number: int) -> None:
         """See `MomentState.begin`: they are there."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.training import OptimizerSpec
+from meshwright_worker.device import use
 from meshwright_worker.mesh import ISLAND, Mesh
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.flat import joined_up, spread_out
@@ -191,7 +192,7 @@ def _serve(
     if link.place > 0:
         tasks.append(lambda: _follow(server, link))
     for task in tasks:
-        thread = threading.Thread(target=_guarded(task, server), name="parameter-server", daemon=True)
+        thread = threading.Thread(target=_guarded(task, server, mesh.device), name="parameter-server", daemon=True)
         link.threads.append(thread)
         thread.start()
     return server
@@ -219,9 +220,10 @@ def _follow(server: ParameterServer, link: _Link) -> None:
         server.expect(*event)
 
 
-def _guarded(task: Callable[[], None], server: ParameterServer) -> Callable[[], None]:
+def _guarded(task: Callable[[], None], server: ParameterServer, device: torch.device) -> Callable[[], None]:
     def run() -> None:
         try:
+            use(device)
             task()
         except BaseException as error:
             server.fail(error)

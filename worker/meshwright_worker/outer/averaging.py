@@ -15,6 +15,7 @@ from meshwright_worker.mesh import ISLAND, Mesh
 from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.flat import joined_up, spread_out
 from meshwright_worker.outer.outer import locals_of
+from meshwright_worker.parallel.collectives import sum_through
 from meshwright_worker.parallel.shards import Shard
 
 
@@ -31,7 +32,7 @@ class Averaging:
     def __init__(self, shards: Sequence[Shard], optimizer: Optimizer, mesh: Mesh, samples: int = 1) -> None:
         self._shards = shards
         self._optimizer = optimizer
-        self._group = mesh.group(ISLAND)
+        self._group, self._device = mesh.group(ISLAND), mesh.device
         total = torch.tensor([samples], dtype=torch.float64, device=mesh.device)
         dist.all_reduce(total, group=self._group)
         self.weight = samples / float(total.item())
@@ -45,8 +46,8 @@ class Averaging:
 
     def meet(self, *, stop: bool) -> bool:
         """See `Outer.meet`."""
-        average(locals_of(self._shards), self.weight, self._group)
-        return any_island(stop, self._shards[0].local.device, self._group)
+        average(locals_of(self._shards), self.weight, self._group, self._device)
+        return any_island(stop, self._device, self._group)
 
     def loaded(self, step: int) -> None:
         """See `Outer.loaded`: nothing is kept."""
@@ -64,11 +65,11 @@ class Averaging:
 
 
 @torch.no_grad()
-def average(tensors: Sequence[torch.Tensor], weight: float, group: dist.ProcessGroup) -> None:
-    """Replace tensors of one number format by their sum over islands, each times its weight. Collective."""
+def average(tensors: Sequence[torch.Tensor], weight: float, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Replace tensors of one number format by their sum over islands, each times its weight. Collective on `device`."""
     if tensors:
         mean = joined_up(tensors) * weight
-        dist.all_reduce(mean, group=group)
+        sum_through(device, mean, group)
         spread_out(mean, tensors)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from meshwright.api.training import OuterSpec
 from meshwright_worker.mesh import ISLAND, Mesh
@@ -20,6 +19,7 @@ from meshwright_worker.optimizer import Optimizer
 from meshwright_worker.outer.averaging import any_island
 from meshwright_worker.outer.flat import joined_up, spread_out
 from meshwright_worker.outer.outer import locals_of
+from meshwright_worker.parallel.collectives import sum_through
 from meshwright_worker.parallel.shards import Shard
 
 
@@ -36,7 +36,7 @@ class DiLoCo:
     def __init__(self, shards: Sequence[Shard], optimizer: Optimizer, mesh: Mesh, spec: OuterSpec) -> None:
         self._shards = shards
         self._optimizer = optimizer
-        self._group = mesh.group(ISLAND)
+        self._group, self._device = mesh.group(ISLAND), mesh.device
         self.weight = 1 / self._group.size()
         self._spec = spec
         self._began = [local.clone() for local in locals_of(shards)]
@@ -54,13 +54,13 @@ class DiLoCo:
         parameters = locals_of(self._shards)
         with torch.no_grad():
             change = joined_up(torch._foreach_sub(self._began, parameters)).mul_(self.weight)
-            dist.all_reduce(change, group=self._group)
+            sum_through(self._device, change, self._group)
             momentum = joined_up(self._momentum).mul_(self._spec.momentum).add_(change)
             spread_out(momentum, self._momentum)
             step = change.add_(momentum, alpha=self._spec.momentum)
             spread_out(joined_up(self._began).sub_(step, alpha=self._spec.learning_rate), parameters)
         self._begin()
-        return any_island(stop, step.device, self._group)
+        return any_island(stop, self._device, self._group)
 
     def loaded(self, step: int) -> None:
         """See `Outer.loaded`: checkpoints are taken between rounds."""

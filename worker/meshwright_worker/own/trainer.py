@@ -161,7 +161,7 @@ class OwnTrainer:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         gradients = self._built.replicas.reduce()
         if self._mesh.layout.tensor > 1:
-            sum_partial(self.shards, gradients, self._mesh.group(TENSOR))
+            sum_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         return gradients, used
 
     def _sum(self, total: torch.Tensor, predicted: int, squares: torch.Tensor, used: list[float]) -> list[float]:

@@ -6,7 +6,7 @@
    which part of a layer a rank has (fp8 products, dropout, the loss in chunks);
 4. shard over replicas (FSDP2), experts over their own: shards of those shards;
 5. take memory for what is left and fill it with initial weights;
-6. recompute and offload activations: a change of how layers are run, not of the layers;
+6. recompute and offload activations, compile: a change of how layers are run, not of the layers;
 7. without FSDP, let modules compute on the local parts themselves.
 
 The other way round FSDP would gather what tensor parallelism is about to split; and a model that had its weights before
@@ -28,7 +28,6 @@ from meshwright.schedules.division import Division, divide
 from meshwright_worker.fp8.grouped import use_fp8_in_experts
 from meshwright_worker.fp8.linear import use_fp8
 from meshwright_worker.memory.apply import home_of_parameters, parameter_offload, save_memory
-from meshwright_worker.memory.compiled import compile_layers
 from meshwright_worker.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from meshwright_worker.models.dropout import Slice, drop_out
 from meshwright_worker.models.experts import mixtures_of
@@ -104,10 +103,8 @@ def _build(
         zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
         shard_experts_over_replicas(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
         shard_over_replicas(stage, mesh.hybrid or mesh.replicas, run.parallelism, precision, offload)
-    initialize(stage, model, run.training.seed, home_of_parameters(run.training, mesh.device))
+    initialize(stage, model, run.training.seed, mesh.device, home_of_parameters(run.training, mesh.device))
     save_memory(stage, run.training, mesh.device)
-    if run.training.compile:
-        compile_layers(stage)
     if not shards_over_replicas(run):
         return BuiltStage(index, stage, compute_on_local(stage))
     settle(stage)

@@ -40,6 +40,14 @@ def sum_over(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(x, group=group)
 
 
+def sum_through(device: torch.device, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum over ranks in place, on `device`: NCCL takes nothing from main memory, where offloaded tensors are."""
+    moved = x.to(device)
+    dist.all_reduce(moved, group=group)
+    if moved is not x:
+        x.copy_(moved)
+
+
 def gather_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
     parts = x.new_empty((group.size(), *x.shape))

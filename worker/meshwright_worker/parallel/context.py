@@ -27,7 +27,9 @@ from meshwright_worker.parallel.context_ulysses import exchange_heads, return_to
 
 
 def own_slice(batch: Batch, deal: Deal, rank: int) -> Batch:
-    """What rank `rank` of a context group trains on, from the replica's whole batch on the CPU."""
+    """What rank `rank` of a context group trains on, from the replica's whole batch on the CPU; a slice stays it."""
+    if batch.row_length is not None:
+        return batch
     whole = replace(batch, row_documents=batch.documents)
     if deal.ranks == 1:
         return whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class Gathering:
         if self.group is None:
             return x
         padded = F.pad(x, (0, 0, 0, self.longest - x.shape[_TOKENS])).transpose(1, _TOKENS)
-        return gather_positions(padded, self.group)[:, self._order(x.device)].transpose(1, _TOKENS)
+        order = _order(tuple(self.slices), self.longest, x.device)
+        return gather_positions(padded, self.group)[:, order].transpose(1, _TOKENS)
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of [batch, heads, tokens of the row, size], of which each keeps its own tokens."""
@@ -54,18 +56,23 @@ class Gathering:
             return x
         own = size(self.slices[self.group.rank()])
         by_rank = x.new_zeros((x.shape[0], len(self.slices) * self.longest, x.shape[1], x.shape[3]))
-        by_rank[:, self._order(x.device)] = x.transpose(1, _TOKENS)
+        by_rank[:, _order(tuple(self.slices), self.longest, x.device)] = x.transpose(1, _TOKENS)
         return scatter_sum_of_positions(by_rank, self.group)[:, :own].transpose(1, _TOKENS)
 
-    def _order(self, device: torch.device) -> torch.Tensor:
-        """Where each token of the row lies among what was gathered, int64 [tokens of the row]."""
-        places = torch.empty(sum(size(part) for part in self.slices), dtype=torch.int64)
-        for rank, part in enumerate(self.slices):
-            begin = rank * self.longest
-            for positions in part:
-                places[positions.start : positions.stop] = torch.arange(begin, begin + len(positions))
-                begin += len(positions)
-        return places.to(device, non_blocking=True)
+
+@lru_cache(maxsize=8)
+def _order(slices: tuple[Slice, ...], longest: int, device: torch.device) -> torch.Tensor:
+    """Where each token of the row lies among what was gathered, int64 [tokens of the row].
+
+    Remembered: every layer asks for the same, and the copy to the device would hold the host up each time.
+    """
+    places = torch.empty(sum(size(part) for part in slices), dtype=torch.int64)
+    for rank, part in enumerate(slices):
+        begin = rank * longest
+        for positions in part:
+            places[positions.start : positions.stop] = torch.arange(begin, begin + len(positions))
+            begin += len(positions)
+    return places.to(device)
 
 
 class _GatheredAttention(torch.autograd.Function):

@@ -131,6 +131,11 @@ class AllToAllJourney:
     """int64 [slices x ranks]: rows that arrive from each rank of the expert group, for each slice."""
 
     @property
+    def leaving(self) -> int:
+        """See `Journey`."""
+        return sum(self.out.send)
+
+    @property
     def origin(self) -> torch.Tensor:
         """See `Journey`. A slice is of the micro-batch of the rank that it is a slice of."""
         ranks = self.out.group.size()
@@ -187,12 +192,11 @@ class AllToAllDispatcher:
             everywhere = arriving.new_empty(self._slices.size(), *arriving.shape)
             all_gather(everywhere.flatten(0, 1), arriving, group=self._slices)
         # The one thing that the host has to wait for: collectives take sizes from there.
-        sizes = torch.stack([own.sum(1), arriving.sum(1)]).tolist()
-        out = Exchange(sizes[0], sizes[1], self._experts)
-        slices = None
-        if self._slices is not None:
-            slices = RowGather(everywhere.sum((1, 2)).tolist(), self._slices)
+        sizes = torch.cat([own.sum(1), arriving.sum(1), everywhere.sum((1, 2))]).tolist()
+        out = Exchange(sizes[:ranks], sizes[ranks : 2 * ranks], self._experts)
+        here = sizes[2 * ranks :]
+        slices = RowGather(here, self._slices) if self._slices is not None else None
         blocks = everywhere.flatten(0, 1)
         expert = torch.arange(blocks.shape[1], device=blocks.device).expand_as(blocks).flatten()
-        order = expert.repeat_interleave(blocks.flatten()).argsort(stable=True)
+        order = expert.repeat_interleave(blocks.flatten(), output_size=sum(here)).argsort(stable=True)
         return AllToAllJourney(blocks.sum(0), out, slices, order, blocks.sum(1))

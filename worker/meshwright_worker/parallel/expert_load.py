@@ -1,5 +1,7 @@
 """What a step's routers did, on every rank: the report of it, and the balancing biases that follow from it.
 
+The counts travel with the step's one reduction, which the host waits for in any case.
+
 Loads are counted over the whole step and all ranks that take it together, so the biases move alike in every layout
 (arXiv 2408.15664).
 """
@@ -15,7 +17,6 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import mixture_layers
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.models.experts import MixtureOfExperts, mixtures_of
-from meshwright_worker.parallel.collectives import sum_over
 from meshwright_worker.task import ExpertLoad
 
 
@@ -50,31 +51,34 @@ class ExpertLoads:
         for mixture in self._own.values():
             mixture.tally.loss_weight = factor / self._tokens
 
-    def finish(self, *, moves: bool = True) -> tuple[ExpertLoad, ...]:
-        """The loads since the last call, layer by layer; moves the biases, but for a step that changes nothing.
-
-        Collective over an island, all of whose ranks get the same.
-        """
-        if self._mixture is None or not self._layers:
-            return ()
-        count = self._mixture.experts
+    def take(self) -> torch.Tensor:
+        """This rank's part of what was counted since the last call, fp64 [numbers]: to be summed over an island."""
+        count = self._mixture.experts if self._mixture is not None else 0
         table = torch.zeros(len(self._layers), count + 3, dtype=torch.float64, device=self._mesh.device)
         for row, mixture in self._own.items():
             tally = mixture.tally.take(table.device)
             # Ranks that route the same tokens count them once.
             if mixture.copies == 1 or self._mesh.coordinates.tensor == 0:
                 table[row] += tally
-        sum_over(table, self._mesh.together)
-        for row, mixture in self._own.items() if moves else ():
-            self._move_bias(mixture, table[row, :count])
-        return tuple(self._load(layer, row) for layer, row in zip(self._layers, table.tolist(), strict=True))
+        return table.flatten()
+
+    def move_biases(self, sums: torch.Tensor) -> None:
+        """Let the routers' biases follow the loads. `sums` are over the island, of what its ranks gave by `take`."""
+        for row, mixture in self._own.items():
+            self._move_bias(mixture, sums.view(len(self._layers), -1)[row, : mixture.mixture.experts])
+
+    def told(self, sums: Sequence[float]) -> tuple[ExpertLoad, ...]:
+        """The loads, layer by layer; `sums` as of `move_biases`, on the host."""
+        width = len(sums) // max(1, len(self._layers))
+        rows = [sums[first : first + width] for first in range(0, len(sums), max(1, width))]
+        return tuple(self._load(layer, row) for layer, row in zip(self._layers, rows, strict=True))
 
     def _move_bias(self, mixture: MixtureOfExperts, load: torch.Tensor) -> None:
         bias = mixture.router.bias
         if bias is not None:
             bias += mixture.mixture.bias_rate * torch.sign(load.mean() - load).to(bias.dtype)
 
-    def _load(self, layer: int, numbers: list[float]) -> ExpertLoad:
+    def _load(self, layer: int, numbers: Sequence[float]) -> ExpertLoad:
         *counts, dropped, auxiliary, z = numbers
         choices = sum(counts)
         return ExpertLoad(

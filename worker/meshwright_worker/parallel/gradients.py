@@ -10,16 +10,22 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from meshwright_worker.parallel.collectives import sum_through
 from meshwright_worker.parallel.shards import Shard
 
 
-def sum_partial(shards: Sequence[Shard], gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Add up, in place and in one all-reduce, the gradients of which each rank of a tensor group has its positions'."""
+def sum_partial(
+    shards: Sequence[Shard], gradients: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Add up, in place and in one all-reduce, the gradients of which each rank of a tensor group has its positions'.
+
+    `device` is the group's, whether or not the gradients are there.
+    """
     partial = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.partial]
     if not partial:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in partial])
-    dist.all_reduce(flat, group=group)
+    sum_through(device, flat, group)
     parts = torch.split(flat, [gradient.numel() for gradient in partial])
     for gradient, part in zip(partial, parts, strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -58,12 +58,12 @@ class Channels:
             self._under_way.popleft()[0].wait()
 
     def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:
-        """The tensor of the same shape that `partner` has, for this one."""
+        """The tensor of the same shape that `partner` has, for this one; where this one is, if in main memory too."""
         pending = self.post(partner, tensor.shape, tensor.dtype)
-        self.send(tensor, partner)
+        self.send(tensor.to(self._device), partner)
         theirs = pending.wait()
         self.flush()
-        return theirs
+        return theirs.to(tensor.device)
 
     def _connect(self, pairs: list[tuple[int, int]]) -> None:
         # NCCL connects two ranks when they first meet, and both then wait for the other. Met in an order that all share

@@ -110,7 +110,7 @@ class _Iteration:
         self._work.wait()
         sums = torch.split(self._sent, self._sizes)
         count = len(self._shapes)
-        left = [torch.linalg.qr(factor.view(shape)).Q for factor, shape in zip(sums[:count], self._shapes, strict=True)]
+        left = [_orthonormal(factor.view(shape)) for factor, shape in zip(sums[:count], self._shapes, strict=True)]
         if left:
             self._sgd.sum_right(self._bucket, self._matrices, left)
         self._fill(flat, left, list(sums[count:]))
@@ -130,6 +130,13 @@ class _Iteration:
             flat[offset : offset + size] = part
             offset += size
         self._sgd.keep(self._bucket, self._own - taken)
+
+
+def _orthonormal(factor: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of a factor's columns, in at least fp32: LAPACK and cuSOLVER have no narrower QR."""
+    wide = factor.to(torch.promote_types(factor.dtype, torch.float32))
+    basis: torch.Tensor = torch.linalg.qr(wide).Q
+    return basis.to(factor.dtype)
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
