@@ -61,15 +61,15 @@ def train_traced(task: RankTask, steps: int) -> Trained:
     try:
         with kept_mesh(task) as mesh:
             told = trained(task.run, mesh, steps)
-        traced = sum(torch._dynamo.utils.counters["frames"].values())
-        assert (traced > 0) == (task.run.training is not None and task.run.training.compile)
+        traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert (traced > 0) == (task.run.training is not None and task.run.training.compile), traced
         return told
     finally:
         apply.compile_layers = whole
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", mostly_long(list(LAYOUTS), lambda name: name not in ("asynchronous tensor", "ZeRO-3")))
+@pytest.mark.parametrize("name", mostly_long(list(LAYOUTS), lambda name: name in ("asynchronous tensor", "ZeRO-3")))
 def test_compiled_layers_train_alike(pool: RankPool, name: str) -> None:
     options = {"precision": Precision.FP64, "layers": 2, **LAYOUTS[name]}
     training = options.pop("training", {})

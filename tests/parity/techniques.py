@@ -261,6 +261,8 @@ def case_of(names: Iterable[str], refused: str | None = None) -> Case:
     tolerances = [each.tolerance for each in techniques if each.tolerance is not None]
     if any(each.factor == "products" for each in techniques) and _rounded_otherwise(layout):
         tolerances.append(ROUTED_OTHERWISE if "mixture" in common else ROUNDED_OTHERWISE)
+    if any(each.factor == "precision" for each in techniques) and "mixture" in common:
+        tolerances.append(ROUTED_OTHERWISE)
     if any(each.factor == "products" for each in techniques):
         common["micro_batches"] = parts
         layout.setdefault("micro_batches", 1)
