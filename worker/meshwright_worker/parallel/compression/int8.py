@@ -37,7 +37,9 @@ class Int8:
     def start(self, bucket: int, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Reduction:
         """See `Compressor.start`."""
         ranks = self._group.size()
-        padded = F.pad(flat, (0, -len(flat) % ranks))
+        # A scale that is rounded to bf16 may be too small, and the largest number then beyond what 8 bits hold.
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        padded = F.pad(wide, (0, -len(flat) % ranks))
         parts = self._sent.add_to(bucket, padded).view(ranks, -1)
         numbers, scales = quantise(parts)
         self._sent.keep(bucket, (parts - numbers * scales).flatten())
