@@ -10,7 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from tests.distributed.pool import RankFailedError, RankPool
@@ -43,21 +48,11 @@ def main() -> int:
     known = from_json(json.loads(arguments.json.read_text())) if arguments.resume and arguments.json.exists() else {}
     cases = all_cases()
     began = time.monotonic()
-    pool = RankPool(timeout=600)
-    oracle, failed, rows = Oracle(), [], dict(known)
     wanted = [case for case in cases if arguments.k in case.name and case.name not in known]
-    try:
-        for number, case in enumerate(sorted(wanted, key=meshes_of), start=1):
-            if time.monotonic() - began > arguments.seconds:
-                break
-            told = _tell(case, pool, oracle, rows)
-            failed += [case.name] if told else []
-            sys.stdout.write(f"[{number}/{len(wanted)}] {'FAIL' if told else 'ok  '} {case.name}{told}\n")
-            sys.stdout.flush()
-            arguments.json.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
-    finally:
-        pool.close()
-        oracle.close()
+    sweep = _Sweep(sorted(wanted, key=meshes_of), dict(known), arguments.json, began + arguments.seconds)
+    sweep.run()
+    failed = sweep.failed
+    rows = {case.name: sweep.rows[case.name] for case in cases if case.name in sweep.rows}
     arguments.json.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
     if not arguments.k:
         (ROOT / "docs" / "parity.md").write_text(markdown([rows.get(case.name, Row(case, {})) for case in cases]))
@@ -68,16 +63,51 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _tell(case: Case, pool: RankPool, oracle: Oracle, rows: dict[str, Row]) -> str:
-    """What is wrong with a case; empty, and its row among `rows`, when nothing is."""
-    try:
-        row = run(case, pool, oracle)
-    except (AssertionError, RankFailedError) as error:
-        return f": {error}"
-    if row.passed:
-        rows[case.name] = row
-        return ""
-    return f": {row.errors}"
+class _Sweep:
+    """Runs cases on two pools at a time: ranks that meet wait for each other, and leave a core idle by that.
+
+    One pool takes cases from the beginning of the list and one from its end, so that each goes on with the meshes of
+    its last case.
+    """
+
+    def __init__(self, cases: Sequence[Case], rows: dict[str, Row], path: Path, until: float) -> None:
+        self.rows, self.failed = rows, list[str]()
+        self._left, self._count, self._path, self._until = deque(cases), len(cases), path, until
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Until no case is left, or no time."""
+        with ThreadPoolExecutor(2) as threads:
+            for under_way in [threads.submit(self._some, take) for take in (self._left.popleft, self._left.pop)]:
+                under_way.result()
+
+    def _some(self, take: Callable[[], Case]) -> None:
+        pool, oracle = RankPool(timeout=600), Oracle()
+        try:
+            while self._left and time.monotonic() < self._until:
+                with suppress(IndexError):
+                    self._one(take(), pool, oracle)
+        finally:
+            pool.close()
+            oracle.close()
+
+    def _one(self, case: Case, pool: RankPool, oracle: Oracle) -> None:
+        wrong = ""
+        try:
+            row = run(case, pool, oracle)
+            wrong = "" if row.passed else f": {row.errors}"
+        except (AssertionError, RankFailedError) as error:
+            wrong = f": {error}"
+        with self._lock:
+            self._done += 1
+            if wrong:
+                self.failed.append(case.name)
+            else:
+                self.rows[case.name] = row
+            sys.stdout.write(f"[{self._done}/{self._count}] {'FAIL' if wrong else 'ok  '} {case.name}{wrong}\n")
+            sys.stdout.flush()
+            self._path.write_text(json.dumps(as_json(self.rows.values()), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ from tests.parity.case import Case
 _UNCLIPPED = {"clip": 0.0}
 _SEVERAL: dict[str, dict[str, Any]] = {
     "two": {"data": 2},
-    "of two replicas": {"data": 4, "micro_batches": 1},
     "tensor": {"data": 2, "tensor": 2},
     "pipeline": {"data": 2, "pipeline": 2},
-    "sequences": {"data": 2, "context": 2},
     "ZeRO-3": {"data": 4, "zero": 3, "micro_batches": 1},
 }
 
@@ -33,7 +31,6 @@ def _stale(name: str, schedule: str, micro_batches: int) -> list[Case]:
         {"pipeline": 2, "tensor": 2},
         {"pipeline": 2, "data": 2},
         {"pipeline": 2, "context": 2},
-        {"pipeline": 2, "tensor": 2, "data": 2},
     ]
     return [Case(name, {**options, **layout}, _UNCLIPPED, smoke=layout == {"pipeline": 2}) for layout in layouts]
 
