@@ -69,7 +69,7 @@ def train_traced(task: RankTask, steps: int) -> Trained:
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", mostly_long(list(LAYOUTS), lambda name: name in ("asynchronous tensor", "ZeRO-3")))
+@pytest.mark.parametrize("name", mostly_long(list(LAYOUTS), lambda name: name == "ZeRO-3"))
 def test_compiled_layers_train_alike(pool: RankPool, name: str) -> None:
     options = {"precision": Precision.FP64, "layers": 2, **LAYOUTS[name]}
     training = options.pop("training", {})

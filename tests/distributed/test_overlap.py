@@ -15,7 +15,7 @@ def run_of(schedule: str) -> RunConfig:
     return small_run(**layout, mixture="Mixtral", layers=4, parallelism={"schedule": schedule})
 
 
-@pytest.mark.parametrize("schedule", ["DualPipe", "DualPipeV"])
+@pytest.mark.parametrize("schedule", ["DualPipe", pytest.param("DualPipeV", marks=pytest.mark.long)])
 def test_each_pass_of_a_pair_computes_during_the_others_exchanges(pool: RankPool, schedule: str) -> None:
     """arXiv 2412.19437, section 3.2.1: dispatch and combine, forward and backward."""
     run = run_of(schedule)

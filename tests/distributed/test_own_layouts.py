@@ -24,6 +24,7 @@ from tests.distributed.own_cases import (
     try_what_is_wrong,
 )
 from tests.distributed.pool import RankFailedError, RankPool
+from tests.tiers import mostly_long
 
 STEPS = range(1, 4)
 DROPS = {"dropout": 0.1}
@@ -75,14 +76,17 @@ def test_one_process_trains_as_plain_torch(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "zero"),
-    [
-        ({"tensor": 2}, 0),
-        ({"data": 2}, 1),
-        ({"tensor": 2, "data": 2}, 0),
-        ({"tensor": 2, "data": 2}, 1),
-        ({"tensor": 2, "data": 2}, 3),
-        ({"data": 4, "replicas": {"shard_size": 2}}, 3),
-    ],
+    mostly_long(
+        [
+            ({"tensor": 2}, 0),
+            ({"data": 2}, 1),
+            ({"tensor": 2, "data": 2}, 0),
+            ({"tensor": 2, "data": 2}, 1),
+            ({"tensor": 2, "data": 2}, 3),
+            ({"data": 4, "replicas": {"shard_size": 2}}, 3),
+        ],
+        lambda case: case[1] == 3 or case[0] == {"tensor": 2},
+    ),
     ids=str,
 )
 def test_every_layout_trains_as_one_process(pool: RankPool, alone: Ran, layout: dict[str, Any], zero: int) -> None:
@@ -112,7 +116,11 @@ def test_a_checkpoint_of_another_module_is_refused(pool: RankPool, tmp_path: Pat
         pool.run(train_tangle, small_run(), 0, range(2, 3), modules[1], checkpoint_dir=tmp_path)
 
 
-@pytest.mark.parametrize(("dtype", "zero"), [(torch.bfloat16, 0), (torch.bfloat16, 3), (torch.float32, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "zero"),
+    mostly_long([(torch.bfloat16, 0), (torch.bfloat16, 3), (torch.float32, 2)], lambda case: case[1] == 3),
+    ids=str,
+)
 def test_a_module_keeps_its_format(pool: RankPool, alone: Ran, dtype: torch.dtype, zero: int) -> None:
     for ran in pool.run(train_tangle, small_run(data=2), zero, STEPS, DROPS, PLAN, dtype):
         assert {tensor.dtype for tensor in (ran.parameters | ran.gradients).values()} == {dtype}
@@ -148,7 +156,7 @@ def test_what_would_be_wrong_is_refused_on_every_rank_alike(pool: RankPool) -> N
     assert first["changed"] == ""
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", mostly_long([0, 3], lambda zero: zero == 3))
 def test_a_step_that_diverged_leaves_nothing_behind(pool: RankPool, zero: int) -> None:
     for straight, around in pool.run(diverge_and_go_on, small_run(tensor=2, data=2), zero):
         assert straight == around

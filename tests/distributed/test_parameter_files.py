@@ -40,7 +40,12 @@ def mapped(task: RankTask, directory: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"data": 3, "zero": 3, "batch": 6}, {"pipeline": 2, "data": 2, "zero": 2, "sequence": False}], ids=str
+    "layout",
+    [
+        {"data": 3, "zero": 3, "batch": 6},
+        pytest.param({"pipeline": 2, "data": 2, "zero": 2, "sequence": False}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_files_change_no_bit(pool: RankPool, tmp_path: Path, layout: dict[str, object]) -> None:
     want: list[Trained] = pool.run(train_on_random_tokens, run_of(None, **layout), 3)

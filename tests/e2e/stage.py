@@ -123,7 +123,7 @@ class Stage:
             name, lambda s: conditions.is_true(s.conditions, conditions.COMPLETE), "Complete", seconds
         )
 
-    async def trained(self, name: str, step: int, seconds: float = 60) -> int:
+    async def trained(self, name: str, step: int, seconds: float = 150) -> int:
         """Wait until rank 0 has finished a step; the step it is at."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -72,7 +72,7 @@ async def test_a_death_at_any_write_is_survived(
     assert status["mesh"]["generation"] == 1
     lost = next(entry["pod"] for entry in status["placement"]["workers"] if entry["worker"] == 2)
     await api.delete(f"{PODS}/{lost}")
-    status = await until(lambda: running(2), "it recovers", 25)
+    status = await until(lambda: running(2), "it recovers", 60)
     assert (status["mesh"]["generation"], status["mesh"]["cause"]) == (2, "PodLost")
     assert status["restarts"] == [{"cause": "PodLost", "count": 1}]
     assert Counter(agent.worker for agent in kubelet.of("tough")) == {0: 1, 1: 1, 2: 1, 3: 1}

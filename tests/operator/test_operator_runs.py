@@ -178,7 +178,7 @@ async def test_deadline_fails_the_job_and_ttl_deletes_it(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
     await start_operator()
-    await api.create(JOBS, job("late", activeDeadlineSeconds=2, ttlSecondsAfterFinished=2))
+    await api.create(JOBS, job("late", activeDeadlineSeconds=2, ttlSecondsAfterFinished=8))
     await settled("late")
     status = await reached(api, "late", "Failed", "DeadlineExceeded")
     assert condition(status, "Stalled")["status"] == "True"
@@ -186,7 +186,7 @@ async def test_deadline_fails_the_job_and_ttl_deletes_it(
     async def deleted() -> bool:
         return "spec" not in await api.call("GET", f"{JOBS}/late", ok=False)
 
-    await until(deleted, "it is deleted after its time")
+    await until(deleted, "it is deleted after its time", 40)
 
 
 async def test_steady_state_writes_nothing(
