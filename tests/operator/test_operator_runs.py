@@ -178,7 +178,7 @@ async def test_deadline_fails_the_job_and_ttl_deletes_it(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
     await start_operator()
-    await api.create(JOBS, job("late", activeDeadlineSeconds=2, ttlSecondsAfterFinished=8))
+    await api.create(JOBS, job("late", activeDeadlineSeconds=6, ttlSecondsAfterFinished=8))
     await settled("late")
     status = await reached(api, "late", "Failed", "DeadlineExceeded")
     assert condition(status, "Stalled")["status"] == "True"
