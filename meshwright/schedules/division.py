@@ -37,6 +37,16 @@ CHUNKED = frozenset({PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS})
 """Schedules where `parallelism.virtualStages` says how many stages a rank holds."""
 FOLDED = frozenset({PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V})
 """Schedules whose ranks hold two stages each, the second on the way back."""
+WHOLE_BACKWARD = frozenset(
+    {
+        PipelineSchedule.NAIVE,
+        PipelineSchedule.GPIPE,
+        PipelineSchedule.ONE_F_ONE_B,
+        PipelineSchedule.INTERLEAVED,
+        PipelineSchedule.LOOPED_BFS,
+    }
+)
+"""Schedules whose backward passes come in one piece, one at a time, on the rank that updates what they belong to."""
 ASYNCHRONOUS = frozenset({PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW})
 """Schedules that never drain between steps: what they train differs from one process by design."""
 DEFAULT_VIRTUAL_STAGES = 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.api.data import Packing
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
 from meshwright.api.training import (
     ActivationCheckpointing,
@@ -15,14 +14,7 @@ from meshwright.api.training import (
     TrainingSpec,
 )
 from meshwright.protocol import RunConfig
-
-_WHOLE_BACKWARD = (
-    PipelineSchedule.NAIVE,
-    PipelineSchedule.GPIPE,
-    PipelineSchedule.ONE_F_ONE_B,
-    PipelineSchedule.INTERLEAVED,
-    PipelineSchedule.LOOPED_BFS,
-)
+from meshwright.schedules.division import WHOLE_BACKWARD
 
 
 def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
@@ -62,7 +54,7 @@ def _graph_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         "`data.packing: Documents`": run.data is not None and run.data.packing is Packing.DOCUMENTS,
         "`model.mixture`": run.architecture is not None and run.architecture.mixture is not None,
         "`training.fp8.update: Delayed`": fp8 is not None and fp8.update is Fp8Update.DELAYED,
-        f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and order not in _WHOLE_BACKWARD,
+        f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and order not in WHOLE_BACKWARD,
     }
     if found := [name for name, there in breaks.items() if there]:
         yield (

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.protocol import RunConfig
+from meshwright.schedules.division import WHOLE_BACKWARD
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.parallel.compression.memory import Memory
 from meshwright_worker.parallel.ddp import BucketedAllReduce
@@ -55,22 +55,13 @@ class Reduced:
         """See `Replicas.publish`."""
 
 
-_WHOLE_BACKWARD = (
-    PipelineSchedule.NAIVE,
-    PipelineSchedule.GPIPE,
-    PipelineSchedule.ONE_F_ONE_B,
-    PipelineSchedule.INTERLEAVED,
-    PipelineSchedule.LOOPED_BFS,
-)
-
-
 def replicas_of(run: RunConfig, shards: Sequence[Shard], mesh: Mesh) -> Replicas:
     """The way of `parallelism.dataParallel` for the shards of all stages of this rank."""
     engine = engine_of(run.parallelism)
     if mesh.replicas.size() == 1 or engine is Engine.FSDP:
         return Reduced(shards)
     # Other schedules compute gradients of weights apart, past autograd's hooks, or a part of them on another rank.
-    hooks = run.pipeline == 1 or run.parallelism.order in _WHOLE_BACKWARD
+    hooks = run.pipeline == 1 or run.parallelism.order in WHOLE_BACKWARD
     if engine is Engine.FLAT:
         return FlatShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
     spec = run.parallelism.data_parallel
