@@ -183,6 +183,9 @@ class FailureKind(StrEnum):
     """A connection to another rank broke: the cause is elsewhere."""
     ERROR = "Error"
     """The rank itself raised, was killed or exited with a code."""
+    REFUSED = "Refused"
+    """The rank found, before it met any other, that this runtime or device cannot execute the run as it is written:
+    another try would end the same."""
 
 
 class RankProcess(ApiModel):

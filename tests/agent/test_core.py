@@ -140,6 +140,17 @@ def test_an_error_ends_the_other_ranks_at_once(driver: Driver) -> None:
     assert [process.exit_code for process in report.ranks] == [-9, -9]
 
 
+def test_a_refusal_ends_the_other_ranks_at_once_and_says_so(driver: Driver) -> None:
+    driver.start(document())
+    refusal = RankFailed(FailureKind.REFUSED, "rank 1: InvalidRunError: `training.precision: bf16` needs another GPU")
+    driver.tell(0, PEER_LOST)
+    assert driver.tell(1, refusal) == [Kill((0, 1))]
+    driver.exit(0, -9)
+    driver.exit(1, 1)
+    report = build_report(driver.core)
+    assert (report.failure, report.message) == (FailureKind.REFUSED, refusal.message)
+
+
 def test_a_lost_peer_waits_for_the_cause_in_its_own_pod(driver: Driver) -> None:
     driver.start(document())
     assert driver.tell(0, PEER_LOST) == []

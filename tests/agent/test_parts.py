@@ -15,6 +15,7 @@ from meshwright_worker.agent.environment import located, process_environment, ra
 from meshwright_worker.agent.output import MAX_LINE, OutputPump
 from meshwright_worker.agent.port import FIRST_PORT, LAST_PORT, HeldPort
 from meshwright_worker.agent.training_log import TrainingLog
+from meshwright_worker.failures import InvalidRunError
 from meshwright_worker.metrics import TrainerMetrics
 from meshwright_worker.rank_server import decode_request, encode_request
 from meshwright_worker.settings import Settings, SettingsError, from_environment
@@ -172,6 +173,7 @@ class DistNetworkError(RuntimeError):
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FailureKind.ERROR),
         (ValueError("connection closed"), FailureKind.ERROR),
         (MemoryError(), FailureKind.ERROR),
+        (InvalidRunError("`training.precision: fp16`: the socket timeout of the device"), FailureKind.REFUSED),
         (KeyboardInterrupt(), FailureKind.ERROR),
     ],
 )

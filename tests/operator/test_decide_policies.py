@@ -84,6 +84,17 @@ def test_an_exit_code_of_a_rank_can_fail_the_job_at_once(reports: list[WorkerRep
         assert draft.status.restarts_toward_limit == 1
 
 
+@pytest.mark.parametrize("policy", [{}, {"recovery": {"exitCodes": [{"values": [1], "action": "Ignore"}]}}])
+def test_a_run_that_ranks_refuse_is_not_tried_again(policy: dict[str, Any]) -> None:
+    reports = [ended(1, 1, -9, kind=FailureKind.PEER_LOST), ended(2, 1, 1, kind=FailureKind.REFUSED)]
+    draft = decide(observed(heard=agents(reports, halted_for=30), **policy))
+    failed = next(c for c in draft.status.conditions if c.type == "Failed")
+    assert (failed.status, failed.reason) == ("True", "RunRefused")
+    assert "worker 2 failed" in failed.message
+    assert draft.status.restart_count == 0
+    assert len(draft.delete) == 4
+
+
 def test_an_exit_code_of_a_pod_can_fail_the_job_at_once() -> None:
     draft = decide(observed([pod(0), crashed(1, code=137), pod(2), pod(3)], **FAIL_ON_42))
     assert conditions(draft)["Failed"] == ("True", "FailurePolicy")

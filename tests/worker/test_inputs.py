@@ -17,7 +17,7 @@ from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.models.pretrained import architecture_of
 from meshwright.protocol import FailureKind, RunConfig
 from meshwright_worker import train as training_loop
-from meshwright_worker.failures import classify, describe
+from meshwright_worker.failures import InvalidRunError, classify, describe
 from tests.distributed.cases import Recorder
 from tests.distributed.configs import small_run
 from tests.distributed.pool import tasks_of
@@ -42,7 +42,8 @@ def refused(run: RunConfig, data_dir: Path, rank: int = 1) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         training_loop.train(task, Recorder())
     assert not isinstance(caught.value, MetOthersError), "it was not refused"
-    assert classify(caught.value) is FailureKind.ERROR
+    final = isinstance(caught.value, InvalidRunError)
+    assert classify(caught.value) is (FailureKind.REFUSED if final else FailureKind.ERROR)
     return describe(caught.value)
 
 

@@ -38,6 +38,10 @@ _EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exc
 MAX_MESSAGE = 1500
 
 
+class InvalidRunError(ValueError):
+    """A run that cannot be executed. The message names each field and the nearest values that work."""
+
+
 def kind_of(text: str) -> FailureKind:
     """`PeerLost` if the text is what a broken connection to another rank leaves behind, else `Error`."""
     return FailureKind.PEER_LOST if _PEER_LOST.search(text) else FailureKind.ERROR
@@ -54,6 +58,8 @@ def classify(error: BaseException) -> FailureKind:
     A failed rendezvous or collective surfaces as `RuntimeError`, as one of torch's `Dist*Error` types or as the
     interpreter's `ConnectionError`; other types never speak of a peer, whatever their text.
     """
+    if isinstance(error, InvalidRunError):
+        return FailureKind.REFUSED
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return kind_of(describe(error))

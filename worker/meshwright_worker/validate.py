@@ -16,6 +16,7 @@ from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
 from meshwright_worker.combinations import combination_problems
 from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright_worker.failures import InvalidRunError
 from meshwright_worker.memory.validate import memory_problems
 from meshwright_worker.nearest import nearest
 from meshwright_worker.parallel.context_validate import context_problems
@@ -23,10 +24,6 @@ from meshwright_worker.pipeline.validate import pipeline_problems
 from meshwright_worker.validate_replicas import replica_problems
 
 __all__ = ["InvalidRunError", "nearest", "validate"]
-
-
-class InvalidRunError(ValueError):
-    """A run that cannot be executed. The message names each field and the nearest values that work."""
 
 
 def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:

@@ -167,6 +167,9 @@ def _break(draft: Draft, verdict: recovery.Break) -> None:
         verdict.cause, verdict.cause
     )
     draft.note(event, verdict.message, WARNING if verdict.cause != recovery.SPEC_CHANGED else "Normal")
+    if policy.refused(draft.observed, verdict.cause):
+        draft.fail("RunRefused", verdict.message)
+        return
     codes = policy.codes_of(draft.observed, verdict.cause)
     if verdict.cause in recovery.COUNTED and not _may_restart(draft, codes, verdict.message):
         return

@@ -40,6 +40,12 @@ def codes_of(observed: Observed, cause: str) -> set[int]:
     return set()
 
 
+def refused(observed: Observed, cause: str) -> bool:
+    """Whether ranks ended because the run cannot be executed as it is written, which no restart changes."""
+    kinds = [heard.report.failure for heard in failures(observed).values()]
+    return cause == RANK_FAILURE and FailureKind.REFUSED in kinds
+
+
 def counts(spec: ParallelTrainingJobSpec, codes: set[int]) -> bool:
     """Whether a restart after these codes counts toward `recovery.maxRestarts`, as far as the rules go."""
     return action_for(spec, codes)[0] is not FailureAction.IGNORE

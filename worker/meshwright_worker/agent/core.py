@@ -184,7 +184,7 @@ class Core:
     def _end_after_failure(self, current: Generation, now: float) -> None:
         if current.failed_at is None or self._killed:
             return
-        own_error = any(failure.kind is FailureKind.ERROR for failure in current.failures)
+        own_error = any(failure.kind is not FailureKind.PEER_LOST for failure in current.failures)
         if own_error or now >= current.failed_at + PEER_LOST_SETTLE_SECONDS:
             self._end(now + (0.0 if current.own_runtime else COMMAND_STOP_SECONDS))
 

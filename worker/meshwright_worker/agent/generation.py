@@ -148,7 +148,7 @@ class Generation:
     @property
     def failure(self) -> Failure | None:
         """The most telling failure: the first that is a rank's own, else the first."""
-        own = [failure for failure in self.failures if failure.kind is FailureKind.ERROR]
+        own = [failure for failure in self.failures if failure.kind is not FailureKind.PEER_LOST]
         return next(iter(own or self.failures), None)
 
     @property
