@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
+from meshwright.models.architecture import Architecture
+from meshwright_worker.fp8 import linear
 from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, product, quantised, scaled
 from meshwright_worker.fp8.grouped import Fp8GroupedProduct, Sharing
 from meshwright_worker.fp8.kernels import scaled_groups
 from meshwright_worker.fp8.linear import Fp8Product
 from meshwright_worker.models.grouped import grouped_linear
 from meshwright_worker.models.layers import Linear
+from meshwright_worker.models.llama import DecoderStage
+from tests.distributed.configs import NUMBERS
 
 SPECS = {
     "tensorwise": Fp8Spec(),
@@ -149,3 +153,15 @@ def test_the_grouped_kernel_takes_what_it_is_given() -> None:
     assert scaled_groups(a, b, torch.empty(3, dtype=torch.int64, device="meta")).shape == (64, 48)
     with pytest.raises(RuntimeError, match="scale"):
         scaled_groups(a._replace(scale=torch.empty(63, 1, device="meta")), b, torch.empty(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("width", "told"), [(48, ""), (50, "50x32"), (24, "24x32 and 32x24")])
+def test_sizes_that_a_gpu_would_emulate_are_told(
+    width: int, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linear, "hardware_multiplies", lambda: True)
+    with torch.device("meta"):
+        stage = DecoderStage(Architecture(**{**NUMBERS, "intermediate_size": width}), torch.bfloat16)
+    linear.use_fp8(stage, Fp8Spec(), None)
+    assert ("multiples of 16" in caplog.text) == bool(told)
+    assert told in caplog.text

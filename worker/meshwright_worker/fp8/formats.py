@@ -46,8 +46,7 @@ def quantised(x: torch.Tensor, amax: torch.Tensor, form: torch.dtype) -> Quantis
 
 def product(a: Quantised, b: Quantised, form: torch.dtype, *, hardware: bool = False) -> torch.Tensor:
     """A [m, k] times the rows of b [n, k] -> [m, n] in `form`, by the `hardware` if it can and sizes allow it."""
-    sizes = (*a.values.shape, b.values.shape[0])
-    if hardware and a.values.is_cuda and not any(size % _TILE for size in sizes):
+    if hardware and a.values.is_cuda and fits_hardware(*a.values.shape, b.values.shape[0]):
         return scaled(a, b, form)
     return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(form)
 
@@ -59,6 +58,11 @@ def scaled(a: Quantised, b: Quantised, form: torch.dtype) -> torch.Tensor:
         a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t() if b.scale.ndim else b.scale, out_dtype=out
     )
     return result.to(form)
+
+
+def fits_hardware(*sizes: int) -> bool:
+    """Whether the hardware's products take matrices of these sizes."""
+    return not any(size % _TILE for size in sizes)
 
 
 def hardware_multiplies() -> bool:

@@ -7,6 +7,7 @@ the micro-batch at hand (dynamic), of the last steps (delayed: nothing waits for
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -21,6 +22,7 @@ from meshwright_worker.fp8.formats import (
     BACKWARD,
     FORWARD,
     Quantised,
+    fits_hardware,
     hardware_multiplies,
     largest,
     product,
@@ -30,6 +32,8 @@ from meshwright_worker.fp8.recipe import GRADIENT, INPUT, WEIGHT, Fp8Recipe
 from meshwright_worker.models.deferred import Later, later, operand
 from meshwright_worker.models.layers import Linear
 from meshwright_worker.models.llama import DecoderStage
+
+log = logging.getLogger(__name__)
 
 
 class Fp8Product(Fp8Recipe):
@@ -154,6 +158,7 @@ def use_fp8(
         tokens: the context group, likewise.
     """
     shared: dict[tuple[dist.ProcessGroup | None, bool], Fp8Product] = {}
+    odd: set[tuple[int, ...]] = set()
     for module in stage.layers.modules():
         if isinstance(module, Linear):
             weight = module.weight
@@ -163,3 +168,11 @@ def use_fp8(
             if spec.update is Fp8Update.DELAYED or kind not in shared:
                 shared[kind] = Fp8Product(spec, kind[0], inputs=kind[1], tokens=tokens)
             module.product = shared[kind]
+            own = tuple((weight.to_local() if isinstance(weight, DTensor) else weight).shape)
+            odd |= set() if fits_hardware(*own) else {own}
+    if odd and hardware_multiplies():
+        log.warning(
+            "`training.fp8`: weights of %s on a rank are multiplied in fp32, slowly: the GPU's fp8 products take sizes "
+            "that are multiples of 16; choose such widths, or another `parallelism.tensor`",
+            " and ".join("x".join(map(str, size)) for size in sorted(odd)),
+        )
