@@ -4,8 +4,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
-# Tests that start many processes one after another in one pytest process, all others beside them in a second.
-TWO := -n 2 --no-loadscope-reorder
+# Tests of ranks one after another in one pytest process, those of whole clusters in a second, all others in a third:
+# clusters mostly wait.
+THREE := -n 3 --no-loadscope-reorder
 
 .PHONY: help setup demo test test-fast test-all parity lint generate clean
 
@@ -24,13 +25,13 @@ demo: setup ## Train a language model on the embedded cluster, lose a worker mid
 	@exec $(VENV)/bin/meshwright demo
 
 test: setup ## Lint, type-check and test
-	$(VENV)/bin/python -m pytest $(TWO)
+	$(VENV)/bin/python -m pytest $(THREE)
 
 test-fast: setup ## Only tests that take seconds
 	$(VENV)/bin/python -m pytest -m "not slow and not long"
 
 test-all: setup ## What `make test` does, and the long tests too
-	$(VENV)/bin/python -m pytest $(TWO) -m "long or not long"
+	$(VENV)/bin/python -m pytest $(THREE) -m "long or not long"
 
 parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md and docs/loss-curves.md
 	$(VENV)/bin/python -m tests.parity

@@ -26,31 +26,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-MANY_PROCESSES = ("distributed", "e2e", "parity")
-"""Directories whose tests start many ranks: two of them at once would wait for each other's processors."""
+TOGETHER = {"distributed": "ranks", "parity": "ranks", "e2e": "clusters"}
+"""Directories whose tests start many processes, by what two of them at once would wait for each other's share of."""
+FIRST = ("ranks", "clusters")
+"""What takes longest."""
 
 
-class TwoKinds(LoadScopeScheduling):
-    """Tests of many processes are one piece of work, those of any other file another each."""
+class Kinds(LoadScopeScheduling):
+    """Tests of ranks are one piece of work, those of whole clusters another, and those of any other file one each."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return "many processes" if starts_many(path) else path
+        return kind_of(nodeid.partition("::")[0])
 
 
-def starts_many(path: str) -> bool:
-    """Whether the tests of a file, relative to the root, start many ranks."""
-    return path.split("/")[1] in MANY_PROCESSES
+def kind_of(path: str) -> str:
+    """What the tests of a file, relative to the root, run together with."""
+    return TOGETHER.get(path.split("/")[1], path)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoKinds:
-    return TwoKinds(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Kinds:
+    return Kinds(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest begins first when there are several test processes."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not starts_many(item.nodeid))
+        items.sort(key=lambda item: (*FIRST, kind := kind_of(item.nodeid.partition("::")[0])).index(kind))
 
 
 def pytest_configure(config: pytest.Config) -> None:
