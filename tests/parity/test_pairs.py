@@ -10,7 +10,7 @@ from meshwright_worker.validate import validate
 from tests.parity.covering import cover, pairs_of
 from tests.parity.matrix import all_cases
 from tests.parity.pairs import ROWS, factors, generate, holds
-from tests.parity.techniques import RANKS
+from tests.parity.together import RANKS
 
 ROWS_OF_PAIRS = [case for case in all_cases() if case.together]
 LEGAL = [case for case in ROWS_OF_PAIRS if case.refused is None]
