@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.models.published_defaults import completed
 from meshwright.models.transformer import Experts, LatentAttention, Transformer
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
@@ -44,7 +45,7 @@ def from_config(config: Mapping[str, Any]) -> Transformer:
         ConfigError: a field is missing, of a wrong type, or of an unknown family.
     """
     kind = config.get("model_type")
-    fields = Fields(config)
+    fields = Fields(completed(config))
     try:
         if kind == "gpt2":
             return _gpt2(fields)

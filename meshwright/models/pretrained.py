@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.shape import Activation, LatentSpec, Norm
+from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScaling
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface import DEEPSEEK, ConfigError, Fields
+from meshwright.models.published_defaults import completed
 from meshwright.models.published_mixtures import read_mixture, write_mixture
 from meshwright.models.published_rotary import read_scaling, write_scaling
 
@@ -55,7 +56,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ConfigError: a field is missing or of a wrong type, or the runtime does not build such a model.
     """
-    kind = config.get("model_type")
+    kind, config = config.get("model_type"), completed(config)
     fields = Fields(config)
     if config.get("quantization_config"):
         raise ConfigError("`quantization_config` is not read by this runtime: name weights in fp32, bf16 or fp16")
@@ -71,12 +72,29 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     raise ConfigError(f"`model_type` {kind!r} is not built by this runtime: known are {known}")
 
 
-def config_of(model: Architecture) -> dict[str, Any]:
+def config_of(model: Architecture, length: int = 0) -> dict[str, Any]:
     """The `config.json` of an architecture, as transformers reads it.
+
+    Args:
+        model: the architecture.
+        length: of the longest sequences that it is known to bear, in tokens: programs that serve it take no longer
+            ones, and transformers computes YaRN's frequencies from it. At least what its rotary scaling is for; 0 to
+            say nothing where there is none.
 
     Raises:
         ConfigError: no model type there has this shape.
     """
+    scaling = model.rope_scaling
+    if scaling is not None:
+        stretched = round(scaling.factor * scaling.original_length)
+        # transformers 4 takes its quotient with the original length for YaRN's factor, whatever the factor there is.
+        length = stretched if scaling.kind is RopeScaling.YARN else max(length, stretched)
+    # GPT-2's is its table of positions.
+    told = {"max_position_embeddings": length} if length and not model.positions else {}
+    return {**_config_of(model), **told}
+
+
+def _config_of(model: Architecture) -> dict[str, Any]:
     if model.norm is Norm.LAYER_NORM and model.mixture is None:
         return _config_of_gpt2(model)
     if model.latent is not None:
@@ -180,9 +198,10 @@ def _activation(name: str) -> Activation:
 
 
 def _theta(fields: Fields, config: Mapping[str, Any]) -> float:
-    # transformers 5 moved the base into `rope_parameters`.
-    inner = config.get("rope_parameters")
-    return Fields(inner).real("rope_theta", 10000.0) if isinstance(inner, dict) else fields.real("rope_theta", 10000.0)
+    # transformers 5 moved the base in with the scaling, and still reads files that have it outside.
+    outside = fields.real("rope_theta", 10000.0)
+    inside = config.get("rope_scaling") or config.get("rope_parameters")
+    return Fields(inside).real("rope_theta", outside) if isinstance(inside, dict) else outside
 
 
 def _numbers(model: Architecture) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.api.mixture import Balancing
-from meshwright.models.huggingface import ConfigError
+from meshwright.models.huggingface import ConfigError, from_config
 from meshwright.models.presets import PRESETS
 from meshwright.models.pretrained import architecture_of, config_of
 from meshwright_worker.models.initialize import materialize
@@ -106,6 +106,62 @@ def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> Non
 def test_a_preset_survives_both_directions(name: str) -> None:
     model = PRESETS[name].model_copy(update={"name": ""})
     assert architecture_of(config_of(model)) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "told"),
+    [
+        ("llama-3.1-8b", 2048, 8 * 8192),
+        ("llama-3.1-8b", 131072, 131072),
+        ("llama-2-7b", 2048, 2048),
+        ("llama-2-7b", 0, None),
+        ("gpt2", 512, None),
+    ],
+)
+def test_a_configuration_tells_the_longest_sequence(name: str, length: int, told: int | None) -> None:
+    assert config_of(PRESETS[name], length).get("max_position_embeddings") == told
+
+
+@pytest.mark.parametrize("length", [0, 128, 100_000])
+def test_with_yarn_the_length_tells_transformers_its_factor(length: int) -> None:
+    told = config_of(architecture_of(QWEN3_YARN), length)
+    assert told["max_position_embeddings"] / told["rope_scaling"]["original_max_position_embeddings"] == 4.0
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("rotary", "theta"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_theta": 5e5, "rope_scaling": SCALED}, 5e5),
+        ({"rope_parameters": {**SCALED, "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 5e5, "rope_parameters": SCALED}, 5e5),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({}, 1e4),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, 1e6),
+    ],
+)
+def test_the_rotary_base_is_found_wherever_it_stands(rotary: dict[str, Any], theta: float) -> None:
+    plain = {name: value for name, value in LLAMA.items() if not name.startswith("rope_")}
+    assert architecture_of({**plain, **rotary}).rope_theta == theta
+
+
+def test_what_a_configuration_leaves_out_is_what_its_type_says() -> None:
+    shape = {name: LLAMA[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    shape |= {"hidden_size": 256, "num_attention_heads": 16}
+    mistral = {**shape, "model_type": "mistral", "sliding_window": None}
+    assert architecture_of(mistral).kv_heads == from_config(mistral).kv_heads == 8
+    assert architecture_of({**mistral, "num_key_value_heads": None}).kv_heads == 16
+    with pytest.raises(ConfigError, match="`sliding_window`"):
+        architecture_of({**shape, "model_type": "mistral"})
+    mixtral = architecture_of({**shape, "model_type": "mixtral"})
+    assert (mixtral.kv_heads, mixtral.norm_epsilon) == (8, 1e-5)
+    assert architecture_of({**shape, "model_type": "qwen3", "num_key_value_heads": 4}).head_size == 128
+    newer = {**shape, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    found = architecture_of({**newer, "num_local_experts": 6})
+    assert (found.kv_heads, found.mixture and found.mixture.experts) == (4, 6)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a new or empty directory")
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="format of the weights")
     parser.add_argument("--file-gib", type=float, default=4.0, help="the most that one file may hold, in GiB")
-    parser.add_argument("--base", type=Path, help="the model that adapters belong to, if it moved")
+    parser.add_argument("--base", type=Path, help="the model that training began from: of adapters, if it moved")
     arguments = parser.parse_args()
     try:
         checkpoint, manifest = find_checkpoint(arguments.checkpoint)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def export(
         FileExistsError: `output` holds something.
     """
     model = manifest.architecture
-    config = {**config_of(model), "torch_dtype": str(dtype).removeprefix("torch.")}
+    config = {**config_of(model, _longest(manifest, base)), "torch_dtype": str(dtype).removeprefix("torch.")}
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"`--output {output}` is not empty: name a new directory")
     output.mkdir(parents=True, exist_ok=True)
@@ -154,9 +155,22 @@ def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:
     return read
 
 
+def _where(manifest: Manifest, base: Path | None) -> Path | None:
+    """The model that adapters belong to, or that training began from, as far as is known."""
+    return base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
+
+
+def _longest(manifest: Manifest, base: Path | None) -> int:
+    """Tokens of the longest sequences that the model is known for: those it was trained on, here or before."""
+    found, told = _where(manifest, base), 0
+    with suppress(OSError, ValueError):
+        told = int(json.loads((found / CONFIG).read_text()).get("max_position_embeddings", 0)) if found else 0
+    return max(manifest.sequence_length, told)
+
+
 def _base(manifest: Manifest, base: Path | None) -> Reader:
     model = manifest.architecture
-    found = base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
+    found = _where(manifest, base)
     shapes = _shapes(model)
     if found is None:
         return lambda name: drawn(name, shapes[name], model, manifest.seed)
