@@ -182,7 +182,8 @@ def _settings(
         shard_size=data.shard_size,
         reshard_size=data.reshard_size,
         bucket=data.bucket_elements,
-        feedback=data.compression in _FEEDBACK,
+        # A step whose gradients overflow leaves what was there before it.
+        feedback=(1 + (training.precision is Precision.FP16)) * (data.compression in _FEEDBACK),
         islands=1 if outer is None else outer.islands or replicas,
         outer=0.0 if outer is None else _OUTER.get(outer.method, 0.0),
         loss_chunk=training.loss_chunk_tokens,

@@ -51,7 +51,7 @@ def wide_request(
             flat=False,
             shard_size=None,
             reshard_size=None,
-            feedback=False,
+            feedback=0,
             rematerialize=False,
             activation_limit=None,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from tests.tiers import mostly_long
 EVERY = {"evaluation": {"every_steps": 2, "samples": 10}}
 
 
-def run_of(evaluated: bool = True, **layout: Any) -> RunConfig:
-    run = small_run(**layout, steps=5, training=EVERY if evaluated else None)
+def run_of(evaluated: bool = True, training: Mapping[str, Any] | None = None, **layout: Any) -> RunConfig:
+    run = small_run(**layout, steps=5, training={**(EVERY if evaluated else {}), **(training or {})})
     assert run.data is not None
     return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2})})
 
@@ -76,6 +77,13 @@ def test_evaluation_leaves_no_trace_in_training(pool: RankPool, text: Path, alon
     sharded = {"data": 2, "zero": 2}
     evaluated = reports(pool, run_of(**sharded), text)
     without = reports(pool, run_of(evaluated=False, **sharded), text)
+    assert [report.loss for report in without] == [report.loss for report in evaluated]
+
+
+def test_evaluation_leaves_no_trace_in_delayed_scales(pool: RankPool, text: Path) -> None:
+    fp8 = {"fp8": {"update": "Delayed", "history": 2}}
+    evaluated = reports(pool, run_of(training=fp8), text)
+    without = reports(pool, run_of(evaluated=False, training=fp8), text)
     assert [report.loss for report in without] == [report.loss for report in evaluated]
 
 

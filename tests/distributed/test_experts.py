@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.api.data import Packing
 from meshwright.api.precision import Precision
 from meshwright_worker.checkpoint.whole import find_checkpoint
+from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.generation.model import load_whole
 from meshwright_worker.generation.sample import sample
-from meshwright_worker.task import Outcome
-from tests.distributed.cases import count_a_step, load_only, train_fully, train_on_random_tokens
+from meshwright_worker.mesh import joined
+from meshwright_worker.task import Outcome, RankTask
+from meshwright_worker.train import trainer_of
+from tests.distributed.cases import count_a_step, load_only, samples_of, train_fully, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.counting import Traffic
 from tests.distributed.expert_cases import biased_batch, mixture_by_halves, routed_rows
@@ -28,6 +33,42 @@ AGREEMENT = 4 * FP64
 def measured(pool: RankPool, **layout: Any) -> list[Traffic]:
     ranks: list[Traffic] = pool.run(count_a_step, small_run(mixture="Mixtral", **layout))
     return ranks
+
+
+def router_gradient(task: RankTask, predicted: int) -> torch.Tensor:
+    """What the balancing losses alone give to a router, when so many tokens of each row have a target."""
+    assert task.run.training is not None
+    with joined(task) as mesh:
+        gradients = []
+        for weight in (1.0, 0.0):
+            model = task.run.architecture
+            assert model is not None
+            assert model.mixture is not None
+            mixture = model.mixture.model_copy(update={"auxiliary_weight": weight, "z_loss_weight": weight / 10})
+            run = task.run.model_copy(update={"architecture": model.model_copy(update={"mixture": mixture})})
+            trainer = trainer_of(run, mesh)
+            seen: dict[str, torch.Tensor] = {}
+
+            def keep(found: list[torch.Tensor], rate: float, trainer: Any = trainer, seen: Any = seen) -> None:
+                seen.update((shard.name, one.clone()) for shard, one in zip(trainer.shards, found, strict=True))
+                trainer.optimizer.forget()
+
+            trainer.optimizer.step = keep
+            batch = Batch.of(samples_of(1, BATCH // run.data_parallel, LENGTH, model.vocab_size))
+            targets = batch.targets.clone()
+            targets[:, predicted:] = IGNORED
+            trainer.step(1, replace(batch, targets=targets))
+            gradients.append(seen["layers.0.feed_forward.router.weight"])
+        return gradients[0] - gradients[1]
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=str)
+def test_balancing_counts_every_token_whatever_is_predicted(pool: RankPool, layout: dict[str, int]) -> None:
+    run = small_run(mixture="Mixtral", precision=Precision.FP64, clip=0.0, packing=Packing.DOCUMENTS, **layout)
+    whole, *others = [pool.run(router_gradient, run, predicted)[0] for predicted in (LENGTH, 4, 0)]
+    assert float(whole.abs().max()) > 0
+    for other in others:
+        torch.testing.assert_close(other, whole, rtol=1e-9, atol=1e-15)
 
 
 def parameters() -> tuple[int, int]:

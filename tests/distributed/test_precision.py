@@ -50,6 +50,34 @@ def test_a_skipped_step_changes_nothing(pool: RankPool) -> None:
     assert all(torch.equal(before.parameters[name], after.parameters[name]) for name in before.parameters)
 
 
+FEEDBACK: list[dict[str, Any]] = [
+    {"compression": "Int8"},
+    {"compression": "TopK", "compression_density": 0.5},
+    {"compression": "PowerSGD", "compression_rank": 8},
+]
+
+
+@pytest.mark.parametrize("replicas", mostly_long(FEEDBACK, lambda replicas: replicas["compression"] != "Int8"), ids=str)
+def test_an_overflow_leaves_what_compression_left_out_as_it_was(pool: RankPool, replicas: dict[str, Any]) -> None:
+    plain = pool.run(train_on_random_tokens, small_run(data=2, **OVERFLOWS), 8)
+    ranks = pool.run(train_on_random_tokens, small_run(data=2, replicas=replicas, **OVERFLOWS), 8)
+    skipped = [result.skipped for result in plain[0].results]
+    assert skipped[0]
+    for rank in ranks:
+        assert [result.skipped for result in rank.results] == skipped
+
+
+def test_what_compression_left_out_follows_the_loss_scale(pool: RankPool) -> None:
+    losses = []
+    for interval in (1, 1000):
+        # Powers of two round nothing, so only a residue in an old scale's unit tells the two apart.
+        scale = {"loss_scale": {"initial": 2**6, "growth_interval": interval}}
+        replicas = {"compression": "TopK", "compression_density": 0.05}
+        run = small_run(data=2, precision=Precision.FP16, replicas=replicas, training=scale)
+        losses.append([result.loss for result in pool.run(train_on_random_tokens, run, 6)[0].results])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_fp16_resumes_with_its_scale(pool: RankPool, tmp_path: Path, text: Path) -> None:
     run = small_run(tensor=2, steps=8, every=3, **OVERFLOWS)
     losses = []

@@ -174,3 +174,11 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankP
     assert [report.step for report in whole[0][1].reports] == list(range(1, 13))
     assert [report.samples for report in whole[0][1].reports] == [8 * step for step in range(1, 13)]
     assert all(report.seconds > 0 for report in whole[0][1].reports)
+
+
+def test_a_wish_to_stop_is_heard_when_checkpoints_come_before_results(pool: RankPool, tmp_path: Any, text: Any) -> None:
+    # Every checkpoint drains the pipeline before it is long enough under way to tell anything.
+    run = stale_run("PipeDream", pipeline=2, micro_batches=1, every=3, steps=12)
+    for outcome, recorder in pool.run(train_fully, run, 1, 2, checkpoint_dir=tmp_path, data_dir=text):
+        assert outcome is Outcome.STOPPED
+        assert recorder.reports[-1].step == 6

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 from meshwright.api.training import OptimizerSpec
+from meshwright.models.presets import PRESETS
 from meshwright_worker.counters import key, mixed, uniform
+from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.optimizer import AdamW, Optimizer
-from meshwright_worker.optimizers.muon import Muon, orthogonal
+from meshwright_worker.optimizers.muon import Muon, is_muons, orthogonal
 from meshwright_worker.optimizers.offloaded import OffloadedAdamW
 from meshwright_worker.optimizers.rounded import RoundedAdamW, _matrix
 from meshwright_worker.optimizers.rounding import matrices, places, round_to_bf16
@@ -120,7 +124,7 @@ def test_offloaded_adamw_is_adamw(tier: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("meshwright_worker.optimizers.state._BUCKET_ELEMENTS", 24)
     ours, theirs = shards(), shards()
     local = [shard.local for shard in ours]
-    state = HostState(local, pinned=False) if tier == "CPU" else FileState(local, str(tmp_path), 0)
+    state = HostState(local, pinned=False) if tier == "CPU" else FileState(local, str(tmp_path))
     assert len(state.buckets) == 3
     offloaded, plain = OffloadedAdamW(ours, SPEC, state, CPU), AdamW(theirs, SPEC)
     for optimizer in (offloaded, plain):
@@ -139,6 +143,31 @@ def test_newton_schulz_brings_singular_values_near_one() -> None:
         values = torch.linalg.svdvals(orthogonal(torch.randn(shape, dtype=torch.float64)))
         assert float(values.min()) > 0.5
         assert float(values.max()) < 1.3
+
+
+def test_muon_takes_the_layers_matrices_and_no_table() -> None:
+    with torch.device("meta"):
+        stage = DecoderStage(PRESETS["tiny-gpt"], torch.float32)
+    found = [Shard(name, p, p.detach(), None, True, False, False) for name, p in stage.named_parameters()]
+    adamws = {shard.name for shard in found if shard.local.ndim > 1 and not is_muons(shard)}
+    assert adamws | {"output.weight"} == {"embedding.weight", "positions.weight", "output.weight"}
+    muons = {shard.name.split(".", 2)[2] for shard in found if is_muons(shard)}
+    assert muons == {
+        *(f"attention.{name}.weight" for name in ("query", "key", "value", "output")),
+        *(f"feed_forward.{name}.weight" for name in ("up", "down")),
+    }
+
+
+def test_a_full_disk_is_told_with_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        assert size == 4 * (6 * 4 + 4 + 9 * 4)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=f"`training.optimizer.offloadPath: {tmp_path}`.*No space left") as caught:
+        FileState([shard.local for shard in shards()], str(tmp_path))
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_muon_updates_as_torchs() -> None:

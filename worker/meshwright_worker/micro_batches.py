@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.api.data import DataFormat
+from meshwright.api.data import DataFormat, Packing
 from meshwright.protocol import RunConfig
 from meshwright_worker.data.ahead import pinned
 from meshwright_worker.data.batch import IGNORED, Batch
@@ -63,6 +63,11 @@ def cut_of(run: RunConfig) -> Cut | None:
     if run.training.compile:
         unit *= -(-whole // (COMPILED_LENGTHS * unit))
     return Cut(unit, -(-deal.least // unit) * unit, whole)
+
+
+def may_ignore(run: RunConfig) -> bool:
+    """Whether some tokens of a step may have no target: fillers, prompts, and what stands before another document."""
+    return is_padded(run) or (run.data is not None and run.data.packing is Packing.DOCUMENTS)
 
 
 def is_padded(run: RunConfig) -> bool:

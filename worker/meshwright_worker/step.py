@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from meshwright_worker.evaluate import mean_loss, targets_of
 from meshwright_worker.fp8.history import Fp8History
 from meshwright_worker.loss_scale import LossScale, scale_gradients_of
 from meshwright_worker.mesh import ISLAND, TENSOR, Mesh
-from meshwright_worker.micro_batches import Fed, MicroBatches
+from meshwright_worker.micro_batches import Fed, MicroBatches, may_ignore
 from meshwright_worker.optimizer import learning_rate
 from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.outer.averaging import average
@@ -85,6 +85,8 @@ class Trainer:
         self._loads = ExpertLoads(
             [stage.module for stage in self.stages], model, mesh, tokens_of_step(training), run.islands
         )
+        self._islands = run.islands
+        self._balances_some = self._loads.any and may_ignore(run)
         self.optimizer = build_optimizer(self.shards, training, mesh)
         self._fp8 = Fp8History((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
@@ -117,7 +119,8 @@ class Trainer:
         if self.outer is not None:
             self.outer.before()
         parts, fed = self._micro_batches.of(batch), self._fed(batch)
-        self._loads.scale_losses(self.loss_scale.value)
+        self._loads.scale_losses(self.loss_scale.value * self._predicted(parts))
+        left_out = self.memory.tensors() if self.memory is not None and self.loss_scale.dynamic else None
         replica_loss = self._executor.run(parts)
         gradients = self._gradients()
         self._fp8.advance()
@@ -129,9 +132,11 @@ class Trainer:
         loss, share = loss * share, share / self.loss_scale.value
         norm *= share
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
+        scale = self.loss_scale.value
         if not math.isfinite(loss + norm):
             if self.loss_scale.skip():
                 self.optimizer.forget()
+                self._rescale(left_out, scale)
                 return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, fed=fed)
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
@@ -146,12 +151,32 @@ class Trainer:
             # A single pod cannot stop alone: until islands meet, only its own knows of the wish.
             stopping = self._rounds.over(number) and self.outer.meet(stop=stopping)
         self.loss_scale.passed()
+        if self.loss_scale.value != scale and self.memory is not None:
+            self._rescale(self.memory.tensors(), scale)
         self.replicas.publish()
         self._loads.move_biases(counted)
         if self.outer is not None and self._rounds.over(number):
             # Routers' biases have just moved, by each island's own loads.
             average(list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device)
         return StepResult(number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, fed=fed)
+
+    def _predicted(self, parts: Sequence[Batch]) -> torch.Tensor | float:
+        """The share of this step's tokens that have a target, fp64 []: gradients are divided by it, and the losses that
+        balance experts count every token. Collective where some may have none.
+        """
+        if not self._balances_some:
+            return 1.0
+        _, pipeline, _, tensor = self._mesh.coordinates
+        targets = targets_of(parts).double()
+        targets = targets if pipeline == tensor == 0 else torch.zeros_like(targets)
+        sum_over(targets, self._mesh.together)
+        # An island has its part of a step's tokens.
+        return targets.clamp(min=1.0) * self._islands / tokens_of_step(self._training)
+
+    def _rescale(self, left_out: Mapping[str, torch.Tensor] | None, scale: float) -> None:
+        """Remember what compression left out, when the loss scale was `scale`, in that of now."""
+        if self.memory is not None and left_out is not None:
+            self.memory.recall({name: t * (self.loss_scale.value / scale) for name, t in left_out.items()})
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = self.replicas.reduce()
@@ -163,7 +188,9 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
-        return mean_loss(self._executor.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
+        loss = mean_loss(self._executor.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
+        self._fp8.forget()
+        return loss
 
     def _fed(self, batch: Batch) -> Fed | None:
         """What this rank tells of padded rows: one rank of a replica speaks for all."""

@@ -190,9 +190,11 @@ class _Loop:
             if self._session is not None:
                 self._session.report()
                 if self._session.due(number):
-                    state = self._settle(state)
+                    state, stopped = self._settle(state)
                     self._save(state, wait=False)
-        state = self._settle(state)
+                    if stopped:
+                        break
+        state, _ = self._settle(state)
         self._save(state, wait=True)
         self._trainer.close()
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
@@ -223,11 +225,14 @@ class _Loop:
         after = self._tell(results, after, time.monotonic() - began, read - began, evaluation)
         return self._trainer.record(after), any(result.stop for result in results)
 
-    def _settle(self, state: TrainingState) -> TrainingState:
-        """The state when every update of its steps is made: a pipeline without a flush is some steps behind."""
+    def _settle(self, state: TrainingState) -> tuple[TrainingState, bool]:
+        """The state when every update of its steps is made, and whether any rank wished to stop in one of them: a
+        pipeline without a flush is some steps behind.
+        """
         began = time.monotonic()
         results = self._trainer.settle()
-        return self._tell(results, state, time.monotonic() - began, 0.0, None) if results else state
+        stopped = any(result.stop for result in results)
+        return (self._tell(results, state, time.monotonic() - began, 0.0, None) if results else state), stopped
 
     def _tell(
         self,

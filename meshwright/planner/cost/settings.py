@@ -25,8 +25,8 @@ class Settings:
     """Ranks that keep a gathered copy between forward and backward (hpZ)."""
     bucket: int = 16777216
     """Gradients that one collective sums."""
-    feedback: bool = False
-    """Whether what compression left out of a gradient is kept for the next step."""
+    feedback: int = 0
+    """Copies of what compression left out of a gradient that are kept for the next step."""
     islands: int = 1
     """Groups of replicas that train apart: ZeRO shards within one."""
     outer: float = 0.0

@@ -172,7 +172,7 @@ def _whole(own: StageParameters, choices: Split, sizes: _Sizes, *, alone: bool) 
     """Every replica holds everything; gradients move into their buckets one by one."""
     parameters, master = _kinds(sizes.stored, sizes.element, sizes.whole)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
-    left_out = sizes.gradient * sizes.trained if choices.settings.feedback and not alone else 0.0
+    left_out = sizes.gradient * sizes.trained * choices.settings.feedback if not alone else 0.0
     return States(
         parameters,
         master,

@@ -29,6 +29,11 @@ class Fp8History:
         length = self._products[0].spec.history if self._products else 1
         self._steps: deque[torch.Tensor] = deque(maxlen=length)
 
+    def forget(self) -> None:
+        """Nothing was seen since the last step: what was computed since is no part of training."""
+        for product in self._products:
+            product.seen = None
+
     def advance(self) -> None:
         """A step is over. Collective where products are delayed."""
         if not self._products:

@@ -7,14 +7,12 @@ nobody used for long and writes changed ones back beside the computation. No num
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright_worker.memory.mapped import mapped
 from meshwright_worker.models.llama import DecoderStage
 
 
@@ -38,30 +36,11 @@ def _move(parameter: Any, directory: str) -> None:
     local: torch.Tensor = parameter.sharded_param._local_tensor
     # FSDP gathers equal parts: where a dimension does not divide, the last shards are filled up with zeros.
     size, dimension = torch.Size(parameter.padded_sharded_param_size), parameter.fsdp_placement.dim
-    padded = _mapped(directory, size.numel(), local.dtype).view(size)
+    padded = mapped(directory, size.numel(), local.dtype, "parameters-", "training.parameterOffloadPath").view(size)
     own = padded.narrow(dimension, 0, local.size(dimension) if local.numel() else 0)
     own.copy_(local)
     parameter._sharded_param_data = padded.view(-1)
     parameter.sharded_param._local_tensor = own
-
-
-def _mapped(directory: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, [elements], in a new file that has no name."""
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix="parameters-", dir=directory)
-        try:
-            # Writing to a mapping that finds no room kills the process without a word: take the room now.
-            os.posix_fallocate(descriptor, 0, max(1, elements) * dtype.itemsize)
-            return torch.from_file(name, shared=True, size=elements, dtype=dtype)
-        finally:
-            os.close(descriptor)
-            # The mapping keeps the file alive; without a name it goes with the process, however that ends.
-            os.unlink(name)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"`training.parameterOffloadPath: {directory}` cannot hold parameters: {error.strerror}"
-        ) from error
 
 
 def _groups(state: Any) -> list[Any]:

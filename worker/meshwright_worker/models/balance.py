@@ -70,7 +70,7 @@ class Tally:
     def __init__(self, experts: int) -> None:
         self._experts = experts
         self._sum: torch.Tensor | None = None
-        self.loss_weight = 0.0
+        self.loss_weight: float | torch.Tensor = 0.0
         """What the summed losses are multiplied by: as the cross-entropy, one over the tokens of a step."""
 
     def entry(self, counts: torch.Tensor, dropped: int, auxiliary: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

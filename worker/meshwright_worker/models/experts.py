@@ -222,7 +222,8 @@ class _Attach(torch.autograd.Function):
         (gradient,) = gradients
         mixture: MixtureOfExperts = ctx.mixture
         mixture.tally.add(ctx.tally)
-        return gradient, torch.full_like(ctx.like, mixture.tally.loss_weight / mixture.copies), None, None
+        weight = torch.ones_like(ctx.like) * (mixture.tally.loss_weight / mixture.copies)
+        return gradient, weight.to(ctx.like.dtype), None, None
 
 
 def feed_forward_of(model: Architecture, layer: int) -> nn.Module:

@@ -31,5 +31,5 @@ def build_optimizer(shards: Sequence[Shard], training: TrainingSpec, mesh: Mesh)
     locals_ = [shard.local for shard in shards]
     if spec.offload is OptimizerOffload.FILE:
         assert spec.offload_path is not None
-        return OffloadedAdamW(shards, spec, FileState(locals_, spec.offload_path, mesh.rank), mesh.device)
+        return OffloadedAdamW(shards, spec, FileState(locals_, spec.offload_path), mesh.device)
     return OffloadedAdamW(shards, spec, HostState(locals_, pinned=mesh.device.type == "cuda"), mesh.device)

@@ -3,8 +3,8 @@
 Orthogonalising is no element-wise operation: it needs the whole matrix. A rank that holds a part gathers the momentum
 of one matrix at a time, orthogonalises it as every rank of its group does, and keeps its own part: the numbers are
 those of one process. A stack of matrices (experts) that is split between them needs no gathering. Updates are scaled
-to the root mean square that AdamW's have (0.2), so both share one learning rate. Embedding, output projection and
-whatever is no matrix are AdamW's.
+to the root mean square that AdamW's have (0.2), so both share one learning rate. Embeddings, of tokens and positions,
+the output projection and whatever is no matrix are AdamW's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOMENTUM = "momentum"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _RMS_OF_ADAMW = 0.2
-_TABLES = ("embedding.weight", "output.weight")
+_TABLES = ("embedding.weight", "positions.weight", "output.weight")
 
 
 class Muon:
@@ -89,7 +89,7 @@ class Muon:
 
 def is_muons(shard: Shard) -> bool:
     """Whether a parameter is a matrix, or a stack of them, of a layer."""
-    return shard.local.ndim > 1 and not shard.name.endswith(_TABLES)
+    return shard.local.ndim > 1 and shard.name not in _TABLES
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from meshwright_worker.memory.mapped import mapped
 from meshwright_worker.memory.page_locked import in_main_memory
 from meshwright_worker.optimizer import MOMENTS
 
@@ -80,22 +80,23 @@ class HostState:
 
 
 class FileState:
-    """Moments in a file of this rank's own under a directory, such as a local NVMe volume.
+    """Moments in files of this rank's own under a directory, such as a local NVMe volume.
 
     Files live as long as the process: a restarted run loads its checkpoint.
 
     Raises:
-        OSError: the directory cannot be made.
-        RuntimeError: a file cannot.
+        OSError: the directory cannot be made, or has no room.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], directory: str, rank: int) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], directory: str) -> None:
         self.buckets = buckets_of(tensors)
-        path = Path(directory) / f"optimizer-{rank}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        total = sum(tensor.numel() for tensor in tensors)
+        sizes = [tensor.numel() for tensor in tensors]
         dtype = tensors[0].dtype
-        self._mapped = [self._map(path, number, total, dtype, tensors) for number in range(len(MOMENTS))]
+        files = [mapped(directory, sum(sizes), dtype, f"{name}-", "training.optimizer.offloadPath") for name in MOMENTS]
+        self._mapped = [
+            [part.view(tensor.shape) for part, tensor in zip(torch.split(file, sizes), tensors, strict=True)]
+            for file in files
+        ]
         largest = max(sum(tensors[index].numel() for index in bucket) for bucket in self.buckets)
         # Two buckets are in main memory at a time: the one that is updated and the one that comes or goes.
         self._staged = [[torch.empty(largest, dtype=dtype) for _ in MOMENTS] for _ in range(2)]
@@ -104,18 +105,6 @@ class FileState:
         self._going: Future[None] | None = None
         # One thread, so that a bucket is written back before the next one takes its place.
         self._thread = ThreadPoolExecutor(1, "optimizer-state")
-
-    @staticmethod
-    def _map(
-        path: Path, number: int, total: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        name = path.with_suffix(f".{MOMENTS[number]}")
-        name.unlink(missing_ok=True)
-        mapped = torch.from_file(str(name), shared=True, size=max(1, total), dtype=dtype)
-        # The mapping keeps the file alive; without a name it goes with the process, however that ends.
-        name.unlink()
-        parts = torch.split(mapped[:total], [tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def begin(self, number: int) -> None:
         """See `MomentState.begin`."""
@@ -139,12 +128,12 @@ class FileState:
         return {name: tensors[tensor] for name, tensors in zip(MOMENTS, self._mapped, strict=True)}
 
     def _copy(self, number: int, *, inward: bool) -> None:
-        for views, mapped in zip(self._views(number), self._mapped, strict=True):
+        for views, stored in zip(self._views(number), self._mapped, strict=True):
             for view, index in zip(views, self.buckets[number], strict=True):
                 if inward:
-                    view.copy_(mapped[index])
+                    view.copy_(stored[index])
                 else:
-                    mapped[index].copy_(view)
+                    stored[index].copy_(view)
 
     def _views(self, number: int) -> State:
         sizes = [self._shapes[index].numel() for index in self.buckets[number]]

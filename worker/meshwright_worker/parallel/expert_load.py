@@ -44,10 +44,15 @@ class ExpertLoads:
             for stage in stages
             for name, mixture in mixtures_of(stage)
         }
+        self.any = bool(self._layers)
+        """Whether the model, here or elsewhere, has mixtures."""
         self.scale_losses(1.0)
 
-    def scale_losses(self, factor: float) -> None:
-        """Multiply the balancing losses, as a scaled cross-entropy is, from the next micro-batch's backward pass on."""
+    def scale_losses(self, factor: float | torch.Tensor) -> None:
+        """Multiply the balancing losses, as a scaled cross-entropy is, from the next micro-batch's backward pass on.
+
+        `factor` is a number or fp64 [] on the device.
+        """
         for mixture in self._own.values():
             mixture.tally.loss_weight = factor / self._tokens
 

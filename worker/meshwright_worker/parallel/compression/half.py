@@ -11,6 +11,7 @@ from meshwright_worker.parallel.compression.compressor import Forgetful, Reducti
 
 _TOP = 14
 """fp16 ends below 2^16: the largest sum is brought to between 2^13 and 2^14."""
+_MOST = 126
 
 
 class Half(Forgetful):
@@ -34,7 +35,8 @@ class Half(Forgetful):
         largest = flat.abs().amax()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         _, exponent = torch.frexp(largest * self._group.size())
-        return torch.ldexp(torch.ones_like(largest), _TOP - exponent)
+        # A power of two that fp32 has, where next to nothing is to be brought up.
+        return torch.ldexp(torch.ones_like(largest), (_TOP - exponent).clamp(max=_MOST))
 
 
 class _Rounded:
