@@ -24,13 +24,15 @@ def gradients_of(rank: int, step: int) -> torch.Tensor:
     return 1e-9 * (common + 0.3 * own)
 
 
-def compress(task: RankTask, options: dict[str, Any], steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What the rank has for the sum over ranks, step by step."""
+def compress(
+    task: RankTask, options: dict[str, Any], steps: int, dtype: torch.dtype, size: float = 1.0
+) -> list[torch.Tensor]:
+    """What the rank has for the sum over ranks, step by step, of gradients times `size`."""
     with joined(task) as mesh:
         compressor = compressor_of(DataParallelSpec(**options), mesh.group(REPLICA))
         sums = []
         for step in range(steps):
-            flat = gradients_of(task.rank, step).to(dtype)
+            flat = (gradients_of(task.rank, step) * size).to(dtype)
             compressor.start(0, flat, SHAPES).finish(flat)
             sums.append(flat)
         return sums

@@ -66,6 +66,11 @@ def test_short_formats_round_little_even_where_gradients_are_tiny(pool: RankPool
         assert 0 < relative(one.double(), want) < limit
 
 
+def test_gradients_at_the_end_of_fp32_stay_numbers(pool: RankPool) -> None:
+    for rank in pool.run(compress, RUN, {"compression": "FP16"}, 1, torch.float32, 1e-27):
+        assert relative(rank[0].double(), true_sums(RANKS, 1)[0] * 1e-27) < 1e-2
+
+
 @pytest.mark.parametrize(
     "options",
     [
