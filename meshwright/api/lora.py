@@ -32,4 +32,4 @@ class LoraSpec(ApiModel):
     alpha: Annotated[float, Field(gt=0, le=1000000)] = 16.0
     """An adapter's output is scaled by `alpha / rank`."""
     targets: Annotated[list[LoraTarget], Field(min_length=1, max_length=7)] = [LoraTarget.QUERY, LoraTarget.VALUE]
-    """The matrices that get an adapter, in every layer."""
+    """The matrices that get an adapter, in every layer that has them."""

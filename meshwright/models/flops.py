@@ -20,13 +20,12 @@ def trained_flops_per_token(architecture: Architecture, sequence_length: int, lo
     whole = flops_per_token(architecture, sequence_length)
     if lora is None:
         return whole
-    adapters = architecture.layers * adapter_parameters(lora, architecture)
-    return whole - 2 * _matrices(architecture) + 6 * adapters
+    return whole - 2 * _matrices(architecture) + 6 * adapter_parameters(lora, architecture)
 
 
 def forward_flops_per_token(architecture: Architecture, sequence_length: int, lora: LoraSpec | None) -> int:
     """FLOPs of one token's forward pass through the whole model: what re-materialisation adds."""
-    adapters = 0 if lora is None else architecture.layers * adapter_parameters(lora, architecture)
+    adapters = 0 if lora is None else adapter_parameters(lora, architecture)
     return flops_per_token(architecture, sequence_length) // 3 + 2 * adapters
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.api.lora import LoraSpec
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
 from meshwright.api.replicas import DataParallelStrategy, GradientCompression
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterMethod, TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.adapters import adapter_parameters
+from meshwright.models.adapters import layer_adapters
 from meshwright.models.architecture import Architecture
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.choices import Choices, Numbers, Offload, Recompute, Schedule, Work
@@ -190,5 +191,11 @@ def _settings(
         rematerialize=parallelism.rematerialize,
         activation_limit=parallelism.activation_limit,
         parameter_offload=training.parameter_offload,
-        adapters=float(adapter_parameters(training.lora, architecture)) if training.lora is not None else 0.0,
+        adapters=_adapters(training.lora, architecture),
     )
+
+
+def _adapters(lora: LoraSpec | None, model: Architecture) -> tuple[int, int] | None:
+    if lora is None:
+        return None
+    return layer_adapters(lora, model, mixture=False), layer_adapters(lora, model, mixture=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.adapters import left_out
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.degrees import MICRO_BATCHES_PER_STAGE, Candidate, Search
@@ -43,7 +44,9 @@ def memory_text(memory: Memory) -> str:
 
 
 def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
-    """One sentence for each degree, one for what else was chosen, and one for memory."""
+    """One sentence for each degree, one for what else was chosen, one for adapters that are left out, and one for
+    memory.
+    """
     decided = search.decided(chosen)
     sentences = (
         _tensor_reason(search, decided, chosen),
@@ -54,6 +57,7 @@ def reasons_for(search: Search, chosen: Candidate) -> tuple[str, ...]:
         _expert_reason(search, chosen),
         _micro_batches_reason(search, chosen),
         _checkpointing_reason(search, chosen),
+        _adapters_reason(search),
         _memory_reason(search, chosen.memory),
     )
     return tuple(sentence for sentence in sentences if sentence)
@@ -72,6 +76,11 @@ def _tensor_reason(search: Search, decided: Search, chosen: Candidate) -> str:
         need = f"TP {smaller[-1]} needs {amount_text(rejected.needed)} per GPU, usable are {amount_text(limit)}"
         return f"TP {tensor}: the smallest degree whose ranks hold their part of the model ({need})"
     return f"TP {tensor}: the smallest degree that fills workers of {search.gpus_per_worker} GPUs"
+
+
+def _adapters_reason(search: Search) -> str:
+    lora = search.training.lora
+    return (left_out(lora, search.architecture) or "") if lora is not None else ""
 
 
 def _pipeline_reason(search: Search, chosen: Candidate) -> str:

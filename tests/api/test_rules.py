@@ -70,6 +70,7 @@ def mixture(**fields: Any) -> dict[str, Any]:
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
+LATENT: dict[str, Any] = {"model.latent": {"kvRank": 16, "ropeSize": 8}, "model.kvHeads": None}
 
 CONFIG = '{"model_type": "llama", "hidden_size": 64}'
 
@@ -204,6 +205,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.optimizer.offload", {"training.optimizer": {"name": "Muon", "offload": "CPU"}}),
     ("training.optimizer.offloadPath", {"training.optimizer.offload": "File"}),
     ("training.optimizer.offloadPath", {"training.optimizer.offloadPath": "/scratch"}),
+    ("training.lora.targets", {**LATENT, "training.lora": {"targets": ["Key", "Value"]}}),
+    ("training.lora.targets", {"model.gated": False, "training.lora": {"targets": ["Gate"]}}),
+    ("training.lora.targets", {**mixture(), "training.lora": {"targets": ["Gate", "Up", "Down"]}}),
     ("workers.env", {"workers.env": [{"name": "A"}, {"name": "MESHWRIGHT_TOKEN", "value": "x"}]}),
     ("workers.env", {"workers.env": [{"name": "TORCHELASTIC_RUN_ID", "value": "x"}]}),
     ("workers.env", {"workers.env": [{"name": "WORLD_SIZE", "value": "1"}]}),
@@ -315,6 +319,10 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
         GOOD,
         {"training.parameterOffload": True, "training.parameterOffloadPath": "/scratch", "parallelism.zeroStage": 3},
     ),
+    (GOOD, {**LATENT, "training.lora": {}}),
+    (GOOD, {**mixture(), "training.lora": {"targets": ["Value", "Gate"]}}),
+    (GOOD, {"model.gated": False, "training.lora": {"targets": ["Gate", "Up"]}}),
+    (GOOD, {"training.lora": {"targets": ["Gate"]}}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.lora import LoraSpec, LoraTarget
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
+from meshwright.models.adapters import adapter_parameters
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.activations import layer_activations
@@ -185,6 +187,17 @@ def test_what_a_job_saves_is_not_counted(saving: dict[str, Any], kind: str) -> N
     plain, saved = first(**held), first(**held, **saving)
     assert getattr(saved, kind) < 0.8 * getattr(plain, kind)
     assert saved.total < plain.total
+
+
+@pytest.mark.parametrize("targets", [["Query", "Value"], ["Output", "Gate", "Down"]])
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-deepseek"])
+def test_adapters_are_counted_where_layers_have_them(name: str, targets: list[str]) -> None:
+    model, lora = PRESETS[name], LoraSpec(rank=8, targets=[LoraTarget(target) for target in targets])
+    adapters = adapter_parameters(lora, model)
+    alone = first(model, lora=lora)
+    assert (alone.gradients, alone.optimizer) == (4 * adapters, 8 * adapters)
+    staged = stages(model, Layout(pipeline=2), 2, lora=lora)
+    assert sum(memory.optimizer for memory in staged) == 8 * adapters
 
 
 def test_offloaded_parameters_leave_what_is_gathered() -> None:

@@ -23,6 +23,7 @@ from meshwright.planner.search.shapes import divisors
 from meshwright_worker.validate import validate
 from tests.planner.builders import inventory, node, racks, spec_of
 
+TRAINING = {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128}
 DEMO = inventory(*racks(2, 2, 2, memory_mib=2048))
 H100 = inventory(*racks(4, 4, 8))
 LARGE: dict[str, Any] = {
@@ -125,10 +126,22 @@ def test_replicas_fill_workers_when_nothing_else_asks_for_more() -> None:
     assert any("fills workers of 2 GPUs" in reason for reason in plan.reasons)
 
 
+def test_a_plan_tells_which_matrices_get_no_adapter() -> None:
+    lora = {"targets": ["Query", "Gate"]}
+    plan = make_plan(spec_of(model={"preset": "tiny-mixture"}, training={**TRAINING, "lora": lora}), DEMO)
+    assert any("no adapter for Gate" in reason for reason in plan.reasons)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "text", "cluster"),
     [
         ({"parallelism": {"tensor": 4, "pipeline": 1}}, "InvalidSpec", "`model.kvHeads`", False),
+        (
+            {"model": {"preset": "tiny-mixture"}, "training": {**TRAINING, "lora": {"targets": ["Gate"]}}},
+            "InvalidSpec",
+            "spec.training.lora.targets: must name a matrix that every layer has",
+            False,
+        ),
         ({"model": {"preset": "lama-3-8b"}}, "InvalidSpec", "did you mean `llama-3-8b`", False),
         ({"workers": {"image": "w", "gpusPerWorker": 8}}, "NoNodeLargeEnough", "largest usable node has 2 GPUs", True),
         (

@@ -17,6 +17,7 @@ from meshwright.models.pretrained import architecture_of, config_of
 from meshwright_worker.models.initialize import materialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.parallel.shards import Shard
+from meshwright_worker.pretrained.check import check_pretrained
 from meshwright_worker.pretrained.files import PretrainedError, TensorFiles
 from meshwright_worker.pretrained.load import load_pretrained
 from tests.pretrained import reference
@@ -243,6 +244,26 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     weights["lm_head.weight"] = weights["lm_head.weight"][:100].clone()
     with pytest.raises(PretrainedError, match=r"`lm_head.weight` is \[100, 32\]"):
         loaded(write_model(tmp_path / "model", LLAMA, weights), LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        (LLAMA, "model.embed_tokens.weight"),
+        (LLAMA, "model.layers.1.self_attn.k_proj.weight"),
+        (LLAMA, "model.layers.0.input_layernorm.weight"),
+        (DEEPSEEK, "model.layers.0.self_attn.q_b_proj.weight"),
+        (GPT2, "transformer.h.0.attn.c_attn.bias"),
+    ],
+)
+def test_a_tensor_with_more_rows_than_the_model_is_not_cut(tmp_path: Path, config: dict[str, Any], tensor: str) -> None:
+    weights = random_weights(config)
+    weights[tensor] = torch.cat((weights[tensor], weights[tensor]))
+    directory = write_model(tmp_path / "model", config, weights)
+    with pytest.raises(PretrainedError, match=tensor.partition(".")[2]):
+        loaded(directory, config)
+    with pytest.raises(PretrainedError, match=tensor.partition(".")[2]):
+        check_pretrained(architecture_of(config), directory)
 
 
 @pytest.mark.parametrize("damage", ["short", "garbage", "empty"])

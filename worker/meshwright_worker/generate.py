@@ -22,6 +22,7 @@ from meshwright_worker.checkpoint.whole import find_checkpoint
 from meshwright_worker.generation.model import CachedModel, load_split, load_whole, run_of
 from meshwright_worker.generation.sample import sample
 from meshwright_worker.generation.tokenizer import BYTES, tokenizer_for
+from meshwright_worker.generation.validate import check_temperature
 from meshwright_worker.mesh import joined
 from meshwright_worker.torchrun import task_from_environment
 
@@ -33,6 +34,7 @@ def main() -> None:
     if not arguments.prompt:
         parser.error("--prompt must not be empty")
     try:
+        check_temperature(arguments.temperature)
         checkpoint, manifest = find_checkpoint(arguments.checkpoint)
         tokenizer = tokenizer_for(manifest, arguments.tokenizer)
         (prompt,) = tokenizer.encode([arguments.prompt])

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from meshwright.api.training import TrainingSpec
+from meshwright.models.adapters import left_out
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
 from meshwright.schedules.division import ASYNCHRONOUS
@@ -110,6 +111,8 @@ def trainer_of(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | StaleT
         InvalidRunError: the run cannot be executed in this layout.
     """
     architecture, _, training = validate(run)
+    if mesh.rank == 0 and training.lora is not None and (missing := left_out(training.lora, architecture)):
+        log.warning(missing)
     if run.parallelism.order in ASYNCHRONOUS and run.pipeline > 1:
         return StaleTrainer(run, architecture, training, mesh)
     return Trainer(run, architecture, training, mesh, samples)

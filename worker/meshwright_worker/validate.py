@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from meshwright.api.data import DataSpec, Packing, Tokenizer
 from meshwright.api.shape import Activation, Norm
 from meshwright.api.training import TrainingSpec
+from meshwright.models.adapters import unadapted
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
@@ -46,6 +47,7 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
         *context_problems(run, run.architecture, run.training),
         *pipeline_problems(run, run.architecture, run.training),
         *_training_problems(run, run.training),
+        *_adapter_problems(run.architecture, run.training),
         *memory_problems(run, run.training),
         *replica_problems(run),
         *combination_problems(run, run.training),
@@ -78,6 +80,11 @@ def _model_problems(model: Architecture) -> Iterator[str]:
         yield "`model.mixture` needs `model.gated: true`, `model.activation: SiLU` and no `model.biases`"
     if model.positions and (model.latent or model.rope_scaling):
         yield "`model.positions` excludes `model.latent` and `model.ropeScaling`: both turn by rotary positions"
+
+
+def _adapter_problems(model: Architecture, training: TrainingSpec) -> Iterator[str]:
+    if training.lora is not None and (problem := unadapted(training.lora, model)):
+        yield f"`training.lora.targets`: {problem}"
 
 
 def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:

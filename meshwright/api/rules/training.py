@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.api.lora import LoraTarget
 from meshwright.api.rules.rule import Rule
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 
@@ -29,6 +30,19 @@ def _evaluated_on_something(spec: Spec) -> bool:
 def _rate_decays(spec: Spec) -> bool:
     optimizer = spec.training.optimizer if spec.training is not None else None
     return optimizer is None or optimizer.min_learning_rate <= optimizer.learning_rate
+
+
+def _every_layer_is_adapted(spec: Spec) -> bool:
+    model, training = spec.model, spec.training
+    if model is None or training is None or training.lora is None:
+        return True
+    there = {LoraTarget.QUERY, LoraTarget.OUTPUT}
+    if model.latent is None:
+        there |= {LoraTarget.KEY, LoraTarget.VALUE}
+    if model.mixture is None:
+        there |= {LoraTarget.UP, LoraTarget.DOWN}
+        there |= set() if model.gated is False else {LoraTarget.GATE}
+    return not there.isdisjoint(training.lora.targets)
 
 
 TRAINING_RULES = (
@@ -62,5 +76,16 @@ TRAINING_RULES = (
         "must be at most `training.optimizer.learningRate`: the rate decays towards it",
         "!has(self.training) || self.training.optimizer.minLearningRate <= self.training.optimizer.learningRate",
         _rate_decays,
+    ),
+    Rule(
+        "training.lora.targets",
+        "must name a matrix that every layer has: add `Query` or `Output`; layers have `Key` and `Value` without "
+        "`model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` unless `model.gated: false`",
+        "!has(self.training) || !has(self.training.lora) || !has(self.model)"
+        " || self.training.lora.targets.exists(t, t in ['Query', 'Output']"
+        " || (t in ['Key', 'Value'] && !has(self.model.latent))"
+        " || (t in ['Gate', 'Up', 'Down'] && !has(self.model.mixture)"
+        " && (t != 'Gate' || !has(self.model.gated) || self.model.gated)))",
+        _every_layer_is_adapted,
     ),
 )

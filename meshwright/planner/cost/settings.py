@@ -39,8 +39,16 @@ class Settings:
     """Micro-batches that a rank may hold with an automatic schedule; the pipeline's ranks where left out."""
     parameter_offload: bool = False
     """Whether shards of parameters, gradients and optimizer state are in main memory."""
-    adapters: float = 0.0
-    """Parameters of one layer's low-rank adapters, which are then trained alone; 0 where everything is."""
+    adapters: tuple[int, int] | None = None
+    """Parameters of the low-rank adapters of a dense layer and of a mixture, which are then trained alone; None where
+    everything is trained.
+    """
+
+    def adapters_of(self, dense: int, mixtures: int) -> int:
+        """Parameters of the adapters of so many layers of either kind; 0 where everything is trained."""
+        if self.adapters is None:
+            return 0
+        return dense * self.adapters[0] + mixtures * self.adapters[1]
 
 
 DEFAULT = Settings()

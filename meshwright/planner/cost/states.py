@@ -71,13 +71,14 @@ def states_of(own: StageParameters, choices: Choices, runtime: Runtime, stage: S
         choices.numbers,
         choices.settings,
     )
-    return _states(own, split, runtime, stage.layers, versions(choices, stage.rank))
+    adapters = choices.settings.adapters_of(stage.dense, stage.mixtures)
+    return _states(own, split, runtime, adapters, versions(choices, stage.rank))
 
 
 @lru_cache(maxsize=65536)
-def _states(own: StageParameters, split: Split, runtime: Runtime, layers: int, copies: float) -> States:
+def _states(own: StageParameters, split: Split, runtime: Runtime, adapters: int, copies: float) -> States:
     if runtime.stores_masters:
-        return _stored(own, split, layers, copies)
+        return _stored(own, split, adapters, copies)
     return _published(own, split, runtime)
 
 
@@ -120,19 +121,18 @@ class _Sizes(NamedTuple):
     trained_shard: float
 
 
-def _sizes(own: StageParameters, choices: Split, layers: int) -> _Sizes:
+def _sizes(own: StageParameters, choices: Split, adapters: int) -> _Sizes:
     settings, numbers = choices.settings, choices.numbers
     stored = (max(FP32, numbers.bytes)) if settings.master_weights else 2.0
     sharing = min(choices.replicas // settings.islands, (settings.shard_size or choices.data) * choices.context)
-    adapters = settings.adapters * layers
     whole = own.total + adapters
     shard = (own.dense + adapters) / sharing + own.experts / max(1, sharing // choices.expert)
     trained, part = (adapters, adapters / sharing) if adapters else (whole, shard)
     return _Sizes(stored, numbers.bytes, stored, whole, trained, shard, part)
 
 
-def _stored(own: StageParameters, choices: Split, layers: int, copies: float) -> States:
-    sizes, settings, zero = _sizes(own, choices, layers), choices.settings, choices.zero_stage
+def _stored(own: StageParameters, choices: Split, adapters: int, copies: float) -> States:
+    sizes, settings, zero = _sizes(own, choices, adapters), choices.settings, choices.zero_stage
     alone = choices.replicas // settings.islands == 1
     if zero == 0 or alone:
         states = _whole(own, choices, sizes, alone=choices.replicas == 1)
@@ -158,7 +158,7 @@ def _kinds(stored: float, element: float, count: float) -> tuple[float, float]:
 def _moments(own: StageParameters, choices: Split, sizes: _Sizes, count: float) -> float:
     """Bytes of the optimizer's state for `count` of a stage's trained parameters, an outer optimizer's included."""
     settings = choices.settings
-    tables = own.tables * count / sizes.whole if not settings.adapters else 0.0
+    tables = own.tables * count / sizes.whole if settings.adapters is None else 0.0
     each = count + tables if settings.muon else 2.0 * count
     return sizes.stored * (each + settings.outer * count)
 

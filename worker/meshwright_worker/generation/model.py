@@ -77,6 +77,18 @@ class CachedModel:
         self._length += length
         return self._everywhere(logits, batch, length)
 
+    def agreed(self, token: int) -> int:
+        """The token that rank 0 chose, on every rank. Collective.
+
+        Ranks that spread experts compute the dense layers each for itself, and may differ in a logit's last bits; where
+        one then wrote another token, or ended its text, the others would wait for it.
+        """
+        if self._mesh is None:
+            return token
+        chosen = torch.tensor([token], device=self._device)
+        dist.broadcast(chosen, 0)
+        return int(chosen)
+
     def _everywhere(self, logits: torch.Tensor | None, batch: int, length: int) -> torch.Tensor:
         mesh = self._mesh
         if mesh is None:

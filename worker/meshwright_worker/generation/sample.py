@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwright_worker.generation.model import CachedModel
+from meshwright_worker.generation.validate import check_temperature
 
 
 def sample(
@@ -29,7 +30,11 @@ def sample(
         seed: the same seed gives the same text.
         vocabulary: ids from here on are not taken: rows that only fill the embedding up. None takes all.
         end: the token that ends a document, and so the text; it is not among what is returned. None goes on after it.
+
+    Raises:
+        InvalidRunError: see `check_temperature`.
     """
+    check_temperature(temperature)
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     unread = tokens
@@ -38,12 +43,16 @@ def sample(
             model.clear()
             unread = tokens[-max(1, model.capacity // 2) :]
         logits = model.read(torch.tensor([unread]))[0, -1, :vocabulary].cpu()
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-        else:
-            probabilities = torch.softmax(logits / temperature, dim=-1)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        tokens.append(model.agreed(_chosen(logits, temperature, generator)))
         if tokens[-1] == end:
             return tokens[len(prompt) : -1]
         unread = tokens[-1:]
     return tokens[len(prompt) :]
+
+
+def _chosen(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    # The likeliest at 0, and in fp64: divided by a small temperature, logits would be infinite.
+    scaled = (logits - logits.max()).double() / temperature
+    return int(torch.multinomial(torch.softmax(scaled, dim=-1).float(), 1, generator=generator))

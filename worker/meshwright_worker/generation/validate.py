@@ -1,8 +1,9 @@
-"""Which layouts a checkpoint's model can be split into for generation. Knows no torch."""
+"""What generation can do: the layouts that a model can be split into, the temperatures. Knows no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
@@ -21,6 +22,19 @@ def check_layout(layout: Layout, model: Architecture) -> None:
         problems.append(f"`--pipeline {layout.pipeline}` needs a layer a stage; at most {model.layers}")
     if problems:
         raise InvalidRunError("; ".join(problems))
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that logits cannot be divided by.
+
+    Raises:
+        InvalidRunError: it is negative, infinite or not a number.
+    """
+    if not 0 <= temperature < inf:
+        raise InvalidRunError(
+            f"`--temperature {temperature}` must be 0, which takes the likeliest token each time, or a positive number "
+            "such as 0.7"
+        )
 
 
 def _tensor_problems(tensor: int, model: Architecture) -> Iterator[str]:

@@ -23,13 +23,16 @@ DOWN, UP = "adapter_down", "adapter_up"
 
 
 class AdaptedLinear(Linear):
-    """A matrix that stays as it is, with an adapter beside it."""
+    """A matrix that stays as it is, with an adapter beside it, of its format and on its device."""
 
     def __init__(self, whole: Linear, spec: LoraSpec) -> None:
-        super().__init__(whole.in_features, whole.out_features, bias=whole.bias is not None)
+        # What nn.Linear would allocate and fill is the whole matrix, before anything is split.
+        with torch.device("meta"):
+            super().__init__(whole.in_features, whole.out_features, bias=whole.bias is not None)
+        self.weight, self.bias = whole.weight, whole.bias
         self.scale = spec.alpha / spec.rank
-        self.adapter_down = nn.Parameter(torch.empty(spec.rank, whole.in_features, dtype=whole.weight.dtype))
-        self.adapter_up = nn.Parameter(torch.empty(whole.out_features, spec.rank, dtype=whole.weight.dtype))
+        self.adapter_down = nn.Parameter(whole.weight.new_empty(spec.rank, whole.in_features))
+        self.adapter_up = nn.Parameter(whole.weight.new_empty(whole.out_features, spec.rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""

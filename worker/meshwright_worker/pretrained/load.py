@@ -121,13 +121,12 @@ def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bo
 
 
 def check_shape(source: Source, published: torch.Size, shape: tuple[int, ...]) -> None:
-    """Refuse a published tensor of a shape that does not hold the parameter's.
+    """Refuse a published tensor of another shape than the parameter's, or than that of `source.parts` such parameters.
 
     Raises:
         PretrainedError: see above.
     """
     there = tuple(published[::-1] if source.transposed else published)
-    if len(there) != len(shape) or there[1:] != shape[1:] or there[0] < source.first + shape[0]:
-        raise PretrainedError(
-            f"`{source.tensor}` is {list(published)}, which does not hold a parameter of {list(shape)}"
-        )
+    if there != (shape[0] * source.parts, *shape[1:]):
+        what = "a parameter" if source.parts == 1 else f"{source.parts} parameters"
+        raise PretrainedError(f"`{source.tensor}` is {list(published)}, not {what} of {list(shape)}")

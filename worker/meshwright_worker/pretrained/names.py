@@ -31,6 +31,8 @@ class Source:
     """Whether the file stores [inputs, outputs]."""
     first: int = 0
     """Where the parameter's rows begin, after the transposition."""
+    parts: int = 1
+    """How many parameters of this one's shape the published tensor holds, one after the other."""
     order: torch.Tensor | None = None
     """int64 [rows]: which row of the published tensor each row is; None for `first`, `first + 1`, ..."""
 
@@ -151,7 +153,7 @@ def _gpt2(model: Architecture) -> Iterator[tuple[str, Source]]:
             for number, name in enumerate(("query", "key", "value")):
                 yield (
                     f"{ours}.attention.{name}.{part}",
-                    Source(f"{theirs}.attn.c_attn.{part}", transposed=True, first=number * hidden),
+                    Source(f"{theirs}.attn.c_attn.{part}", transposed=True, first=number * hidden, parts=3),
                 )
             yield f"{ours}.attention.output.{part}", Source(f"{theirs}.attn.c_proj.{part}", transposed=True)
             yield f"{ours}.feed_forward.up.{part}", Source(f"{theirs}.mlp.c_fc.{part}", transposed=True)
