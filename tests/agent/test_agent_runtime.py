@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.protocol import MeshDocument, WorkerState
+from meshwright.protocol import FailureKind, MeshDocument, WorkerState
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
 
 StartAgent = Callable[..., AgentProcess]
@@ -49,6 +49,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    agent = start_agent(0)
+    run = training_run(LONG, tensor=2)
+    assert run.architecture is not None
+    small = run.architecture.model_copy(update={"vocab_size": 130})
+    hellos = await coordinator.gang(1)
+    coordinator.announce(mesh(1, run.model_copy(update={"architecture": small}), hellos, 2))
+    await until(lambda: coordinator.states(0)[-1:] == [WorkerState.FAILED], 60, lambda: agent.log)
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.failure is FailureKind.REFUSED
+    assert "`model.vocabSize: 130`" in report.message
 
 
 @pytest.mark.long

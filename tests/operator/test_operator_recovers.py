@@ -101,6 +101,24 @@ async def test_peers_that_break_first_do_not_turn_a_lost_pod_into_a_failure(
     assert status["restartsTowardLimit"] == 0
 
 
+async def test_a_run_that_ranks_refuse_fails_the_job(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+) -> None:
+    await start_operator()
+    await api.create(JOBS, job("refused"))
+    await settled("refused")
+    await kubelet.of("refused")[2].fail(FailureKind.REFUSED, "`training.fp8` needs another GPU")
+
+    async def failed() -> dict[str, Any] | None:
+        status = await api.status("refused")
+        return status if condition(status, "Failed").get("status") == "True" else None
+
+    status = await until(failed, "the job fails")
+    assert condition(status, "Failed")["reason"] == "RunRefused"
+    assert condition(status, "Failed")["message"] == "worker 2: `training.fp8` needs another GPU"
+    assert status.get("restartCount", 0) == 0
+
+
 async def test_ranks_that_fail_too_often_fail_the_job(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
