@@ -13,10 +13,11 @@ from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.errors import DataError
 from meshwright.data.files import open_folder
 from meshwright.data.records import Skipped
-from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest, verify
+from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest
 from meshwright.data.tokenize import Progress as Done
 from meshwright.data.tokenize import Source, tokenize
 from meshwright.data.tokenizers import open_tokenizer
+from meshwright.data.verify import verify
 
 _SHOWN_TOKENS = 200
 
