@@ -18,7 +18,10 @@ from meshwright.data.errors import DataError
 
 _REPAIRED = "lost+found"
 """What a file system's repair keeps at the root of a volume: nobody's data, and for root alone to read."""
-_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+_STAMPS = (
+    *("ETag", "etag", "md5Hash", "sha", "blob_id", "CRC"),
+    *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
+)
 """What back ends of fsspec call that which changes when a file does, the surest first."""
 
 
@@ -134,6 +137,7 @@ class RemoteFolder:
         except Exception as error:  # a back end raises what it likes
             raise DataError(f"`data.uri: {uri}` cannot be opened: {error}") from error
         self._root = str(path).rstrip("/")
+        self._found: list[FileEntry] | None = None
 
     @property
     def where(self) -> str:
@@ -141,11 +145,16 @@ class RemoteFolder:
         return self._uri
 
     def files(self) -> list[FileEntry]:
-        """See `Folder.files`.
+        """See `Folder.files`. Asked for once: a page of links takes a request for each of them.
 
         Raises:
             DataError: it cannot be listed, or is a file.
         """
+        if self._found is None:
+            self._found = self._list()
+        return list(self._found)
+
+    def _list(self) -> list[FileEntry]:
         try:
             listed: dict[str, dict[str, Any]] = self._files.find(self._root, detail=True)
         except Exception as error:  # a back end raises what it likes

@@ -127,7 +127,8 @@ class TextCorpus:
             raw = file.read(length)
         if len(raw) != length:
             raise CorpusError(
-                f"{document.name} became shorter while it is trained on; `data` must not change during a run"
+                f"{below(self._folder.where, document.name)} became shorter while it is trained on; `data` must not "
+                "change during a run"
             )
         return np.frombuffer(raw, dtype=np.uint8)
 
