@@ -76,13 +76,14 @@ class DataSpec(ApiModel):
     """Folder of the files as a URI that fsspec knows, such as `s3://bucket/text`. The image must hold the scheme's
     package, and `workers.env` the credentials. Excludes `claimName`."""
     pattern: Annotated[str, Field(min_length=1, max_length=253)] = "**/*"
-    """Glob, relative to the root, of the files to read when `source` is `Files`."""
+    """Glob, relative to the root, of the files to read when `source` is `Files`; the tokenizer's own is never read as
+    text."""
     format: DataFormat = DataFormat.TEXT
     """`Text`: each file is a document. `JSONLines`: each line is one, gzip when the name ends in `.gz`. `Parquet`: each
     row is one. `Tokens`: what `meshwright data tokenize` wrote, memory-mapped; the other formats, but for bytes of
     text, are tokenized on every worker when it starts. `PromptCompletion`: each line is a JSON object with the texts
-    `prompt` and `completion`, for supervised fine-tuning: a record is a sequence, and only its completion is predicted.
-    """
+    `prompt` and `completion`, for supervised fine-tuning: a record is a sequence, and only its completion is predicted;
+    gzip as with `JSONLines`."""
     field: Annotated[str, Field(min_length=1, max_length=253)] = "text"
     """Field or column that holds the text, with `format: JSONLines` or `Parquet`."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
@@ -102,6 +103,6 @@ class DataSpec(ApiModel):
     no replica waits for one with longer documents; the step's samples stay the same. Needs `packing: Documents`."""
     on_corrupt_record: OnCorrupt = OnCorrupt.FAIL
     """`Fail`: a record that cannot be read ends the job, with its file and line. `Skip`: it is counted, told in the log
-    and left out."""
+    and left out. Bytes of text, `format: Text` with `tokenizer: Byte`, are never such a record, UTF-8 or not."""
     mixture: Annotated[list[MixturePart], Field(max_length=64, json_schema_extra={"x-list-map-key": "path"})] = []
     """Several corpora, from which samples are taken by weight; when empty, `pattern` of the whole root is one."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -11,14 +14,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.errors import DataError
-from meshwright.data.files import open_folder
+from meshwright.data.files import Folder, open_folder
 from meshwright.data.records import Skipped
-from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest, verify
+from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest
 from meshwright.data.tokenize import Progress as Done
 from meshwright.data.tokenize import Source, tokenize
 from meshwright.data.tokenizers import open_tokenizer
+from meshwright.data.verify import verify
 
 _SHOWN_TOKENS = 200
+_OPTIONS = {
+    "pattern": "--pattern",
+    "format": "--format",
+    "field": "--field",
+    "tokenizer": "--tokenizer",
+    "tokenizerFile": "--tokenizer-file",
+    "onCorruptRecord": "--skip-corrupt",
+    "uri": "the folder",
+}
+"""What the command calls the fields of a job."""
 
 
 @click.group()
@@ -66,10 +80,11 @@ def tokenize_command(
     TARGET is what `data.format: Tokens` reads.
     """
     console = Console(stderr=True)
-    try:
+    with _errors():
         tokenizer = open_tokenizer(Tokenizer(kind_of_tokenizer), tokenizer_file)
         policy = OnCorrupt.SKIP if skip_corrupt else OnCorrupt.FAIL
-        what = Source(open_folder(source), pattern, DataFormat(kind), field, policy)
+        folder = open_folder(source)
+        what = Source(folder, pattern, DataFormat(kind), field, policy, _name_in(folder, tokenizer_file))
         with _progress(console) as bar:
             task = bar.add_task("tokenizing", total=None)
 
@@ -77,8 +92,6 @@ def tokenize_command(
                 bar.update(task, completed=done.files, total=done.of, description=done.file[-40:] or "done")
 
             manifest, skipped = tokenize(what, tokenizer, target, tell, shard_tokens)
-    except DataError as error:
-        raise click.ClickException(_as_options(str(error))) from None
     _tell_skipped(console, skipped)
     click.echo(_summary(manifest))
 
@@ -87,10 +100,8 @@ def tokenize_command(
 @click.argument("folder")
 def verify_command(folder: str) -> None:
     """Read every shard of FOLDER, a path or a URI, and compare it with what was written."""
-    try:
+    with _errors():
         manifest, problems = verify(open_folder(folder))
-    except DataError as error:
-        raise click.ClickException(str(error)) from None
     if problems:
         raise click.ClickException("\n  ".join([f"{len(problems)} shards are damaged:", *problems]))
     click.echo(f"whole: {_summary(manifest)}")
@@ -104,7 +115,7 @@ def verify_command(folder: str) -> None:
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def show_command(folder: str, start: int, count: int, tokenizer_file: Path | None, output: str) -> None:
     """Print what the tokens of FOLDER say."""
-    try:
+    with _errors():
         shards = TokenShards(open_folder(folder))
         if start >= len(shards):
             raise click.ClickException(f"--start {start} is behind the last of {len(shards)} tokens")
@@ -116,8 +127,6 @@ def show_command(folder: str, start: int, count: int, tokenizer_file: Path | Non
             shards.manifest.tokenizer.split("/")[0], Tokenizer.SENTENCE_PIECE
         )
         tokenizer = open_tokenizer(kind, tokenizer_file)
-    except DataError as error:
-        raise click.ClickException(_as_options(str(error))) from None
     if tokenizer.identity != shards.manifest.tokenizer:
         raise click.ClickException(f"--tokenizer-file is not what wrote these tokens (`{shards.manifest.tokenizer}`)")
     click.echo(_summary(shards.manifest))
@@ -132,18 +141,47 @@ def _summary(manifest: TokensManifest) -> str:
     )
 
 
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Ends the command with one line about what cannot be read or written."""
+    try:
+        yield
+    except DataError as error:
+        raise click.ClickException(_as_options(str(error))) from None
+    except OSError as error:
+        # A full disk is told without a name.
+        where = f"{error.filename}: " if error.filename is not None else "reading or writing failed: "
+        raise click.ClickException(f"{where}{error.strerror or error}") from None
+
+
 def _as_options(message: str) -> str:
     """A message that names fields of a job, for somebody who types options."""
-    return message.replace("`data.tokenizerFile`", "--tokenizer-file").replace("`data.field`", "--field")
+
+    def option(field: re.Match[str]) -> str:
+        name, value = field["name"], field["value"]
+        if name == "uri" and value:
+            return value
+        return f"{_OPTIONS[name]} {value}" if value else _OPTIONS[name]
+
+    return re.sub(rf"`data\.(?P<name>{'|'.join(_OPTIONS)})(?:: (?P<value>[^`]*))?`", option, message)
+
+
+def _name_in(folder: Folder, file: Path | None) -> str | None:
+    """What a folder calls a file, if the file is in it: the tokenizer's own is no text."""
+    root = folder.local("")
+    if file is None or root is None:
+        return None
+    place = file.parent.resolve() / file.name
+    return place.relative_to(root.resolve()).as_posix() if place.is_relative_to(root.resolve()) else None
 
 
 def _tell_skipped(console: Console, skipped: Skipped) -> None:
     for example in skipped.examples:
-        console.print(f"left out: {example}", highlight=False)
+        console.print(f"left out: {example}", markup=False, emoji=False, highlight=False)
     if skipped.count > len(skipped.examples):
         console.print(f"and {skipped.count - len(skipped.examples)} more")
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -30,8 +30,8 @@ class Sums:
     """One for each block."""
 
 
-def block_sums(content: bytes) -> list[int]:
-    """CRC-32 of each `BLOCK` of a file's content."""
+def block_sums(content: bytes | memoryview) -> list[int]:
+    """CRC-32 of each `BLOCK` of bytes of a file, from the beginning of a block on."""
     return [zlib.crc32(memoryview(content)[first : first + BLOCK]) for first in range(0, len(content), BLOCK)]
 
 

@@ -73,11 +73,20 @@ def _text(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordE
 
 
 def _json_lines(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordError]:
+    return (_line(line, where, key) for where, line in lines(file, name))
+
+
+def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not empty, with file and number for people; unpacked when `name` ends in `.gz`.
+
+    Raises:
+        DataError: it cannot be read to its end.
+    """
     try:
-        with gzip.open(file) if name.endswith(".gz") else nullcontext(file) as lines:
-            for number, line in enumerate(lines, start=1):
+        with gzip.open(file) if name.endswith(".gz") else nullcontext(file) as content:
+            for number, line in enumerate(content, start=1):
                 if line.strip():
-                    yield _line(line, f"{name}:{number}", key)
+                    yield f"{name}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
         # A broken archive loses every line after the break: that is no single record.
         raise DataError(f"{name} cannot be read to its end: {error}") from error
@@ -128,7 +137,9 @@ def _parquet(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptReco
         for row, cell in enumerate(rows, start=1):
             yield _cell(cell, f"{name}: row {row}", key)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{name} is no whole Parquet file: {error}") from error
+        raise DataError(
+            f"{name} is no whole Parquet file: {error} (`data.pattern` can leave out what is none)"
+        ) from error
 
 
 def _cell(cell: Any, where: str, key: str) -> str | CorruptRecordError:

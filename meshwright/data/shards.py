@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,6 @@ from meshwright.data.files import Folder, LocalFolder
 MANIFEST = "meshwright-tokens.json"
 FORMAT = 1
 SHARD_TOKENS = 256 * 1024 * 1024
-_READ = 16 * 1024 * 1024
 
 Tokens = npt.NDArray[np.int64]
 
@@ -86,7 +84,7 @@ class ShardWriter:
     """Writes documents to a new folder; complete when `close` has returned.
 
     Raises:
-        DataError: the folder holds tokens already.
+        DataError: the folder holds tokens already, or is none.
     """
 
     def __init__(
@@ -94,6 +92,8 @@ class ShardWriter:
     ) -> None:
         if (folder / MANIFEST).exists():
             raise DataError(f"{folder} holds tokens already: name an empty folder")
+        if folder.exists() and not folder.is_dir():
+            raise DataError(f"{folder} is a file: name a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._limit = folder, shard
         self._dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
@@ -144,7 +144,9 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        content = np.concatenate(self._pending).tobytes()
+        # A shard is large: the documents go before their bytes are written, which no copy is made of.
+        content = np.concatenate(self._pending).view(np.uint8).data
+        self._pending = []
         name = f"{len(self._shards):05}.tokens"
         with (self._folder / name).open("wb") as file:
             file.write(content)
@@ -152,7 +154,7 @@ class ShardWriter:
             os.fsync(file.fileno())
         sums = block_sums(content)
         self._shards.append(ShardRecord(file=name, tokens=self._held, crc32=zlib.crc32(content), block_crc32=sums))
-        self._pending, self._held = [], 0
+        self._held = 0
 
 
 class TokenShards:
@@ -254,41 +256,6 @@ def read_manifest(folder: Folder) -> TokensManifest:
         if len(shard.block_crc32) not in (0, -(-shard.tokens * itemsize // BLOCK)):
             raise DataError(f"{MANIFEST} is damaged: {shard.file} has {len(shard.block_crc32)} checksums of blocks")
     return manifest
-
-
-def verify(folder: Folder) -> tuple[TokensManifest, list[str]]:
-    """Read every shard and compare it with the manifest; what is wrong, by shard.
-
-    Raises:
-        DataError: the folder holds no manifest.
-    """
-    manifest = read_manifest(folder)
-    problems = []
-    for shard in manifest.shards:
-        try:
-            with folder.open(shard.file) as file:
-                problems += _problems(file, shard, manifest)
-        except (OSError, DataError) as error:
-            problems.append(f"{shard.file}: cannot be read: {error}")
-    return manifest, problems
-
-
-def _problems(file: IO[bytes], shard: ShardRecord, manifest: TokensManifest) -> list[str]:
-    crc = size = 0
-    largest = 0
-    dtype = np.dtype(manifest.dtype).newbyteorder("<")
-    while content := file.read(_READ):
-        crc, size = zlib.crc32(content, crc), size + len(content)
-        whole = len(content) // dtype.itemsize * dtype.itemsize
-        largest = max(largest, int(np.frombuffer(content[:whole], dtype=dtype).max(initial=0)))
-    expected = shard.tokens * dtype.itemsize
-    if size != expected:
-        return [f"{shard.file}: {size} bytes, not {expected}"]
-    if crc != shard.crc32:
-        return [f"{shard.file}: its content is not what was written (CRC-32 {crc:08x}, not {shard.crc32:08x})"]
-    if largest >= manifest.vocabulary:
-        return [f"{shard.file}: token {largest} is outside the vocabulary of {manifest.vocabulary}"]
-    return []
 
 
 def open_shards(where: Path) -> TokenShards:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.api.data import DataFormat, OnCorrupt
 from meshwright.data.errors import DataError
-from meshwright.data.files import Folder, matching
+from meshwright.data.files import FileEntry, Folder, matching
 from meshwright.data.records import Skipped, documents
 from meshwright.data.shards import SHARD_TOKENS, ShardWriter, TokensManifest
 from meshwright.data.tokenizers import Tokenizer
@@ -27,6 +27,16 @@ class Source:
     key: str = "text"
     """Field or column of the text, in records."""
     on_corrupt: OnCorrupt = OnCorrupt.FAIL
+    without: str | None = None
+    """Name of a file that is no text, whatever the pattern says: the tokenizer's own."""
+
+    def files(self) -> list[FileEntry]:
+        """The files to read, by name.
+
+        Raises:
+            DataError: the folder, or one of them, cannot be read.
+        """
+        return [entry for entry in matching(self.folder, self.pattern) if entry.name != self.without]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +63,17 @@ def tokenize(
         CorruptRecordError: a record cannot be read and is not to be skipped.
         DataError: nothing matches, a file cannot be read, or `target` holds tokens already.
     """
-    entries = list(matching(source.folder, source.pattern))
+    # Whoever writes many files may leave an empty one beside them to say that all are there.
+    entries = [entry for entry in source.files() if entry.size]
     if not entries:
-        raise DataError(f"no file matches `data.pattern: {source.pattern}`")
+        raise DataError(f"no file matches `data.pattern: {source.pattern}`, or all that do are empty")
     writer = ShardWriter(target, tokenizer.identity, tokenizer.vocabulary, tokenizer.separator, shard)
     skipped = Skipped()
     for number, entry in enumerate(entries):
         tell(Progress(entry.name, number, len(entries), skipped))
         texts = documents(source.folder, entry, source.kind, source.key, source.on_corrupt, skipped)
         while batch := list(islice(texts, _BATCH)):
-            writer.add(_not_empty(tokenizer.encode(batch)))
+            writer.add(_not_empty(tokenizer.encode(batch, special=False)))
     manifest = writer.close(skipped.count)
     tell(Progress("", len(entries), len(entries), skipped))
     return manifest, skipped

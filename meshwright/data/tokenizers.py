@@ -28,8 +28,14 @@ class Tokenizer(Protocol):
     identity: str
     """Names the mapping: equal for two tokenizers that give the same tokens."""
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without separators."""
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """The tokens of each text, without separators.
+
+        Args:
+            texts: the texts.
+            special: whether text that names a special token is that token, as chat templates need it. False for
+                documents: one that mentions `<|endoftext|>` does not end there.
+        """
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; a separator becomes a line break."""
@@ -42,7 +48,7 @@ class ByteTokenizer:
     separator = BYTE_SEPARATOR
     identity = "byte"
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """See `Tokenizer.encode`."""
         return [list(text.encode()) for text in texts]
 
@@ -80,8 +86,9 @@ class BPETokenizer:
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.identity = f"bpe/{hashlib.sha256(content).hexdigest()[:32]}"
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """See `Tokenizer.encode`."""
+        self._tokenizer.encode_special_tokens = not special
         return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -115,8 +122,8 @@ class SentencePieceTokenizer:
         self.vocabulary = int(self._model.vocab_size())
         self.identity = f"sentencepiece/{hashlib.sha256(content).hexdigest()[:32]}"
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """See `Tokenizer.encode`. Control symbols are none in text, whatever is asked for."""
         found: list[list[int]] = self._model.encode(list(texts))
         return found
 

@@ -61,10 +61,41 @@ def test_corrupt_records_fail_or_are_listed(text: Path, tmp_path: Path) -> None:
     [
         (("--tokenizer", "BPE"), "needs --tokenizer-file"),
         (("--format", "JSONLines"), "--field names another"),
-        (("--pattern", "*.md"), "no file matches"),
+        (("--pattern", "*.md"), "no file matches --pattern *.md, or"),
     ],
 )
 def test_errors_name_options(text: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     found = run("tokenize", text, tmp_path / "tokens", *arguments)
     assert found.exit_code == 1
     assert says in found.output
+
+
+def test_names_are_printed_as_they_are(text: Path, tmp_path: Path) -> None:
+    for name in ("wiki[en].jsonl", "a[", ":smile:.jsonl"):
+        (text / name).write_text("broken\n")
+    (text / "x[").mkdir()
+    (text / "x[" / "b].jsonl").write_text("broken\n")  # `x[/b].jsonl`
+    found = run("tokenize", text, tmp_path / "tokens", "--format", "JSONLines", "--field", "body", "--skip-corrupt")
+    assert found.exit_code == 0, found.output
+    for name in ("wiki[en].jsonl", "a[", ":smile:.jsonl", "x[/b].jsonl"):
+        assert f"left out: {name}:1" in found.output
+
+
+def test_what_the_system_refuses_is_one_line(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "00000.tokens").symlink_to("/dev/full")
+    (tmp_path / "loop").symlink_to("loop")
+    for target, says in (("file", "file is a file"), ("full", "No space left"), ("loop/x", "Too many levels")):
+        found = run("tokenize", text, tmp_path / target)
+        assert found.exit_code == 1
+        assert isinstance(found.exception, SystemExit), found.exception
+        assert says in found.output
+        assert found.output.count("\n") == 1
+
+
+def test_the_tokenizers_own_file_is_no_text(text: Path, tmp_path: Path, bpe_file: Path) -> None:
+    (text / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    options = ("--tokenizer", "BPE", "--tokenizer-file", text / "tokenizer.json")
+    assert "1 documents" in run("tokenize", text, tmp_path / "tokens", *options).output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.checksums import BLOCK
 from meshwright.data.errors import DataError
 from meshwright.data.files import open_folder
-from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards, verify
+from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards
 from meshwright.data.tokenize import Source, tokenize
 from meshwright.data.tokenizers import ByteTokenizer, open_tokenizer
+from meshwright.data.verify import verify
 
 
 def write(folder: Path, documents: list[list[int]], shard: int = 7, vocabulary: int = 300) -> None:
@@ -141,6 +143,41 @@ def test_folders_without_checksums_of_blocks_are_checked_by_whole_shards(tmp_pat
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="damaged: 00000.tokens has 2 checksums"):
         open_shards(tmp_path)
+
+
+def test_a_manifest_whose_checksums_of_blocks_are_wrong_is_not_called_whole(tmp_path: Path) -> None:
+    write(tmp_path, [[1] * BLOCK])
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    manifest["shards"][0]["blockCrc32"][1] ^= 1
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    assert f"00000.tokens: whole, but {MANIFEST} is damaged" in verify(open_folder(str(tmp_path)))[1][0]
+
+
+def test_a_writer_holds_two_shards_in_memory_and_not_three(tmp_path: Path) -> None:
+    documents, rows = np.ones(65_535, dtype=np.int64), 64
+    size = rows * 65_536 * 2
+    tracemalloc.start()
+    try:
+        writer = ShardWriter(tmp_path, "test", 300, 256, rows * 65_536)
+        writer.add(documents for _ in range(rows))
+        assert tracemalloc.get_traced_memory()[1] < 2.3 * size
+    finally:
+        tracemalloc.stop()
+    writer.close()
+    assert verify(open_folder(str(tmp_path)))[1] == []
+
+
+def test_the_name_of_a_special_token_in_a_document_is_text(tmp_path: Path, bpe_file: Path) -> None:
+    tokenizer = open_tokenizer(Tokenizer.BPE, bpe_file)
+    text = "GPT-2 writes <|endoftext|> between documents"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    tokenize(Source(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES), tokenizer, tmp_path / "tokens")
+    shards = open_shards(tmp_path / "tokens")
+    row = shards.tokens(0, len(shards)).tolist()
+    assert [token == tokenizer.separator for token in row] == [False] * (len(row) - 1) + [True]
+    assert tokenizer.decode(row).strip() == text
+    # A chat template is written with the names of its tokens.
+    assert tokenizer.separator in tokenizer.encode([text])[0]
 
 
 def test_tokens_outside_the_vocabulary_are_found(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from meshwright.api.data import DataFormat, DataSpec, MixturePart, OnCorrupt, Tokenizer
 from meshwright.data.errors import CorruptRecordError, DataError
@@ -150,3 +155,89 @@ def test_a_weight_too_small_names_the_field(volume: Path) -> None:
     parts = [MixturePart(path="a"), MixturePart(path="b", weight=0.0001)]
     with pytest.raises(DataError, match=r"`data.mixture`: weight 0.0001"):
         open_stream(records(mixture=parts), str(volume), 8, 0)
+
+
+def test_tokens_are_those_of_the_folder_and_of_the_files_as_they_are(volume: Path) -> None:
+    """`a` and `b` have files of equal names and sizes, as shards of corpora and of islands may."""
+    assert row(volume, records(), "a") == want("a")
+    assert row(volume, records(), "b") == want("b")
+    assert row(volume / "b", records()) == want("b")
+    file = volume / "a" / "part.jsonl"
+    before = file.stat()
+    file.write_bytes((volume / "b" / "part.jsonl").read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert row(volume, records(), "a") == want("b")
+
+
+@pytest.mark.parametrize("kind", [DataFormat.TEXT, DataFormat.JSON_LINES])
+@pytest.mark.parametrize("path", [None, "a"])
+def test_the_tokenizers_own_file_is_no_text(volume: Path, bpe_file: Path, kind: DataFormat, path: str | None) -> None:
+    (volume / "a" / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    bpe = {"tokenizer": Tokenizer.BPE, "tokenizer_file": "a/./tokenizer.json"}
+    found = [
+        row(volume, DataSpec(claim_name="v", format=kind, pattern=pattern, **bpe), path)
+        for pattern in ("**/*.jsonl", "**/*")
+    ]
+    assert found[0] == found[1]
+
+
+def test_names_that_are_no_utf_8(volume: Path) -> None:
+    (volume / "a" / "part.jsonl").rename(os.fsdecode(os.fsencode(volume) + b"/caf\xe9.jsonl"))
+    assert row(volume, records()) == want("b") + want("a")
+    assert open_stream(DataSpec(claim_name="v"), str(volume), 8, 0).identity
+
+
+def test_every_share_held_out_is_another_stream(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number:04}.txt").write_text("ab")
+    shares = (0.1, 0.105, 0.11)
+    streams = [
+        open_stream(DataSpec(claim_name="v", held_out=share), str(tmp_path), 4, 0, held_out=held)
+        for share in shares
+        for held in (False, True)
+    ]
+    assert len({stream.identity for stream in streams}) == len(streams)
+
+
+def shorten(volume: Path) -> None:
+    (volume / "b" / "part.jsonl").write_text('{"text": "b"}')
+
+
+def spoil(volume: Path) -> None:
+    (volume / "b" / "part.jsonl").write_text("broken")
+
+
+@pytest.mark.parametrize(
+    ("damage", "fields", "error"),
+    [
+        (shorten, {}, "`training.sequenceLength` may be at most 1"),
+        (spoil, {}, r"part\.jsonl:1: not JSON"),
+        (shorten, {"held_out": 0.1}, "`data.heldOut: 0.1` holds out nothing"),
+    ],
+)
+def test_errors_say_which_corpus_of_a_mixture(
+    volume: Path, damage: Callable[[Path], None], fields: dict[str, object], error: str
+) -> None:
+    damage(volume)
+    mixture = [MixturePart(path="a"), MixturePart(path="b")]
+    with pytest.raises(DataError, match=rf"^`data\.mixture` with `path: b`: .*{error}") as raised:
+        open_stream(records(mixture=mixture, **fields), str(volume), 8, 0)
+    assert isinstance(raised.value, CorruptRecordError) == (damage is spoil)
+
+
+def test_a_mixture_inside_an_archive(volume: Path) -> None:
+    with zipfile.ZipFile(volume.parent / "z.zip", "w") as archive:
+        for name in ("a", "b"):
+            archive.write(volume / name / "part.jsonl", f"{name}/part.jsonl")
+    spec = DataSpec(uri=f"zip://::file://{volume.parent}/z.zip", format=DataFormat.JSON_LINES)
+    assert row(volume, spec, "b") == want("b")
+
+
+def test_an_empty_file_beside_tables_is_no_table(volume: Path) -> None:
+    parquet.write_table(pyarrow.table({"text": ["one"]}), volume / "part.parquet")
+    (volume / "_SUCCESS").touch()
+    spec = DataSpec(claim_name="v", format=DataFormat.PARQUET, pattern="*")
+    assert row(volume, spec) == [*b"one", BYTE_SEPARATOR]
+    (volume / "README").write_text("no table")
+    with pytest.raises(DataError, match=r"README is no whole Parquet file.*`data.pattern`"):
+        row(volume, spec)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.api.data import DataFormat, DataSpec, OnCorrupt
-from meshwright.data.errors import CorruptRecordError
+from meshwright.api.data import DataFormat, DataSpec, OnCorrupt, Tokenizer
+from meshwright.data.errors import CorruptRecordError, DataError
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.corpus import CorpusError
+from meshwright_worker.data.instruction import InstructionStream
 from meshwright_worker.data.mixed import open_stream
 
 RECORDS = [{"prompt": f"{number}+{number}=", "completion": str(2 * number)} for number in range(20)]
@@ -80,6 +82,18 @@ def test_a_corrupt_record_fails_or_is_told(
     assert "1 records were left out" in caplog.text
 
 
+def test_records_in_an_archive(tmp_path: Path, data: DataSpec) -> None:
+    plain = (tmp_path / "v" / "a.jsonl").read_bytes()
+    (tmp_path / "gz").mkdir()
+    (tmp_path / "gz" / "a.jsonl.gz").write_bytes(gzip.compress(plain))
+    packed = open_stream(data, str(tmp_path / "gz"), 12, 0)
+    assert packed.identity == open_stream(data, str(tmp_path / "v"), 12, 0).identity
+    (tmp_path / "gz" / "a.jsonl.gz").write_bytes(gzip.compress(plain)[:-9])
+    skipping = data.model_copy(update={"on_corrupt_record": OnCorrupt.SKIP})
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read to its end"):
+        open_stream(skipping, str(tmp_path / "gz"), 12, 0)
+
+
 def test_no_record_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"`data.pattern: \*\*/\*` matches empty files alone"):
         open_stream(data_of(tmp_path / "v", [""]), str(tmp_path / "v"), 12, 0)
@@ -88,3 +102,9 @@ def test_no_record_is_an_error(tmp_path: Path) -> None:
 def test_samples_without_complements_are_predicted_whole() -> None:
     samples = torch.arange(6).view(1, 6)
     assert torch.equal(Batch.of(samples).targets, samples[:, 1:])
+
+
+def test_the_tokenizers_own_file_is_no_record(tmp_path: Path, data: DataSpec, bpe_file: Path) -> None:
+    (tmp_path / "v" / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    bpe = data.model_copy(update={"tokenizer": Tokenizer.BPE, "tokenizer_file": "tokenizer.json"})
+    assert isinstance(open_stream(bpe, str(tmp_path / "v"), 12, 0), InstructionStream)

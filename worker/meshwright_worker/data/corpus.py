@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +19,11 @@ import numpy.typing as npt
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, LocalFolder, matching, open_folder
+from meshwright.data.files import FileEntry, Folder, LocalFolder, below, open_folder
 from meshwright.data.shards import Tokens, TokenShards, TokensManifest, read_manifest
+from meshwright.data.tokenize import Source
 from meshwright.data.tokenizers import BYTE_SEPARATOR
-from meshwright_worker.data.prepared import prepared, tokenizer_of
+from meshwright_worker.data.prepared import prepared, source_of, tokenizer_of
 
 _NAMED = 5
 """Files or folders that an error names: enough to see what was meant."""
@@ -30,6 +32,18 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 class CorpusError(DataError):
     """The training text cannot be used. The message names the field and the fix."""
+
+
+@contextmanager
+def errors_of(path: str | None) -> Iterator[None]:
+    """Lets errors say which corpus of a mixture they are about; without a mixture there is one alone."""
+    try:
+        yield
+    except DataError as error:
+        named = f"`data.mixture` with `path: {path}`"
+        if path is None or named in str(error):
+            raise
+        raise type(error)(f"{named}: {error}") from error
 
 
 class Corpus(Protocol):
@@ -84,7 +98,7 @@ class TextCorpus:
     def fingerprint(self) -> str:
         """Hash of names and sizes."""
         lines = (f"{document.name}\0{document.size}\n" for document in self._documents)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
     def documents(self, start: int, stop: int) -> list[int]:
         """See `Corpus.documents`. Sizes tell them: no file is read."""
@@ -113,7 +127,8 @@ class TextCorpus:
             raw = file.read(length)
         if len(raw) != length:
             raise CorpusError(
-                f"{document.name} became shorter while it is trained on; `data` must not change during a run"
+                f"{below(self._folder.where, document.name)} became shorter while it is trained on; `data` must not "
+                "change during a run"
             )
         return np.frombuffer(raw, dtype=np.uint8)
 
@@ -153,23 +168,24 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
                 "and `data.tokenizerFile` must be what wrote them"
             )
         return shards
+    source = source_of(data, folder, path)
+    found = matched(source)
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(folder, matched(folder, data))
-    matched(folder, data)
-    return ShardCorpus(prepared(data, folder, tokenizer_of(data, root)))
+        return TextCorpus(folder, found)
+    return ShardCorpus(prepared(source, tokenizer_of(data, root)))
 
 
-def matched(folder: Folder, data: DataSpec) -> list[FileEntry]:
+def matched(source: Source) -> list[FileEntry]:
     """The files that `data.pattern` names.
 
     Raises:
         CorpusError: none has any content; says which files there are.
     """
-    found = list(matching(folder, data.pattern))
+    found = source.files()
     if any(entry.size for entry in found):
         return found
-    there = [entry.name for entry in folder.files() if entry.size]
-    wrong = f"`data.pattern: {data.pattern}` matches {'empty files alone' if found else 'no file'}"
+    there = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
+    wrong = f"`data.pattern: {source.pattern}` matches {'empty files alone' if found else 'no file'}"
     if not there:
         raise CorpusError(f"{wrong}: there is none with any content")
     more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
@@ -203,7 +219,7 @@ def folder_of(data: DataSpec, data_dir: str | None, path: str | None = None) -> 
     """
     root = root_of(data, data_dir)
     try:
-        return open_folder(f"{root.rstrip('/')}/{path}" if path else root)
+        return open_folder(below(root, path) if path else root)
     except DataError as error:
         if data.uri is not None:
             raise

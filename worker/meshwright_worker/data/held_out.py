@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 from meshwright.data.shards import Tokens
@@ -29,7 +31,7 @@ class CorpusPart:
     @property
     def fingerprint(self) -> str:
         """See `Corpus.fingerprint`."""
-        return f"{self._corpus.fingerprint[:20]}-{self._last:012x}"
+        return hashlib.sha256(f"{self._corpus.fingerprint}/{self._first}/{self._last}".encode()).hexdigest()
 
     def documents(self, start: int, stop: int) -> list[int]:
         """See `Corpus.documents`."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from meshwright.api.data import DataSpec, OnCorrupt
+from meshwright.api.data import OnCorrupt
 from meshwright.data.errors import CorruptRecordError
-from meshwright.data.files import Folder
-from meshwright.data.records import Skipped, parse_json, unwritable
+from meshwright.data.records import Skipped, lines, parse_json, unwritable
+from meshwright.data.tokenize import Source
 from meshwright.data.tokenizers import Tokenizer
 from meshwright_worker.data.corpus import CorpusError, matched
 from meshwright_worker.data.permutation import Permutation
@@ -85,25 +85,23 @@ class InstructionStream:
         return Permutation(len(self._rows), f"{self._seed}/{epoch}")
 
 
-def read_pairs(data: DataSpec, folder: Folder, tokenizer: Tokenizer, length: int) -> list[Pair]:
-    """The records of every file of a folder that `data.pattern` names, in the order of names and lines.
+def read_pairs(source: Source, tokenizer: Tokenizer, length: int) -> list[Pair]:
+    """The records of every file of a source, in the order of names and lines.
 
     Raises:
         CorruptRecordError: a record cannot be read or has no room for its completion, and `data.onCorruptRecord` is
             `Fail`.
-        CorpusError: no file matches, or none holds a record.
+        DataError: no file matches, none holds a record, or an archive is broken.
     """
     skipped = Skipped()
     pairs: list[Pair] = []
-    for entry in matched(folder, data):
-        with folder.open(entry.name) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                found = _pair(line, f"{entry.name}:{number}", tokenizer, length)
+    for entry in matched(source):
+        with source.folder.open(entry.name) as file:
+            for where, line in lines(file, entry.name):
+                found = _pair(line, where, tokenizer, length)
                 if not isinstance(found, CorruptRecordError):
                     pairs.append(found)
-                elif data.on_corrupt_record is OnCorrupt.FAIL:
+                elif source.on_corrupt is OnCorrupt.FAIL:
                     raise found
                 else:
                     skipped.add(str(found))
@@ -112,7 +110,7 @@ def read_pairs(data: DataSpec, folder: Folder, tokenizer: Tokenizer, length: int
     if skipped.count:
         log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
     if not pairs:
-        raise CorpusError(f"no record can be used of what `data.pattern: {data.pattern}` matches")
+        raise CorpusError(f"no record can be used of what `data.pattern: {source.pattern}` matches")
     return pairs
 
 

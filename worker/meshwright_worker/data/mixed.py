@@ -9,10 +9,10 @@ import torch
 
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.data.mixture import Mixture
-from meshwright_worker.data.corpus import Corpus, CorpusError, folder_of, open_corpus, root_of
+from meshwright_worker.data.corpus import Corpus, CorpusError, errors_of, folder_of, open_corpus, root_of
 from meshwright_worker.data.held_out import trained_and_held_out
 from meshwright_worker.data.instruction import InstructionStream, held_out_of, read_pairs
-from meshwright_worker.data.prepared import tokenizer_of
+from meshwright_worker.data.prepared import source_of, tokenizer_of
 from meshwright_worker.data.stream import SampleStream
 
 
@@ -64,7 +64,7 @@ def open_stream(
     def stream(path: str | None = None) -> SampleStream | InstructionStream:
         if data.format is DataFormat.PROMPT_COMPLETION:
             tokenizer = tokenizer_of(data, root_of(data, data_dir))
-            pairs = read_pairs(data, folder_of(data, data_dir, path), tokenizer, sequence_length)
+            pairs = read_pairs(source_of(data, folder_of(data, data_dir, path), path), tokenizer, sequence_length)
             own = held_out_of(pairs, data.held_out, held_out=held_out)
             return InstructionStream(own, sequence_length, seed, tokenizer.separator)
         corpus: Corpus = open_corpus(data, data_dir, path)
@@ -78,4 +78,8 @@ def open_stream(
         mixture = Mixture([part.weight for part in data.mixture], seed)
     except ValueError as error:
         raise CorpusError(f"`data.mixture`: {error}") from error
-    return MixedStream([stream(part.path) for part in data.mixture], mixture)
+    streams = []
+    for part in data.mixture:
+        with errors_of(part.path):
+            streams.append(stream(part.path))
+    return MixedStream(streams, mixture)

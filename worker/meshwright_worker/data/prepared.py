@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import posixpath
 import shutil
 import tempfile
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from meshwright.api.data import DataSpec
 from meshwright.api.data import Tokenizer as Kind
 from meshwright.data.errors import DataError
-from meshwright.data.files import Folder, LocalFolder, matching, open_folder
+from meshwright.data.files import Folder, LocalFolder, open_folder
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import Source, tokenize
 from meshwright.data.tokenizers import Tokenizer, open_tokenizer
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 ENV_CACHE_DIR = "MESHWRIGHT_CACHE_DIR"
 """Where to keep the tokens instead of the temporary directory: a volume that outlives the pod saves the work."""
+_VERSION = "2"
+"""Another one when the same text and tokenizer give other tokens than before. 2: special tokens in text are text."""
 
 
 def tokenizer_of(data: DataSpec, root: str) -> Tokenizer:
@@ -56,14 +59,19 @@ def tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
         return open_tokenizer(kind, copy)
 
 
-def prepared(data: DataSpec, folder: Folder, tokenizer: Tokenizer) -> Folder:
-    """The folder of shards with the tokens of `folder`, made now if no rank of this pod has made it yet.
+def source_of(data: DataSpec, folder: Folder, path: str | None = None) -> Source:
+    """What to read of a folder of `data`; with a mixture the one at `path`. The tokenizer's own file is no text."""
+    file = data.tokenizer_file and posixpath.relpath(f"/{data.tokenizer_file}", f"/{path or ''}")
+    return Source(folder, data.pattern, data.format, data.field, data.on_corrupt_record, file)
+
+
+def prepared(source: Source, tokenizer: Tokenizer) -> Folder:
+    """The folder of shards with the tokens of `source`, made now if no rank of this pod has made it yet.
 
     Raises:
         CorruptRecordError: a record cannot be read, and `data.onCorruptRecord` is `Fail`.
         DataError: nothing matches, or a file cannot be read.
     """
-    source = Source(folder, data.pattern, data.format, data.field, data.on_corrupt_record)
     base = Path(os.environ.get(ENV_CACHE_DIR) or tempfile.gettempdir()) / f"meshwright-tokens-{os.getuid()}"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.stat().st_uid != os.getuid():
@@ -98,6 +106,7 @@ def _tokenize(source: Source, tokenizer: Tokenizer, target: Path) -> None:
 
 
 def _key(source: Source, tokenizer: Tokenizer) -> str:
-    parts = [tokenizer.identity, source.kind, source.key, source.on_corrupt]
-    parts += [f"{entry.name}\0{entry.size}" for entry in matching(source.folder, source.pattern)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    parts = [_VERSION, tokenizer.identity, source.kind, source.key, source.on_corrupt, source.folder.where]
+    parts += [f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in source.files()]
+    # A name need not be UTF-8, and neither need a folder's.
+    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshwright.api.data import DataFormat, DataSpec, Tokenizer
+from meshwright.data.files import below
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.corpus import folder_of, manifest_of, root_of
+from meshwright_worker.data.corpus import errors_of, folder_of, manifest_of, root_of
 from meshwright_worker.data.prepared import tokenizer_of
 from meshwright_worker.data.tokenizer import TokenizerRecord
 from meshwright_worker.outer.text import own_data_dir
@@ -37,7 +38,7 @@ def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> Tok
             f"`model.vocabSize: {model.vocab_size}` must be at least {needed} for the ids of {where}, and divisible by "
             f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
         )
-    file = None if place is None else f"{place.rstrip('/')}/{data.tokenizer_file}"
+    file = None if place is None else below(place, str(data.tokenizer_file))
     return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file)
 
 
@@ -46,5 +47,6 @@ def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
     if data.format is DataFormat.TOKENS:
         paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
         for path in paths:
-            manifest = manifest_of(folder_of(data, root, path))
+            with errors_of(path):
+                manifest = manifest_of(folder_of(data, root, path))
             yield f"the tokens in {path or root_of(data, root)}", manifest.vocabulary

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwright.api.data import Tokenizer as Kind
 from meshwright.data.errors import DataError
+from meshwright.data.files import parted
 from meshwright.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.data.prepared import tokenizer_at
@@ -49,7 +50,7 @@ def _named(record: TokenizerRecord | None) -> Tokenizer:
         )
     if record.file is None:
         return open_tokenizer(record.kind, None)
-    folder, _, name = record.file.rpartition("/")
+    folder, name = parted(record.file)
     try:
         return tokenizer_at(record.kind, folder, name)
     except (DataError, OSError) as error:

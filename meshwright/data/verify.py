@@ -1,0 +1,53 @@
+"""Whether the tokens of a folder are still those that were written: all of them, not only those that a run reads."""
+
+from __future__ import annotations
+
+import zlib
+from typing import IO
+
+import numpy as np
+
+from meshwright.data.checksums import BLOCK, block_sums
+from meshwright.data.errors import DataError
+from meshwright.data.files import Folder
+from meshwright.data.shards import MANIFEST, ShardRecord, TokensManifest, read_manifest
+
+_READ = 16 * BLOCK
+
+
+def verify(folder: Folder) -> tuple[TokensManifest, list[str]]:
+    """Read every shard and compare it with the manifest; what is wrong, by shard.
+
+    Raises:
+        DataError: the folder holds no manifest.
+    """
+    manifest = read_manifest(folder)
+    problems = []
+    for shard in manifest.shards:
+        try:
+            with folder.open(shard.file) as file:
+                problems += _problems(file, shard, manifest)
+        except (OSError, DataError) as error:
+            problems.append(f"{shard.file}: cannot be read: {error}")
+    return manifest, problems
+
+
+def _problems(file: IO[bytes], shard: ShardRecord, manifest: TokensManifest) -> list[str]:
+    crc = size = largest = 0
+    sums: list[int] = []
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    while content := file.read(_READ):
+        crc, size = zlib.crc32(content, crc), size + len(content)
+        sums += block_sums(content)
+        whole = len(content) // dtype.itemsize * dtype.itemsize
+        largest = max(largest, int(np.frombuffer(content[:whole], dtype=dtype).max(initial=0)))
+    expected = shard.tokens * dtype.itemsize
+    if size != expected:
+        return [f"{shard.file}: {size} bytes, not {expected}"]
+    if crc != shard.crc32:
+        return [f"{shard.file}: its content is not what was written (CRC-32 {crc:08x}, not {shard.crc32:08x})"]
+    if shard.block_crc32 and sums != shard.block_crc32:
+        return [f"{shard.file}: whole, but {MANIFEST} is damaged: its checksums of mebibytes are not of this content"]
+    if largest >= manifest.vocabulary:
+        return [f"{shard.file}: token {largest} is outside the vocabulary of {manifest.vocabulary}"]
+    return []

@@ -1,0 +1,3 @@
+from tests.data.conftest import bpe_file
+
+__all__ = ["bpe_file"]

@@ -1,0 +1,173 @@
+"""The files of a folder or a URI: none is passed over in silence, and none is read twice."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.errors import DataError
+from meshwright.data.files import FileEntry, Folder, below, matching, open_folder, parted
+
+
+def names(folder: Folder) -> list[str]:
+    return [entry.name for entry in folder.files()]
+
+
+@contextmanager
+def somebody() -> Iterator[None]:
+    """Somebody whom permissions keep out, as they do not keep out root."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        yield Path(place)
+
+
+def test_folders_are_read_through_links_once(tmp_path: Path) -> None:
+    """As Kubernetes projects a config map, and with a link to a folder that the link lies in."""
+    (tmp_path / "..2026" / "sub").mkdir(parents=True)
+    (tmp_path / "..2026" / "sub" / "a.txt").write_text("a")
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "sub").symlink_to("..data/sub")
+    (tmp_path / "..2026" / "sub" / "again").symlink_to(tmp_path)
+    (tmp_path / "..2026" / "sub" / "itself").symlink_to(".")
+    assert names(open_folder(str(tmp_path))) == ["sub/a.txt"]
+
+
+def test_a_link_to_nothing_is_refused_where_it_is_to_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.md").symlink_to("/nonexistent")
+    folder = open_folder(str(tmp_path))
+    assert [entry.name for entry in matching(folder, "*.txt")] == ["a.txt"]
+    with pytest.raises(DataError, match=r"b\.md cannot be read: No such file.*; mount .*`data.pattern`"):
+        list(matching(folder, "**/*"))
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(public: Path) -> None:
+    (public / "a.txt").write_text("a")
+    (public / "lost+found").mkdir(mode=0o000)
+    with somebody():
+        assert names(open_folder(str(public))) == ["a.txt"]
+    (public / "no").mkdir(mode=0o000)
+    with somebody(), pytest.raises(DataError, match=r"the folder .*/no cannot be read \(Permission denied\): give uid"):
+        open_folder(str(public)).files()
+
+
+class Site(http.server.SimpleHTTPRequestHandler):
+    """A list of links."""
+
+    tells_sizes = True
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nothing."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        """See `BaseHTTPRequestHandler`."""
+        if self.tells_sizes or keyword != "Content-Length":
+            super().send_header(keyword, value)
+
+
+@contextmanager
+def served(root: Path, *, tells_sizes: bool = True) -> Iterator[str]:
+    handler = type("Handler", (Site,), {"tells_sizes": tells_sizes})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "sub" / "b.txt").write_text("b")
+    links = ("?C=N;O=D", "../", "a.txt", "gone.md", "sub/")  # the first one is the same page in another order
+    (tmp_path / "index.html").write_text("".join(f'<a href="{link}">{link}</a>' for link in links))
+    with served(tmp_path) as site:
+        folder = open_folder(site)
+        found = list(matching(folder, "**/*.txt"))
+        assert found == [FileEntry("a.txt", 5), FileEntry("sub/b.txt", 1)]
+        assert all(entry.stamp for entry in found)
+        with pytest.raises(DataError, match=r"^gone\.md cannot be read: `data.uri` names it, but FileNotFoundError"):
+            list(matching(folder, "**/*"))
+        with pytest.raises(DataError, match=r"a\.txt` is a file: name its folder, and the file in `data.pattern`"):
+            open_folder(f"{site}/a.txt").files()
+    says = r"^a\.txt cannot be read: `data.uri` does not tell its size"
+    with served(tmp_path, tells_sizes=False) as site, pytest.raises(DataError, match=says):
+        list(matching(open_folder(site), "*.txt"))
+
+
+@pytest.mark.parametrize("uri", ["github://x", "zip://::file:///nonexistent.zip"])
+def test_a_back_end_that_cannot_begin(uri: str) -> None:
+    with pytest.raises(DataError, match=r"`data.uri: .*` cannot be opened"):
+        open_folder(uri)
+
+
+def test_a_uri_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"a\.txt` is a file: name its folder"):
+        open_folder(f"local://{tmp_path}/a.txt").files()
+
+
+def test_another_stamp_when_a_file_changes(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+    places = (str(tmp_path), f"local://{tmp_path}")
+    before = [open_folder(place).files() for place in places]
+    file.write_text("new")
+    os.utime(file, ns=(1, 1))
+    for place, (entry,) in zip(places, before, strict=True):
+        (now,) = open_folder(place).files()
+        assert now == entry
+        assert now.stamp != entry.stamp
+
+
+@pytest.mark.parametrize(
+    ("where", "together"),
+    [
+        ("/data", "/data/web"),
+        ("/data/", "/data/web"),
+        ("/da::ta", "/da::ta/web"),
+        ("s3://bucket/text/", "s3://bucket/text/web"),
+        ("memory://", "memory://web"),
+        ("zip://::file:///z.zip", "zip://web::file:///z.zip"),
+        ("zip://text::s3://bucket/z.zip", "zip://text/web::s3://bucket/z.zip"),
+    ],
+)
+def test_paths_below(where: str, together: str) -> None:
+    assert below(where, "web") == together
+    folder, name = parted(together)
+    assert (below(folder, name), name) == (together, "web")
+
+
+def test_a_folder_inside_an_archive(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.writestr("web/a.txt", "hello")
+        archive.writestr("b.txt", "b")
+    folder = open_folder(below(f"zip://::file://{tmp_path}/z.zip", "web"))
+    (entry,) = folder.files()
+    assert entry == FileEntry("a.txt", 5)
+    assert entry.stamp
+    with folder.open("a.txt") as file:
+        assert file.read() == b"hello"
