@@ -6,16 +6,12 @@ leaves either a complete checkpoint or a hidden directory that nobody reads and 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
-from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, Written
-from meshwright_worker.checkpoint.safetensors import checksum_of
-
-log = logging.getLogger(__name__)
+from meshwright_worker.checkpoint.manifest import MANIFEST, Written
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _DAMAGED, _REPLACED = ".writing-", ".damaged-", ".replaced-"
@@ -66,17 +62,20 @@ class CheckpointDirectory:
         return final
 
     def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints but the newest `keep`, and what was replaced."""
+        """Remove all complete checkpoints but the newest `keep`, and what was replaced or found damaged.
+
+        Call after a commit: until there is a newer checkpoint, people may want to see what became of a damaged one.
+        """
         for step in self.steps()[keep:]:
             self._hide(self.path(step), _REPLACED)
-        self._remove_hidden(_REPLACED)
+        self._remove_hidden(_REPLACED, _DAMAGED)
 
     def clean(self) -> None:
-        """Remove what earlier processes left unfinished, found damaged or replaced. Call before any save."""
-        self._remove_hidden(_TEMPORARY, _DAMAGED, _REPLACED)
+        """Remove what earlier processes left unfinished or replaced. Call before any save."""
+        self._remove_hidden(_TEMPORARY, _REPLACED)
 
     def set_aside(self, step: int) -> None:
-        """Take a damaged checkpoint out of sight."""
+        """Take a damaged checkpoint out of sight. It stays on the disk until the next one is complete."""
         if self.path(step).exists():
             self._hide(self.path(step), _DAMAGED)
 
@@ -100,15 +99,6 @@ def write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def is_intact(path: Path, record: FileRecord) -> bool:
-    """Whether a file is what was written. Reads all of it."""
-    try:
-        return checksum_of(path) == (record.size, record.crc32)
-    except OSError as error:
-        log.warning("cannot read %s: %s", path, error)
-        return False
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,14 +1,16 @@
 """Loading the newest checkpoint that is whole, in whatever layout this mesh has.
 
 Rank 0 names a candidate, every rank checks its share of the files against the manifest, and all take it or leave it
-together. A damaged one is set aside and the one before is tried.
+together. A damaged one is set aside and the one before is tried. Where a rank cannot read now, or has another volume,
+nothing is damaged: the start fails on every rank, and everything stays where it is.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,14 +20,20 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
-from meshwright_worker.checkpoint.manifest import Kind, Manifest, Written, read_written
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointVolumeError, DamagedCheckpointError
+from meshwright_worker.checkpoint.manifest import Kind, Manifest, read_written
 from meshwright_worker.checkpoint.storage import CheckpointReader
+from meshwright_worker.checkpoint.together import on_first_rank, together
+from meshwright_worker.checkpoint.verify import check_files
 from meshwright_worker.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
-_NONE = -1
+_UNSEEN = "unseen"
+_SHARED = "do all pods mount the same volume there, with every file visible to all?"
+_NAMED = 8
+"""Ranks that a message names at most."""
 
 
 class CheckpointMismatchError(ValueError):
@@ -36,21 +44,62 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
     """The newest complete checkpoint whose files are what was written; None when there is none. Collective.
 
     Raises:
-        ForeignCheckpointError: it is of another kind.
+        CheckpointVolumeError: a rank cannot read them, or does not see them; nothing is set aside for that.
+        ForeignCheckpointError: the newest is of another kind or version.
     """
-    if mesh.rank == 0:
-        directory.clean()
-    while True:
-        step = _from_first_rank((directory.steps() or [_NONE])[0] if mesh.rank == 0 else _NONE, mesh)
-        if step == _NONE:
-            return None
-        manifest = read_written(directory.path(step), kind)
-        if _everywhere(manifest is not None and _share_is_intact(directory.path(step), manifest, mesh), mesh):
+    on_first_rank(directory.clean, mesh)
+    listed = together(directory.steps, mesh)
+    strangers = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
+    if strangers:
+        raise CheckpointVolumeError(f"{_ranks(strangers)} sees checkpoints in {directory.root}, rank 0 none: {_SHARED}")
+    for step in listed[0]:
+        manifest = read_whole(directory.path(step), mesh, kind)
+        if manifest is not None:
             return manifest
-        if mesh.rank == 0:
-            log.warning("the checkpoint of step %d is damaged; trying the one before it", step)
-            directory.set_aside(step)
-        dist.barrier(group=mesh.checkpoint_group)
+        on_first_rank(partial(directory.set_aside, step), mesh)
+    if listed[0] and mesh.rank == 0:
+        log.warning(
+            "EVERY checkpoint in %s is damaged (steps %s): the run begins at step 0. The damaged ones stay there under "
+            "hidden names until its first checkpoint is saved",
+            directory.root,
+            ", ".join(map(str, listed[0])),
+        )
+    return None
+
+
+def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind | None:
+    """The manifest of a checkpoint if every file is what was written; None if it is damaged. Collective.
+
+    Each rank reads its share of the files.
+
+    Raises:
+        CheckpointVolumeError: a rank cannot read it, or does not see it.
+        ForeignCheckpointError: it is of another kind or version.
+    """
+    manifest: Kind | None = None
+
+    def fault() -> str:
+        nonlocal manifest
+        try:
+            manifest = read_written(checkpoint, kind)
+        except FileNotFoundError:
+            return _UNSEEN
+        except DamagedCheckpointError as error:
+            return str(error)
+        try:
+            check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size)
+        except DamagedCheckpointError as error:
+            return str(error)
+        return ""
+
+    faults = together(fault, mesh)
+    blind = [rank for rank, text in enumerate(faults) if text == _UNSEEN]
+    if blind:
+        raise CheckpointVolumeError(f"rank 0 lists {checkpoint}, but {_ranks(blind)} does not see it: {_SHARED}")
+    damages = [text for text in faults if text]
+    if damages and mesh.rank == 0:
+        log.warning("%s; trying the checkpoint before it", damages[0])
+    return None if damages else manifest
 
 
 def check_same_run(found: Manifest, expected: Manifest) -> None:
@@ -111,18 +160,6 @@ def blanks_in(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tens
     }
 
 
-def _share_is_intact(path: Path, manifest: Written, mesh: Mesh) -> bool:
-    share = sorted(manifest.files)[mesh.rank :: mesh.layout.world_size]
-    return all(is_intact(path / name, manifest.files[name]) for name in share)
-
-
-def _from_first_rank(step: int, mesh: Mesh) -> int:
-    shared = torch.tensor([step])
-    dist.broadcast(shared, src=0, group=mesh.checkpoint_group)
-    return int(shared.item())
-
-
-def _everywhere(here: bool, mesh: Mesh) -> bool:
-    agreed = torch.tensor([int(here)])
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=mesh.checkpoint_group)
-    return bool(agreed.item())
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
+    return f"rank {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -22,10 +22,10 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
     steps = CheckpointDirectory(path).steps()
     if steps:
         path = CheckpointDirectory(path).path(steps[0])
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise FileNotFoundError(f"`--checkpoint {path}` holds no complete checkpoint")
-    return path, manifest
+    try:
+        return path, read_manifest(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"`--checkpoint {path}` holds no complete checkpoint") from None
 
 
 class CheckpointTensors:

@@ -145,6 +145,8 @@ class OwnTrainer:
 
         Raises:
             CheckpointMismatchError: it is of another module.
+            ForeignCheckpointError: it is of a model of the runtime, or another version wrote it.
+            CheckpointVolumeError: a rank cannot read it, or does not see it.
         """
         free(self.module)
         return load(self._built, self._mesh, Path(root))

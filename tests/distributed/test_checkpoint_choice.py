@@ -1,0 +1,141 @@
+"""Which checkpoint two ranks go on from, when files are damaged, unreadable, of another version or not shared."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from meshwright.models.presets import PRESETS
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointVolumeError, ForeignCheckpointError
+from meshwright_worker.checkpoint.loader import newest_intact
+from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
+from meshwright_worker.checkpoint.safetensors import checksum_of
+from meshwright_worker.failures import describe
+from meshwright_worker.task import RankTask
+from tests.distributed.configs import small_run
+from tests.distributed.meshes import kept_mesh, uses_kept_mesh
+from tests.distributed.pool import RankPool
+
+OF_RANK = {0: "a", 1: "b"}
+"""The file of a checkpoint that each rank verifies."""
+
+
+def save(directory: CheckpointDirectory, step: int) -> None:
+    hidden, files = directory.prepare(step), {}
+    for name in OF_RANK.values():
+        (hidden / name).write_bytes(b"%d" % step)
+        size, checksum = checksum_of(hidden / name)
+        files[name] = FileRecord(size=size, crc32=checksum)
+    layout = LayoutRecord(tensor=1, pipeline=1, data=2, zero_stage=0)
+    directory.commit(
+        Manifest(
+            state=TrainingState(step=step),
+            architecture=PRESETS["tiny"],
+            seed=0,
+            sequence_length=8,
+            stream="s",
+            layout=layout,
+            files=files,
+        )
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDirectory:
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    for step in (10, 20, 30):
+        save(directory, step)
+    return directory
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@uses_kept_mesh
+def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
+    """The step that this rank would go on from, or the error; and the warnings. Each rank has its own folder, `DIR`."""
+    warnings = _Warnings()
+    logging.getLogger("meshwright_worker").addHandler(warnings)
+    try:
+        with kept_mesh(task) as mesh:
+            found = newest_intact(CheckpointDirectory(Path(roots[task.rank])), mesh, Manifest)
+            return found.state.step if found else 0, warnings.texts
+    except (CheckpointVolumeError, ForeignCheckpointError) as error:
+        return describe(error).replace(roots[task.rank], "DIR"), warnings.texts
+    finally:
+        logging.getLogger("meshwright_worker").removeHandler(warnings)
+
+
+def chosen(pool: RankPool, *roots: Path) -> tuple[int | str, list[str]]:
+    """What both ranks choose alike, and what rank 0 warns of."""
+    (first, warnings), (second, _) = pool.run(choose, small_run(data=2), [str(root) for root in roots])
+    assert first == second
+    return first, warnings
+
+
+def names(directory: CheckpointDirectory) -> list[str]:
+    return sorted(path.name for path in directory.root.iterdir())
+
+
+@pytest.mark.parametrize("rank", OF_RANK)
+def test_a_file_that_cannot_be_read_fails_the_start_and_damages_nothing(
+    pool: RankPool, directory: CheckpointDirectory, rank: int
+) -> None:
+    broken = directory.path(30) / OF_RANK[rank]
+    content = broken.read_bytes()
+    broken.unlink()
+    broken.symlink_to(broken.name)  # Opening it is an error that is not "no such file".
+    error, _ = chosen(pool, directory.root, directory.root)
+    assert str(error).startswith(
+        f"meshwright_worker.checkpoint.errors.CheckpointVolumeError: rank {rank} cannot use the checkpoints' volume: "
+    )
+    assert f"DIR/step-00000030/{OF_RANK[rank]}" in str(error)
+    assert directory.steps() == [30, 20, 10]
+    broken.unlink()
+    broken.write_bytes(content)
+    assert chosen(pool, directory.root, directory.root) == (30, [])
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_stays(pool: RankPool, directory: CheckpointDirectory) -> None:
+    path = directory.path(30) / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fromTomorrow": 1}))
+    error, _ = chosen(pool, directory.root, directory.root)
+    assert "DIR/step-00000030 was written by another version of Meshwright" in str(error)
+    assert directory.steps() == [30, 20, 10]
+
+
+def test_a_rank_with_another_volume_is_named(pool: RankPool, directory: CheckpointDirectory, tmp_path: Path) -> None:
+    error, _ = chosen(pool, directory.root, tmp_path / "empty")
+    assert "rank 0 lists DIR/step-00000030, but rank 1 does not see it: do all pods mount the same vol" in str(error)
+    error, _ = chosen(pool, tmp_path / "empty", directory.root)
+    assert "rank 1 sees checkpoints in DIR, rank 0 none: do all pods mount the same volume" in str(error)
+    assert directory.steps() == [30, 20, 10]
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_kept(pool: RankPool, directory: CheckpointDirectory) -> None:
+    (directory.path(30) / "b").write_bytes(b"31")
+    step, (warning,) = chosen(pool, directory.root, directory.root)
+    assert step == 20
+    assert "step-00000030/b is damaged: its checksum is not that of what was written" in warning
+    chosen(pool, directory.root, directory.root)
+    assert names(directory) == [".damaged-step-00000030", "step-00000010", "step-00000020"]
+
+
+def test_a_run_that_lost_every_checkpoint_says_so(pool: RankPool, directory: CheckpointDirectory) -> None:
+    for step in directory.steps():
+        (directory.path(step) / "a").unlink()
+    step, warnings = chosen(pool, directory.root, directory.root)
+    assert step == 0
+    assert "EVERY checkpoint" in warnings[-1]
+    assert "(steps 30, 20, 10): the run begins at step 0" in warnings[-1]
+    assert all(name.startswith(".damaged-") for name in names(directory))
