@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -184,6 +186,38 @@ def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:
     directory.retain(2)
     assert sorted(path.name for path in directory.path(4).iterdir()) == ["data", MANIFEST]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_a_crash_before_the_replacement_has_its_name_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rename = CheckpointDirectory(tmp_path), Path.rename
+    old = save(directory, 4) / "old"
+    old.touch()
+
+    def killed_before_the_second(path: Path, target: Path) -> Path:
+        if path == directory.temporary(4):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed_before_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        save(directory, 4)
+    assert directory.steps() == []
+    directory.clean()
+    assert old.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_what_was_to_be_removed_does_not_come_back(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        save(directory, step)
+    with patch.object(shutil, "rmtree"):  # Killed before anything is removed.
+        directory.retain(1)
+    assert len(list(tmp_path.iterdir())) == 2
+    directory.clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_cleaning_removes_what_is_hidden_and_nothing_else(tmp_path: Path) -> None:

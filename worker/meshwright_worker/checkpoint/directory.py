@@ -14,7 +14,7 @@ from pathlib import Path
 from meshwright_worker.checkpoint.manifest import MANIFEST, Written
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_TEMPORARY, _DAMAGED, _REPLACED = ".writing-", ".damaged-", ".replaced-"
+_TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
 
 
 class CheckpointDirectory:
@@ -67,12 +67,19 @@ class CheckpointDirectory:
         Call after a commit: until there is a newer checkpoint, people may want to see what became of a damaged one.
         """
         for step in self.steps()[keep:]:
-            self._hide(self.path(step), _REPLACED)
-        self._remove_hidden(_REPLACED, _DAMAGED)
+            self._hide(self.path(step), _RETIRED)
+        self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
 
     def clean(self) -> None:
-        """Remove what earlier processes left unfinished or replaced. Call before any save."""
-        self._remove_hidden(_TEMPORARY, _REPLACED)
+        """Remove what earlier processes left unfinished, retired or replaced. Call before any save.
+
+        A checkpoint whose replacement did not get its name comes back.
+        """
+        for hidden in self.root.glob(f"{_REPLACED}*"):
+            plain = hidden.with_name(hidden.name.removeprefix(_REPLACED))
+            if (hidden / MANIFEST).is_file() and not plain.exists():
+                hidden.rename(plain)
+        self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
 
     def set_aside(self, step: int) -> None:
         """Take a damaged checkpoint out of sight. It stays on the disk until the next one is complete."""
