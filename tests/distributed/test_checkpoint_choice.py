@@ -7,13 +7,15 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointVolumeError, ForeignCheckpointError
+from meshwright_worker.checkpoint.errors import CheckpointError, CheckpointVolumeError, ForeignCheckpointError
 from meshwright_worker.checkpoint.loader import newest_intact
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.safetensors import checksum_of
+from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.failures import describe
 from meshwright_worker.task import RankTask
 from tests.distributed.configs import small_run
@@ -24,24 +26,25 @@ OF_RANK = {0: "a", 1: "b"}
 """The file of a checkpoint that each rank verifies."""
 
 
+def manifest_of(step: int, files: dict[str, FileRecord]) -> Manifest:
+    return Manifest(
+        state=TrainingState(step=step),
+        architecture=PRESETS["tiny"],
+        seed=0,
+        sequence_length=8,
+        stream="s",
+        layout=LayoutRecord(tensor=1, pipeline=1, data=2, zero_stage=0),
+        files=files,
+    )
+
+
 def save(directory: CheckpointDirectory, step: int) -> None:
     hidden, files = directory.prepare(step), {}
     for name in OF_RANK.values():
         (hidden / name).write_bytes(b"%d" % step)
         size, checksum = checksum_of(hidden / name)
         files[name] = FileRecord(size=size, crc32=checksum)
-    layout = LayoutRecord(tensor=1, pipeline=1, data=2, zero_stage=0)
-    directory.commit(
-        Manifest(
-            state=TrainingState(step=step),
-            architecture=PRESETS["tiny"],
-            seed=0,
-            sequence_length=8,
-            stream="s",
-            layout=layout,
-            files=files,
-        )
-    )
+    directory.commit(manifest_of(step, files))
 
 
 @pytest.fixture
@@ -74,6 +77,19 @@ def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
         return describe(error).replace(roots[task.rank], "DIR"), warnings.texts
     finally:
         logging.getLogger("meshwright_worker").removeHandler(warnings)
+
+
+@uses_kept_mesh
+def save_together(task: RankTask, root: str, step: int) -> str:
+    """Why ranks could not save a step; the empty text if they could."""
+    with kept_mesh(task) as mesh:
+        saver = Checkpointer(CheckpointDirectory(Path(root)), 2, mesh)
+        saver.begin({"weight": torch.ones(2)}, manifest_of(step, {}))
+        try:
+            saver.finished(wait=True)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
 
 def chosen(pool: RankPool, *roots: Path) -> tuple[int | str, list[str]]:
@@ -139,3 +155,14 @@ def test_a_run_that_lost_every_checkpoint_says_so(pool: RankPool, directory: Che
     assert "EVERY checkpoint" in warnings[-1]
     assert "(steps 30, 20, 10): the run begins at step 0" in warnings[-1]
     assert all(name.startswith(".damaged-") for name in names(directory))
+
+
+def test_every_rank_refuses_to_save_a_step_before_those_that_are_there(
+    pool: RankPool, directory: CheckpointDirectory
+) -> None:
+    first, second = pool.run(save_together, small_run(data=2), str(directory.root), 3)
+    assert first == second
+    assert f"{directory.root} has checkpoints of later steps than 3, up to 30" in first
+    assert names(directory) == ["step-00000010", "step-00000020", "step-00000030"]
+    assert pool.run(save_together, small_run(data=2), str(directory.root), 40) == ["", ""]
+    assert directory.steps() == [40, 30]

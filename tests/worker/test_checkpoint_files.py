@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
+from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.index import decode, encode
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
@@ -171,11 +171,21 @@ def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(tmp_path:
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
-    for step in (100, 20, 3, 100_000_000):
+    for step in (3, 20, 100, 100_000_000):
         save(directory, step)
     directory.retain(2)
     assert directory.steps() == [100_000_000, 100]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_step_before_those_that_are_there_is_refused(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (100, 200):
+        save(directory, step)
+    with pytest.raises(CheckpointError, match="later steps than 10, up to 200: load the newest before training, or"):
+        save(directory, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100", "step-00000200"]
+    save(directory, 200)
 
 
 def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:

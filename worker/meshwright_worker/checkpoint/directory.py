@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.manifest import MANIFEST, Written
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -43,7 +44,17 @@ class CheckpointDirectory:
         return sorted((int(name[1]) for entry, name in found if name and (entry / MANIFEST).is_file()), reverse=True)
 
     def prepare(self, step: int) -> Path:
-        """An empty hidden directory for a checkpoint that is about to be written."""
+        """An empty hidden directory for a checkpoint that is about to be written.
+
+        Raises:
+            CheckpointError: there are checkpoints of later steps: this one would be the first that `retain` removes.
+        """
+        later = [found for found in self.steps() if found > step]
+        if later:
+            raise CheckpointError(
+                f"{self.root} has checkpoints of later steps than {step}, up to {later[0]}: load the newest before "
+                "training, or save to an empty directory"
+            )
         path = self.temporary(step)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)

@@ -136,7 +136,8 @@ class OwnTrainer:
         Any layout and ZeRO stage can load it. Collective; returns when it is durable.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written; or the directory has checkpoints of later steps, of another run or
+                of one that was not loaded, and nothing is written.
         """
         return save(self._built, self._mesh, Path(root), step, keep)
 
