@@ -12,10 +12,11 @@ import torch
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, CheckpointVolumeError, ForeignCheckpointError
-from meshwright_worker.checkpoint.loader import newest_intact
+from meshwright_worker.checkpoint.loader import find_together, newest_intact
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.safetensors import checksum_of
 from meshwright_worker.checkpoint.saver import Checkpointer
+from meshwright_worker.checkpoint.whole import find_checkpoint
 from meshwright_worker.failures import describe
 from meshwright_worker.task import RankTask
 from tests.distributed.configs import small_run
@@ -77,6 +78,18 @@ def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
         return describe(error).replace(roots[task.rank], "DIR"), warnings.texts
     finally:
         logging.getLogger("meshwright_worker").removeHandler(warnings)
+
+
+@uses_kept_mesh
+def find(task: RankTask, path: str) -> str:
+    """The checkpoint that ranks of a split model write text from, or the error."""
+    with kept_mesh(task) as mesh:
+        try:
+            found, manifest = find_together(Path(path), mesh)
+        except (OSError, ValueError) as error:
+            return describe(error)
+        assert manifest.files
+        return found.name
 
 
 @uses_kept_mesh
@@ -166,3 +179,46 @@ def test_every_rank_refuses_to_save_a_step_before_those_that_are_there(
     assert names(directory) == ["step-00000010", "step-00000020", "step-00000030"]
     assert pool.run(save_together, small_run(data=2), str(directory.root), 40) == ["", ""]
     assert directory.steps() == [40, 30]
+
+
+def found(pool: RankPool, path: Path) -> str:
+    """What one process finds, which is what both ranks of two find."""
+    try:
+        alone = find_checkpoint(path)[0].name
+    except (OSError, ValueError) as error:
+        alone = describe(error)
+    assert pool.run(find, small_run(data=2), str(path)) == [alone, alone]
+    return alone
+
+
+@pytest.mark.parametrize("file", [*OF_RANK.values(), MANIFEST])
+def test_text_is_not_written_from_a_damaged_checkpoint(
+    pool: RankPool, directory: CheckpointDirectory, file: str
+) -> None:
+    assert found(pool, directory.root) == "step-00000030"
+    (directory.path(30) / file).write_bytes(b"31")
+    assert found(pool, directory.root) == "step-00000020"
+    assert f"DamagedCheckpointError: {directory.path(30) / file} is damaged: " in found(pool, directory.path(30))
+    assert directory.steps() == [30, 20, 10]
+    for step in (20, 10):
+        (directory.path(step) / "b").unlink()
+    error = found(pool, directory.root)
+    assert all(directory.path(step).name in error for step in directory.steps())
+
+
+def test_text_is_not_written_from_an_older_checkpoint_because_the_newest_is_another_versions(
+    pool: RankPool, directory: CheckpointDirectory
+) -> None:
+    path = directory.path(30) / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    assert "step-00000030 was written by another version" in found(pool, directory.root)
+
+
+def test_each_rank_of_a_split_model_verifies_its_share(pool: RankPool, directory: CheckpointDirectory) -> None:
+    broken = directory.path(30) / "b"
+    broken.unlink()
+    broken.symlink_to(broken.name)
+    first, second = pool.run(find, small_run(data=2), str(directory.root))
+    assert first == second
+    assert "rank 1 cannot" in first
+    assert "rank 0" not in first

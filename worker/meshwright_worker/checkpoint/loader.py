@@ -26,6 +26,7 @@ from meshwright_worker.checkpoint.manifest import Kind, Manifest, read_written
 from meshwright_worker.checkpoint.storage import CheckpointReader
 from meshwright_worker.checkpoint.together import on_first_rank, together
 from meshwright_worker.checkpoint.verify import check_files
+from meshwright_worker.checkpoint.whole import candidates, first_whole
 from meshwright_worker.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,11 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
     if strangers:
         raise CheckpointVolumeError(f"{_ranks(strangers)} sees checkpoints in {directory.root}, rank 0 none: {_SHARED}")
     for step in listed[0]:
-        manifest = read_whole(directory.path(step), mesh, kind)
-        if manifest is not None:
-            return manifest
+        try:
+            return read_whole(directory.path(step), mesh, kind)
+        except DamagedCheckpointError as error:
+            if mesh.rank == 0:
+                log.warning("%s; trying the checkpoint before it", error)
         on_first_rank(partial(directory.set_aside, step), mesh)
     if listed[0] and mesh.rank == 0:
         log.warning(
@@ -67,12 +70,22 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
     return None
 
 
-def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind | None:
-    """The manifest of a checkpoint if every file is what was written; None if it is damaged. Collective.
-
-    Each rank reads its share of the files.
+def find_together(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
+    """As `find_checkpoint`, but each rank reads its share of the files alone, and all take the same. Collective.
 
     Raises:
+        DamagedCheckpointError: it is damaged, or all are. The message names the file.
+        CheckpointVolumeError, ForeignCheckpointError: as `read_whole`.
+    """
+    listed = together(partial(candidates, path), mesh)[0]
+    return first_whole(listed, lambda checkpoint: read_whole(checkpoint, mesh, Manifest))
+
+
+def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind:
+    """The manifest of a checkpoint whose files are all what was written. Collective: each rank reads its share of them.
+
+    Raises:
+        DamagedCheckpointError: they are not. The message names one.
         CheckpointVolumeError: a rank cannot read it, or does not see it.
         ForeignCheckpointError: it is of another kind or version.
     """
@@ -82,12 +95,9 @@ def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind | None:
         nonlocal manifest
         try:
             manifest = read_written(checkpoint, kind)
+            check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size)
         except FileNotFoundError:
             return _UNSEEN
-        except DamagedCheckpointError as error:
-            return str(error)
-        try:
-            check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size)
         except DamagedCheckpointError as error:
             return str(error)
         return ""
@@ -97,9 +107,9 @@ def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind | None:
     if blind:
         raise CheckpointVolumeError(f"rank 0 lists {checkpoint}, but {_ranks(blind)} does not see it: {_SHARED}")
     damages = [text for text in faults if text]
-    if damages and mesh.rank == 0:
-        log.warning("%s; trying the checkpoint before it", damages[0])
-    return None if damages else manifest
+    if damages or manifest is None:
+        raise DamagedCheckpointError(damages[0])
+    return manifest
 
 
 def check_same_run(found: Manifest, expected: Manifest) -> None:
