@@ -145,9 +145,11 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(pool: RankPool, di
 
 def test_a_rank_with_another_volume_is_named(pool: RankPool, directory: CheckpointDirectory, tmp_path: Path) -> None:
     error, _ = chosen(pool, directory.root, tmp_path / "empty")
-    assert "rank 0 lists DIR/step-00000030, but rank 1 does not see it: do all pods mount the same vol" in str(error)
+    assert "DIR/step-00000030 is seen by rank 0 but not by rank 1: do all pods mount the same volume" in str(error)
     error, _ = chosen(pool, tmp_path / "empty", directory.root)
-    assert "rank 1 sees checkpoints in DIR, rank 0 none: do all pods mount the same volume" in str(error)
+    assert "the checkpoints in DIR are seen by rank 1 but not by rank 0: do all pods mount the same volume" in str(
+        error
+    )
     assert directory.steps() == [30, 20, 10]
 
 

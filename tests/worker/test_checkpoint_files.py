@@ -143,7 +143,7 @@ def test_a_manifest_that_no_version_wrote_is_damaged(tmp_path: Path, content: by
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"format": 2}, "format 2, this one reads 1"),
+        ({"format": 2}, "its format is 2, this version reads 1"),
         ({"fromTomorrow": 1}, "`fromTomorrow`: Extra inputs are not permitted"),
         ({"layout": {"tensor": "some"}}, "`layout.tensor`: "),
     ],

@@ -1,7 +1,8 @@
 """The directory of a job's checkpoints: what is complete has a plain name, what is not has a hidden one.
 
 A checkpoint is written under a hidden name and renamed when every byte of it is on the disk. A crash at any moment
-leaves either a complete checkpoint or a hidden directory that nobody reads and the next start removes.
+leaves complete checkpoints and hidden directories that nobody reads, which the next start removes: but one that was
+hidden to make place for its replacement comes back if that did not come.
 """
 
 from __future__ import annotations

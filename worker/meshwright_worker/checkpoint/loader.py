@@ -52,7 +52,8 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
     listed = together(directory.steps, mesh)
     strangers = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
     if strangers:
-        raise CheckpointVolumeError(f"{_ranks(strangers)} sees checkpoints in {directory.root}, rank 0 none: {_SHARED}")
+        seen = f"{_ranks(strangers)} but not by rank 0"
+        raise CheckpointVolumeError(f"the checkpoints in {directory.root} are seen by {seen}: {_SHARED}")
     for step in listed[0]:
         try:
             return read_whole(directory.path(step), mesh, kind)
@@ -105,7 +106,7 @@ def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind:
     faults = together(fault, mesh)
     blind = [rank for rank, text in enumerate(faults) if text == _UNSEEN]
     if blind:
-        raise CheckpointVolumeError(f"rank 0 lists {checkpoint}, but {_ranks(blind)} does not see it: {_SHARED}")
+        raise CheckpointVolumeError(f"{checkpoint} is seen by rank 0 but not by {_ranks(blind)}: {_SHARED}")
     damages = [text for text in faults if text]
     if damages or manifest is None:
         raise DamagedCheckpointError(damages[0])
@@ -172,4 +173,4 @@ def blanks_in(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tens
 
 def _ranks(ranks: Sequence[int]) -> str:
     more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -127,8 +127,10 @@ def read_written(directory: Path, kind: type[Kind]) -> Kind:
         fields = None
     if not isinstance(fields, dict):
         raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is no JSON object")
+    if fields.get("format", FORMAT) != FORMAT:
+        raise _of_another_version(directory, f"its format is {fields['format']}, this version reads {FORMAT}")
     try:
-        manifest = kind.model_validate_json(content)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         for other in (Manifest, ModuleManifest):
             if other is not kind and _is_of(content, other):
@@ -137,10 +139,7 @@ def read_written(directory: Path, kind: type[Kind]) -> Kind:
                 ) from None
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise _of_another_version(directory, fields, f"`{where}`: {first['msg']}") from None
-    if manifest.format != FORMAT:
-        raise _of_another_version(directory, fields, "another format")
-    return manifest
+        raise _of_another_version(directory, f"this version cannot read `{where}`: {first['msg']}") from None
 
 
 _NAMES: dict[type[Written], str] = {Manifest: "one of the runtime's models", ModuleManifest: "a module of one's own"}
@@ -154,8 +153,8 @@ def _is_of(content: bytes, kind: type[Written]) -> bool:
     return True
 
 
-def _of_another_version(directory: Path, fields: dict[str, object], reason: str) -> ForeignCheckpointError:
+def _of_another_version(directory: Path, reason: str) -> ForeignCheckpointError:
     return ForeignCheckpointError(
-        f"{directory} was written by another version of Meshwright (format {fields.get('format')}, this one reads "
-        f"{FORMAT}; {reason}): use that version's image, or move the checkpoint away to go on from the one before it"
+        f"{directory} was written by another version of Meshwright ({reason}): use that version's image, or move the "
+        "checkpoint away to go on from the one before it"
     )
