@@ -17,7 +17,7 @@ from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRe
 from meshwright_worker.checkpoint.safetensors import checksum_of
 from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.checkpoint.whole import find_checkpoint
-from meshwright_worker.failures import describe
+from meshwright_worker.failures import classify, describe
 from meshwright_worker.task import RankTask
 from tests.distributed.configs import small_run
 from tests.distributed.meshes import kept_mesh, uses_kept_mesh
@@ -75,7 +75,7 @@ def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
             found = newest_intact(CheckpointDirectory(Path(roots[task.rank])), mesh, Manifest)
             return found.state.step if found else 0, warnings.texts
     except (CheckpointVolumeError, ForeignCheckpointError) as error:
-        return describe(error).replace(roots[task.rank], "DIR"), warnings.texts
+        return f"{classify(error)}: {describe(error)}".replace(roots[task.rank], "DIR"), warnings.texts
     finally:
         logging.getLogger("meshwright_worker").removeHandler(warnings)
 
@@ -125,9 +125,8 @@ def test_a_file_that_cannot_be_read_fails_the_start_and_damages_nothing(
     broken.unlink()
     broken.symlink_to(broken.name)  # Opening it is an error that is not "no such file".
     error, _ = chosen(pool, directory.root, directory.root)
-    assert str(error).startswith(
-        f"meshwright_worker.checkpoint.errors.CheckpointVolumeError: rank {rank} cannot use the checkpoints' volume: "
-    )
+    assert str(error).startswith("Error: meshwright_worker.checkpoint.errors.CheckpointVolumeError: ")
+    assert f"CheckpointVolumeError: rank {rank} cannot use the checkpoints' volume: " in str(error)
     assert f"DIR/step-00000030/{OF_RANK[rank]}" in str(error)
     assert directory.steps() == [30, 20, 10]
     broken.unlink()
