@@ -161,8 +161,6 @@ def test_a_run_goes_on_when_its_ranks_share_sequences(pool: RankPool, tmp_path: 
     assert outcome is Outcome.COMPLETE
     assert resumed.began_at in (3, 6)  # the save of step 6 was perhaps not durable yet
     want, got = (read_manifest(CheckpointDirectory(root).path(8)) for root in (straight, moved))
-    assert want is not None
-    assert got is not None
     assert (got.state.samples, got.state.digest) == (want.state.samples, want.state.digest)
     assert resumed.reports[-1].loss == pytest.approx(recorder.reports[-1].loss, rel=1e-5)
 
@@ -177,6 +175,4 @@ def test_balanced_rows_are_the_same_samples_and_the_same_loss(pool: RankPool, tm
         manifests.append(read_manifest(CheckpointDirectory(root).path(3)))
     assert records[0] == pytest.approx(records[1], rel=1e-6)
     (plain, balanced) = manifests
-    assert plain is not None
-    assert balanced is not None
     assert (plain.state.samples, plain.state.digest) == (balanced.state.samples, balanced.state.digest)

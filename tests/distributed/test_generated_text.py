@@ -11,6 +11,7 @@ import pytest
 from meshwright.api.data import DataSpec, Tokenizer
 from meshwright.api.precision import Precision
 from meshwright.data.errors import DataError
+from meshwright_worker.checkpoint.loader import find_together
 from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest
 from meshwright_worker.checkpoint.whole import find_checkpoint
 from meshwright_worker.generate import continuation, main
@@ -29,10 +30,11 @@ SIZES = {Tokenizer.BPE: 304, Tokenizer.SENTENCE_PIECE: 96}
 
 def write_split(task: RankTask, directory: str) -> str:
     """What a rank of a split model writes, as the command does."""
-    checkpoint, manifest = find_checkpoint(Path(directory))
+    checkpoint, manifest = find_checkpoint(Path(directory), verify=False)
     tokenizer = tokenizer_for(manifest, None)
     (prompt,) = tokenizer.encode([PROMPT])
     with joined(task) as mesh:
+        checkpoint, manifest = find_together(Path(directory), mesh)
         model = load_split(checkpoint, manifest, task.run, mesh, 16)
         written = sample(model, prompt, 12, 0.8, 3, vocabulary=tokenizer.vocabulary, end=tokenizer.separator)
     return PROMPT + continuation(tokenizer, prompt, written)

@@ -35,9 +35,7 @@ def losses(recorder: Recorder) -> dict[int, float]:
 
 
 def manifest_of(root: Path, step: int) -> Manifest:
-    manifest = read_manifest(CheckpointDirectory(root).path(step))
-    assert manifest is not None
-    return manifest
+    return read_manifest(CheckpointDirectory(root).path(step))
 
 
 def tensors_of(root: Path, step: int) -> dict[str, torch.Tensor]:

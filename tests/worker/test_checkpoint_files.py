@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from meshwright.models.architecture import Architecture
-from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.index import decode, encode
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
-    ForeignCheckpointError,
     LayoutRecord,
     Manifest,
     ModuleManifest,
@@ -26,6 +28,7 @@ from meshwright_worker.checkpoint.manifest import (
     read_written,
 )
 from meshwright_worker.checkpoint.safetensors import checksum_of, map_tensor, name_of, write_tensors
+from meshwright_worker.checkpoint.verify import check_file
 
 ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
 
@@ -94,12 +97,22 @@ def test_damage_is_seen(tmp_path: Path, change: str) -> None:
     path.write_bytes(b"0123456789")
     size, checksum = checksum_of(path)
     record = FileRecord(size=size, crc32=checksum)
-    assert is_intact(path, record)
+    check_file(path, record)
     if change == "remove":
         path.unlink()
     else:
         path.write_bytes({"flip": b"0123456780", "cut": b"012345678", "grow": b"0123456789 "}[change])
-    assert not is_intact(path, record)
+    with pytest.raises(DamagedCheckpointError, match="/file is damaged: "):
+        check_file(path, record)
+
+
+def test_what_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
+    for name in (MANIFEST, "file"):
+        (tmp_path / name).symlink_to(name)  # Opening it is an error that is not "no such file".
+    with pytest.raises(OSError, match="symbolic links"):
+        read_manifest(tmp_path)
+    with pytest.raises(OSError, match="symbolic links"):
+        check_file(tmp_path / "file", FileRecord(size=1, crc32=1))
 
 
 def test_a_checkpoint_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
@@ -120,11 +133,28 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None
     assert directory.steps() == []
 
 
-@pytest.mark.parametrize("content", ["", "{}", "null", '{"format": 99}'])
-def test_an_unreadable_manifest_is_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / MANIFEST).write_text(content)
-    assert read_manifest(tmp_path) is None
-    assert read_manifest(tmp_path / "absent") is None
+@pytest.mark.parametrize("content", [b"", b"null", b'{"format": 1', b"\0" * 40, b'{"format": "\xff"}'])
+def test_a_manifest_that_no_version_wrote_is_damaged(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"format": 2}, "its format is 2, this version reads 1"),
+        ({"fromTomorrow": 1}, "`fromTomorrow`: Extra inputs are not permitted"),
+        ({"layout": {"tensor": "some"}}, "`layout.tensor`: "),
+    ],
+)
+def test_a_manifest_of_another_version_is_not_a_damaged_one(
+    tmp_path: Path, changed: dict[str, object], reason: str
+) -> None:
+    fields = json.loads(manifest_at(1).model_dump_json(by_alias=True))
+    (tmp_path / MANIFEST).write_text(json.dumps({**fields, **changed}))
+    with pytest.raises(ForeignCheckpointError, match=f"another version of Meshwright .*{reason}"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [Manifest, ModuleManifest])
@@ -141,11 +171,21 @@ def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(tmp_path:
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
-    for step in (100, 20, 3, 100_000_000):
+    for step in (3, 20, 100, 100_000_000):
         save(directory, step)
     directory.retain(2)
     assert directory.steps() == [100_000_000, 100]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_step_before_those_that_are_there_is_refused(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (100, 200):
+        save(directory, step)
+    with pytest.raises(CheckpointError, match="later steps than 10, up to 200: load the newest before training, or"):
+        save(directory, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100", "step-00000200"]
+    save(directory, 200)
 
 
 def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:
@@ -158,13 +198,56 @@ def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
+def test_a_crash_before_the_replacement_has_its_name_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rename = CheckpointDirectory(tmp_path), Path.rename
+    old = save(directory, 4) / "old"
+    old.touch()
+
+    def killed_before_the_second(path: Path, target: Path) -> Path:
+        if path == directory.temporary(4):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed_before_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        save(directory, 4)
+    assert directory.steps() == []
+    directory.clean()
+    assert old.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_what_was_to_be_removed_does_not_come_back(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        save(directory, step)
+    with patch.object(shutil, "rmtree"):  # Killed before anything is removed.
+        directory.retain(1)
+    assert len(list(tmp_path.iterdir())) == 2
+    directory.clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def test_cleaning_removes_what_is_hidden_and_nothing_else(tmp_path: Path) -> None:
     directory, older = CheckpointDirectory(tmp_path, generation=2), CheckpointDirectory(tmp_path, generation=1)
     for step in (1, 2):
         save(directory, step)
     older.prepare(3)
-    directory.set_aside(2)
     (tmp_path / ".other").mkdir()
+    directory.clean()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other", "step-00000001", "step-00000002"]
+
+
+def test_a_damaged_checkpoint_stays_until_a_newer_one_is_complete(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2):
+        save(directory, step)
+    directory.set_aside(2)
     assert directory.steps() == [1]
     directory.clean()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".other", "step-00000001"]
+    assert (tmp_path / ".damaged-step-00000002" / "data").exists()
+    save(directory, 2)
+    directory.retain(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

@@ -13,7 +13,8 @@ import torch
 
 from meshwright_worker import device
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.saver import Checkpointer, CheckpointError
+from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.saver import Checkpointer
 from meshwright_worker.data.ahead import ReadAhead
 from meshwright_worker.mesh import connected
 from meshwright_worker.outer.asynchronous import _guarded

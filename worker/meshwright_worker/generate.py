@@ -17,6 +17,7 @@ import torch
 from meshwright.api.precision import Precision
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.layout import Layout
+from meshwright_worker.checkpoint.loader import find_together
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.whole import find_checkpoint
 from meshwright_worker.generation.model import CachedModel, load_split, load_whole, run_of
@@ -35,12 +36,14 @@ def main() -> None:
         parser.error("--prompt must not be empty")
     try:
         check_temperature(arguments.temperature)
-        checkpoint, manifest = find_checkpoint(arguments.checkpoint)
+        layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
+        # Ranks of a split model verify the files when they have met, each its share.
+        checkpoint, manifest = find_checkpoint(arguments.checkpoint, verify=layout.world_size == 1)
         tokenizer = tokenizer_for(manifest, arguments.tokenizer)
         (prompt,) = tokenizer.encode([arguments.prompt])
         if not prompt:
             parser.error(f"--prompt {arguments.prompt!r} has no tokens: give it some text")
-        written = _write(arguments, checkpoint, manifest, tokenizer, prompt)
+        written = _write(arguments, layout, checkpoint, manifest, tokenizer, prompt)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if int(os.environ.get("RANK", "0")) == 0:
@@ -54,9 +57,13 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], written: list[int]) ->
 
 
 def _write(
-    arguments: argparse.Namespace, checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer, prompt: list[int]
+    arguments: argparse.Namespace,
+    layout: Layout,
+    checkpoint: Path,
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    prompt: list[int],
 ) -> list[int]:
-    layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
     precision, capacity = Precision(arguments.precision), manifest.sequence_length
 
     def go_on(model: CachedModel) -> list[int]:
@@ -69,6 +76,7 @@ def _write(
         return go_on(load_whole(checkpoint, manifest, precision, capacity, device))
     task = task_from_environment(run_of(manifest, layout, precision))
     with joined(task) as mesh:
+        checkpoint, manifest = find_together(arguments.checkpoint, mesh)
         return go_on(load_split(checkpoint, manifest, task.run, mesh, capacity))
 
 

@@ -69,6 +69,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         PretrainedError: the weights to begin from cannot be used.
         DataError: there is no text to train on, it is damaged, or it is not the same on every rank.
         CheckpointMismatchError: the checkpoints are another run's.
+        ForeignCheckpointError: they are another version's, or of a module of one's own.
+        CheckpointVolumeError: a rank cannot read them, or does not see those that rank 0 lists.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
         RuntimeError: torch lost the connection to another rank.

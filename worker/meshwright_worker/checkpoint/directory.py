@@ -1,24 +1,22 @@
 """The directory of a job's checkpoints: what is complete has a plain name, what is not has a hidden one.
 
 A checkpoint is written under a hidden name and renamed when every byte of it is on the disk. A crash at any moment
-leaves either a complete checkpoint or a hidden directory that nobody reads and the next start removes.
+leaves complete checkpoints and hidden directories that nobody reads, which the next start removes: but one that was
+hidden to make place for its replacement comes back if that did not come.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
-from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, Written
-from meshwright_worker.checkpoint.safetensors import checksum_of
-
-log = logging.getLogger(__name__)
+from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.manifest import MANIFEST, Written
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_TEMPORARY, _DAMAGED, _REPLACED = ".writing-", ".damaged-", ".replaced-"
+_TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
 
 
 class CheckpointDirectory:
@@ -47,7 +45,17 @@ class CheckpointDirectory:
         return sorted((int(name[1]) for entry, name in found if name and (entry / MANIFEST).is_file()), reverse=True)
 
     def prepare(self, step: int) -> Path:
-        """An empty hidden directory for a checkpoint that is about to be written."""
+        """An empty hidden directory for a checkpoint that is about to be written.
+
+        Raises:
+            CheckpointError: there are checkpoints of later steps: this one would be the first that `retain` removes.
+        """
+        later = [found for found in self.steps() if found > step]
+        if later:
+            raise CheckpointError(
+                f"{self.root} has checkpoints of later steps than {step}, up to {later[0]}: load the newest before "
+                "training, or save to an empty directory"
+            )
         path = self.temporary(step)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
@@ -66,17 +74,27 @@ class CheckpointDirectory:
         return final
 
     def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints but the newest `keep`, and what was replaced."""
+        """Remove all complete checkpoints but the newest `keep`, and what was replaced or found damaged.
+
+        Call after a commit: until there is a newer checkpoint, people may want to see what became of a damaged one.
+        """
         for step in self.steps()[keep:]:
-            self._hide(self.path(step), _REPLACED)
-        self._remove_hidden(_REPLACED)
+            self._hide(self.path(step), _RETIRED)
+        self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
 
     def clean(self) -> None:
-        """Remove what earlier processes left unfinished, found damaged or replaced. Call before any save."""
-        self._remove_hidden(_TEMPORARY, _DAMAGED, _REPLACED)
+        """Remove what earlier processes left unfinished, retired or replaced. Call before any save.
+
+        A checkpoint whose replacement did not get its name comes back.
+        """
+        for hidden in self.root.glob(f"{_REPLACED}*"):
+            plain = hidden.with_name(hidden.name.removeprefix(_REPLACED))
+            if (hidden / MANIFEST).is_file() and not plain.exists():
+                hidden.rename(plain)
+        self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
 
     def set_aside(self, step: int) -> None:
-        """Take a damaged checkpoint out of sight."""
+        """Take a damaged checkpoint out of sight. It stays on the disk until the next one is complete."""
         if self.path(step).exists():
             self._hide(self.path(step), _DAMAGED)
 
@@ -100,15 +118,6 @@ def write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def is_intact(path: Path, record: FileRecord) -> bool:
-    """Whether a file is what was written. Reads all of it."""
-    try:
-        return checksum_of(path) == (record.size, record.crc32)
-    except OSError as error:
-        log.warning("cannot read %s: %s", path, error)
-        return False
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,14 +1,16 @@
 """Loading the newest checkpoint that is whole, in whatever layout this mesh has.
 
 Rank 0 names a candidate, every rank checks its share of the files against the manifest, and all take it or leave it
-together. A damaged one is set aside and the one before is tried.
+together. A damaged one is set aside and the one before is tried. Where a rank cannot read now, or has another volume,
+nothing is damaged: the start fails on every rank, and everything stays where it is.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,14 +20,21 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from meshwright_worker.checkpoint.directory import CheckpointDirectory, is_intact
-from meshwright_worker.checkpoint.manifest import Kind, Manifest, Written, read_written
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointVolumeError, DamagedCheckpointError
+from meshwright_worker.checkpoint.manifest import Kind, Manifest, read_written
 from meshwright_worker.checkpoint.storage import CheckpointReader
+from meshwright_worker.checkpoint.together import on_first_rank, together
+from meshwright_worker.checkpoint.verify import check_files
+from meshwright_worker.checkpoint.whole import candidates, first_whole
 from meshwright_worker.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
-_NONE = -1
+_UNSEEN = "unseen"
+_SHARED = "do all pods mount the same volume there, with every file visible to all?"
+_NAMED = 8
+"""Ranks that a message names at most."""
 
 
 class CheckpointMismatchError(ValueError):
@@ -36,21 +45,72 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
     """The newest complete checkpoint whose files are what was written; None when there is none. Collective.
 
     Raises:
-        ForeignCheckpointError: it is of another kind.
+        CheckpointVolumeError: a rank cannot read them, or does not see them; nothing is set aside for that.
+        ForeignCheckpointError: the newest is of another kind or version.
     """
-    if mesh.rank == 0:
-        directory.clean()
-    while True:
-        step = _from_first_rank((directory.steps() or [_NONE])[0] if mesh.rank == 0 else _NONE, mesh)
-        if step == _NONE:
-            return None
-        manifest = read_written(directory.path(step), kind)
-        if _everywhere(manifest is not None and _share_is_intact(directory.path(step), manifest, mesh), mesh):
-            return manifest
-        if mesh.rank == 0:
-            log.warning("the checkpoint of step %d is damaged; trying the one before it", step)
-            directory.set_aside(step)
-        dist.barrier(group=mesh.checkpoint_group)
+    on_first_rank(directory.clean, mesh)
+    listed = together(directory.steps, mesh)
+    strangers = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
+    if strangers:
+        seen = f"{_ranks(strangers)} but not by rank 0"
+        raise CheckpointVolumeError(f"the checkpoints in {directory.root} are seen by {seen}: {_SHARED}")
+    for step in listed[0]:
+        try:
+            return read_whole(directory.path(step), mesh, kind)
+        except DamagedCheckpointError as error:
+            if mesh.rank == 0:
+                log.warning("%s; trying the checkpoint before it", error)
+        on_first_rank(partial(directory.set_aside, step), mesh)
+    if listed[0] and mesh.rank == 0:
+        log.warning(
+            "EVERY checkpoint in %s is damaged (steps %s): the run begins at step 0. The damaged ones stay there under "
+            "hidden names until its first checkpoint is saved",
+            directory.root,
+            ", ".join(map(str, listed[0])),
+        )
+    return None
+
+
+def find_together(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
+    """As `find_checkpoint`, but each rank reads its share of the files alone, and all take the same. Collective.
+
+    Raises:
+        DamagedCheckpointError: it is damaged, or all are. The message names the file.
+        CheckpointVolumeError, ForeignCheckpointError: as `read_whole`.
+    """
+    listed = together(partial(candidates, path), mesh)[0]
+    return first_whole(listed, lambda checkpoint: read_whole(checkpoint, mesh, Manifest))
+
+
+def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind:
+    """The manifest of a checkpoint whose files are all what was written. Collective: each rank reads its share of them.
+
+    Raises:
+        DamagedCheckpointError: they are not. The message names one.
+        CheckpointVolumeError: a rank cannot read it, or does not see it.
+        ForeignCheckpointError: it is of another kind or version.
+    """
+    manifest: Kind | None = None
+
+    def fault() -> str:
+        nonlocal manifest
+        try:
+            manifest = read_written(checkpoint, kind)
+            check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size)
+        except FileNotFoundError:
+            return _UNSEEN
+        except DamagedCheckpointError as error:
+            return str(error)
+        return ""
+
+    faults = together(fault, mesh)
+    blind = [rank for rank, text in enumerate(faults) if text == _UNSEEN]
+    if blind:
+        raise CheckpointVolumeError(f"{checkpoint} is seen by rank 0 but not by {_ranks(blind)}: {_SHARED}")
+    damages = [text for text in faults if text]
+    if damages or manifest is None:
+        raise DamagedCheckpointError(damages[0])
+    return manifest
 
 
 def check_same_run(found: Manifest, expected: Manifest) -> None:
@@ -111,18 +171,6 @@ def blanks_in(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tens
     }
 
 
-def _share_is_intact(path: Path, manifest: Written, mesh: Mesh) -> bool:
-    share = sorted(manifest.files)[mesh.rank :: mesh.layout.world_size]
-    return all(is_intact(path / name, manifest.files[name]) for name in share)
-
-
-def _from_first_rank(step: int, mesh: Mesh) -> int:
-    shared = torch.tensor([step])
-    dist.broadcast(shared, src=0, group=mesh.checkpoint_group)
-    return int(shared.item())
-
-
-def _everywhere(here: bool, mesh: Mesh) -> bool:
-    agreed = torch.tensor([int(here)])
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=mesh.checkpoint_group)
-    return bool(agreed.item())
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
+from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.data.tokenizer import TokenizerRecord
 
 MANIFEST = "meshwright.json"
@@ -102,37 +104,42 @@ class ModuleManifest(Written):
     """Who wrote it."""
 
 
-class ForeignCheckpointError(ValueError):
-    """A checkpoint is whole, but of a module of one's own instead of a model of the runtime, or the other way round."""
-
-
 Kind = TypeVar("Kind", bound=Written)
 
 
-def read_manifest(directory: Path) -> Manifest | None:
+def read_manifest(directory: Path) -> Manifest:
     """`read_written` for one of the runtime's own models."""
     return read_written(directory, Manifest)
 
 
-def read_written(directory: Path, kind: type[Kind]) -> Kind | None:
-    """The manifest of a checkpoint directory; None when there is none that this version can read.
+def read_written(directory: Path, kind: type[Kind]) -> Kind:
+    """The manifest of a checkpoint directory.
 
     Raises:
-        ForeignCheckpointError: it is of another kind.
+        OSError: it cannot be read, which says nothing about the checkpoint.
+        DamagedCheckpointError: it is no JSON object: no version wrote that.
+        ForeignCheckpointError: it is of another kind, or another version wrote it.
     """
+    content = (directory / MANIFEST).read_bytes()
     try:
-        content = (directory / MANIFEST).read_bytes()
-        manifest = kind.model_validate_json(content)
-    except OSError:
-        return None
-    except ValidationError:
+        fields = json.loads(content)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is no JSON object")
+    if fields.get("format", FORMAT) != FORMAT:
+        raise _of_another_version(directory, f"its format is {fields['format']}, this version reads {FORMAT}")
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
         for other in (Manifest, ModuleManifest):
             if other is not kind and _is_of(content, other):
                 raise ForeignCheckpointError(
                     f"{directory} is a checkpoint of {_NAMES[other]}, not of {_NAMES[kind]}: use another directory"
                 ) from None
-        return None
-    return manifest if manifest.format == FORMAT else None
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise _of_another_version(directory, f"this version cannot read `{where}`: {first['msg']}") from None
 
 
 _NAMES: dict[type[Written], str] = {Manifest: "one of the runtime's models", ModuleManifest: "a module of one's own"}
@@ -144,3 +151,10 @@ def _is_of(content: bytes, kind: type[Written]) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def _of_another_version(directory: Path, reason: str) -> ForeignCheckpointError:
+    return ForeignCheckpointError(
+        f"{directory} was written by another version of Meshwright ({reason}): use that version's image, or move the "
+        "checkpoint away to go on from the one before it"
+    )

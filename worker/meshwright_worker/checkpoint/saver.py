@@ -11,25 +11,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.manifest import FileRecord, Written
 from meshwright_worker.checkpoint.storage import CheckpointWriter
 from meshwright_worker.checkpoint.tensors import stage_copy
+from meshwright_worker.checkpoint.together import on_first_rank
 from meshwright_worker.device import use
 from meshwright_worker.mesh import Mesh
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +87,7 @@ class Checkpointer:
     def _write(self, tensors: dict[str, torch.Tensor], manifest: Written) -> None:
         group = self._mesh.checkpoint_group
         step = manifest.state.step
-        if self._mesh.rank == 0:
-            self._directory.prepare(step)
-        dist.barrier(group=group)
+        on_first_rank(partial(self._directory.prepare, step), self._mesh)
         save(
             tensors,
             storage_writer=CheckpointWriter(

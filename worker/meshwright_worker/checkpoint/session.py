@@ -60,6 +60,7 @@ class CheckpointSession:
 
         Raises:
             CheckpointMismatchError: it is of another run.
+            CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
         found = newest_intact(self._directory, self._mesh, Manifest)
         if found is None:

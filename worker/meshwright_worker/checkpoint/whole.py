@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import DamagedCheckpointError
 from meshwright_worker.checkpoint.index import INDEX, decode
 from meshwright_worker.checkpoint.manifest import Manifest, read_manifest
 from meshwright_worker.checkpoint.safetensors import map_tensor
+from meshwright_worker.checkpoint.verify import check_files
+
+log = logging.getLogger(__name__)
 
 
-def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """A checkpoint and its manifest; of a job's directory, the newest one.
+def find_checkpoint(path: Path, *, verify: bool = True) -> tuple[Path, Manifest]:
+    """A checkpoint whose files are what was written, and its manifest; of a job's directory, the newest such one.
+
+    Reads every byte of it; without `verify` the manifest alone, for ranks that verify their shares together later.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
+        DamagedCheckpointError: it is damaged, or all are. The message names the file.
+        ForeignCheckpointError: it is of another kind or version.
+        OSError: it cannot be read.
     """
-    steps = CheckpointDirectory(path).steps()
-    if steps:
-        path = CheckpointDirectory(path).path(steps[0])
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise FileNotFoundError(f"`--checkpoint {path}` holds no complete checkpoint")
-    return path, manifest
+    return first_whole(candidates(path), _verified if verify else read_manifest)
+
+
+def candidates(path: Path) -> list[Path]:
+    """The checkpoints of a job's directory, newest first; for any other path, that one."""
+    directory = CheckpointDirectory(path)
+    return [directory.path(step) for step in directory.steps()] or [path]
+
+
+def first_whole(checkpoints: Sequence[Path], read: Callable[[Path], Manifest]) -> tuple[Path, Manifest]:
+    """The first checkpoint that `read` does not find damaged, and what it read.
+
+    Raises:
+        As `find_checkpoint`, for what `read` finds.
+    """
+    damages = []
+    for checkpoint in checkpoints:
+        try:
+            manifest = read(checkpoint)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"`--checkpoint {checkpoint}` holds no complete checkpoint") from None
+        except DamagedCheckpointError as error:
+            damages.append(str(error))
+            continue
+        for damage in damages:
+            log.warning("%s; the checkpoint of step %d is taken", damage, manifest.state.step)
+        return checkpoint, manifest
+    raise DamagedCheckpointError("; ".join(damages))
+
+
+def _verified(checkpoint: Path) -> Manifest:
+    manifest = read_manifest(checkpoint)
+    check_files(checkpoint, manifest)
+    return manifest
 
 
 class CheckpointTensors:

@@ -136,7 +136,8 @@ class OwnTrainer:
         Any layout and ZeRO stage can load it. Collective; returns when it is durable.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written; or the directory has checkpoints of later steps, of another run or
+                of one that was not loaded, and nothing is written.
         """
         return save(self._built, self._mesh, Path(root), step, keep)
 
@@ -145,6 +146,8 @@ class OwnTrainer:
 
         Raises:
             CheckpointMismatchError: it is of another module.
+            ForeignCheckpointError: it is of a model of the runtime, or another version wrote it.
+            CheckpointVolumeError: a rank cannot read it, or does not see it.
         """
         free(self.module)
         return load(self._built, self._mesh, Path(root))
