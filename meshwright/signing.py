@@ -65,6 +65,8 @@ class Signer:
     def set_clock(self, date: int) -> None:
         """Follows the receiver's clock: its time is `date` now."""
         self._offset = date - time.time_ns() // 1000
+        # Times ahead of its clock were refused, so none of them is used up.
+        self._last = min(self._last, date)
 
 
 def check_request(token: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 
@@ -35,7 +36,9 @@ def capacity(mixture: MixtureSpec, length: int) -> int | None:
     """Tokens of a sequence of `length` that one expert takes; None where it takes all."""
     if mixture.capacity_factor is None:
         return None
-    return math.ceil(mixture.capacity_factor * length * mixture.per_token / mixture.experts)
+    # As written: 1.1 as a binary number is a little more, and would take one token too many.
+    factor = Fraction(str(mixture.capacity_factor))
+    return math.ceil(factor * length * mixture.per_token / mixture.experts)
 
 
 def contradictions(mixture: MixtureSpec, layers: int) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -223,10 +224,11 @@ async def test_a_request_that_was_caught_is_not_taken_again(stage: Stage) -> Non
     assert stage.board.agents().reports[0].report.state is AgentState.RUNNING
 
 
-async def test_clocks_that_differ_are_told_by_a_signed_answer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [-36_000, -400, 400, 36_000])
+async def test_clocks_that_differ_are_told_by_a_signed_answer(stage: Stage, ahead: int) -> None:
     await stage.board.publish(None, WORKERS)
     path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
-    stage.signer.set_clock(1)
+    stage.signer.set_clock(time.time_ns() // 1000 + ahead * 1_000_000)
     headers = stage.signer.request("POST", path, data)
     status, text = await stage.send(path, data, headers, stage.signer)
     assert (status, "clocks differ" in text) == (401, True)

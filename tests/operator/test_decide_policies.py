@@ -86,7 +86,7 @@ def test_an_exit_code_of_a_rank_can_fail_the_job_at_once(reports: list[WorkerRep
 
 @pytest.mark.parametrize("policy", [{}, {"recovery": {"exitCodes": [{"values": [1], "action": "Ignore"}]}}])
 def test_a_run_that_ranks_refuse_is_not_tried_again(policy: dict[str, Any]) -> None:
-    reports = [ended(1, 1, -9, kind=FailureKind.PEER_LOST), ended(2, 1, 1, kind=FailureKind.REFUSED)]
+    reports = [ended(0, 1, -9, kind=FailureKind.PEER_LOST), ended(1, -9), ended(2, 1, 1, kind=FailureKind.REFUSED)]
     draft = decide(observed(heard=agents(reports, halted_for=30), **policy))
     failed = next(c for c in draft.status.conditions if c.type == "Failed")
     assert (failed.status, failed.reason) == ("True", "RunRefused")

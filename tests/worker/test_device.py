@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
+from meshwright.protocol import FailureKind
 from meshwright_worker import train as training_loop
 from meshwright_worker.device import Facts, facts_of
-from meshwright_worker.device_validate import device_problems
+from meshwright_worker.device_validate import DeviceMissingError, device_problems, validate_device
+from meshwright_worker.failures import classify
 from meshwright_worker.validate import InvalidRunError
 from tests.distributed.cases import Recorder
 from tests.distributed.configs import small_run
@@ -44,7 +46,7 @@ def test_what_a_device_takes(
     capability: tuple[int, int] | None, precision: Precision, fp8: bool, nearest: str | None
 ) -> None:
     facts = Facts(capability, "This GPU", 8)
-    problems = [*device_problems(facts, 8, precision, fp8=fp8)]
+    problems = [*device_problems(facts, precision, fp8=fp8)]
     assert len(problems) == (nearest is not None)
     if nearest is not None:
         assert nearest in problems[0]
@@ -53,13 +55,18 @@ def test_what_a_device_takes(
 
 
 def test_each_problem_is_told() -> None:
-    problems = [*device_problems(Facts(TURING, "T4", 4), 8, Precision.BF16, fp8=True)]
-    assert [problem.split("`")[1] for problem in problems] == [
-        "workers.gpusPerWorker: 8",
-        "training.precision: bf16",
-        "training.fp8",
-    ]
-    assert "nearest: 4" in problems[0]
+    problems = [*device_problems(Facts(TURING, "T4", 4), Precision.BF16, fp8=True)]
+    assert [problem.split("`")[1] for problem in problems] == ["training.precision: bf16", "training.fp8"]
+
+
+def test_gpus_that_are_missing_may_come_back() -> None:
+    run = small_run(data=2, precision=Precision.BF16)
+    assert run.training is not None
+    with pytest.raises(DeviceMissingError, match=r"gpusPerWorker: 8`: the pod sees 7 GPUs; nearest: 7") as caught:
+        validate_device(Facts(HOPPER, "H100", 7), 8, run.training)
+    assert classify(caught.value) is FailureKind.ERROR
+    validate_device(Facts(HOPPER, "H100", 8), 8, run.training)
+    validate_device(Facts(), 8, run.training)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -79,8 +86,8 @@ def test_a_rank_asks_before_it_meets_others(monkeypatch: pytest.MonkeyPatch) -> 
     met: list[object] = []
     joined: Callable[[object], None] = met.append
     monkeypatch.setattr(training_loop, "joined", joined)
-    monkeypatch.setattr(training_loop, "facts_of", lambda rank: Facts(TURING, "T4", 1))
+    monkeypatch.setattr(training_loop, "facts_of", lambda rank: Facts(TURING, "T4", 2))
     run = small_run(data=2, precision=Precision.BF16)
-    with pytest.raises(InvalidRunError, match=r"gpusPerWorker: 2.*`training.precision: bf16` needs .* 8\.0, and T4"):
+    with pytest.raises(InvalidRunError, match=r"`training.precision: bf16` needs .* 8\.0, and T4"):
         training_loop.train(tasks_of(run, port=1)[1], Recorder())
     assert not met

@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
-from meshwright.models.mixture import contradictions
+from meshwright.models.mixture import capacity, contradictions
 from meshwright_worker.metrics import TrainerMetrics
 from meshwright_worker.models import grouped
 from meshwright_worker.models.balance import Balance, Sequences
-from meshwright_worker.models.experts import Experts, MixtureOfExperts
+from meshwright_worker.models.experts import Experts, MixtureOfExperts, mixtures_of
 from meshwright_worker.models.grouped import by_kernel, one_by_one
+from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.router import Routing, chosen
 
@@ -147,6 +148,29 @@ def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity() 
 def routing_of(experts: list[list[int]], scores: torch.Tensor) -> Routing:
     chosen_ones = torch.tensor([experts])
     return Routing(chosen_ones, torch.ones_like(chosen_ones, dtype=scores.dtype), scores, scores.log())
+
+
+@pytest.mark.parametrize(
+    ("factor", "experts", "per_token", "length", "want"),
+    [(1.1, 10, 1, 100, 11), (1.1, 4, 2, 100, 55), (1.25, 8, 2, 10, 4), (1.0, 3, 1, 10, 4)],
+)
+def test_a_capacity_is_rounded_up_from_the_factor_as_written(
+    factor: float, experts: int, per_token: int, length: int, want: int
+) -> None:
+    assert capacity(mixture_of(experts=experts, per_token=per_token, capacity_factor=factor), length) == want
+
+
+def test_balancing_biases_move_by_small_steps_whatever_parameters_are() -> None:
+    spec = mixture_of(balancing=Balancing.BIAS)
+    model = Architecture(
+        layers=1, hidden_size=HIDDEN, intermediate_size=16, heads=2, kv_heads=2, vocab_size=257, mixture=spec
+    )
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.bfloat16).to(torch.bfloat16)
+    initialize(stage, model, 0, torch.device("cpu"))
+    ((_, mixture),) = mixtures_of(stage)
+    assert mixture.router.weight.dtype is torch.bfloat16
+    assert mixture.router.bias.dtype is torch.float32
 
 
 def test_the_auxiliary_loss_is_switchs_and_one_when_balanced() -> None:

@@ -46,7 +46,8 @@ def claim(local_rank: int, *, repeatable: bool = True) -> Device:
     """
     if repeatable:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(repeatable, warn_only=True)
+    # With warnings alone attention's backward pass would still add up in any order (`attention_backward.cu`).
+    torch.use_deterministic_algorithms(repeatable)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

@@ -25,23 +25,30 @@ _NEAREST = {
 }
 
 
+class DeviceMissingError(RuntimeError):
+    """The pod has fewer GPUs than ranks. Another start, perhaps on another node, may find them again."""
+
+
 def validate_device(facts: Facts, ranks: int, training: TrainingSpec) -> None:
     """Refuse a run that this rank's device cannot execute; `ranks` are those of its pod.
 
     Raises:
+        DeviceMissingError: there are more ranks than GPUs.
         InvalidRunError: see above; lists every problem.
     """
-    problems = [*device_problems(facts, ranks, training.precision, fp8=training.fp8 is not None)]
+    if facts.capability is not None and ranks > facts.count:
+        raise DeviceMissingError(
+            f"`workers.gpusPerWorker: {ranks}`: the pod sees {facts.count} GPUs; nearest: {facts.count}"
+        )
+    problems = [*device_problems(facts, training.precision, fp8=training.fp8 is not None)]
     if problems:
         raise InvalidRunError("; ".join(problems))
 
 
-def device_problems(facts: Facts, ranks: int, precision: Precision, *, fp8: bool) -> Iterator[str]:
+def device_problems(facts: Facts, precision: Precision, *, fp8: bool) -> Iterator[str]:
     """What the device lacks, each with its field and the nearest value that works. Pure."""
     if facts.capability is None:
         return
-    if ranks > facts.count:
-        yield f"`workers.gpusPerWorker: {ranks}`: the pod has {facts.count} GPUs; nearest: {facts.count}"
     needed = _NEEDS.get(precision, (0, 0))
     if facts.capability < needed:
         fits = [other.value for other in _NEAREST[precision] if facts.capability >= _NEEDS.get(other, (0, 0))]

@@ -106,7 +106,10 @@ def joined(task: RankTask) -> Iterator[Mesh]:
 
 @contextmanager
 def connected(task: RankTask) -> Iterator[torch.device]:
-    """All ranks of the task's generation in one group, which is destroyed on every way out; this rank's device.
+    """All ranks of the task's generation in one group, which is destroyed on the way out; this rank's device.
+
+    Not by NCCL after an error: that would wait for what is under way, and so for peers that wait for this rank. The
+    process is about to end, and says why before.
 
     Raises:
         torch.distributed.DistError: a rank did not come within the time limit, or went away.
@@ -134,8 +137,11 @@ def connected(task: RankTask) -> Iterator[torch.device]:
     )
     try:
         yield device.torch
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if device.backend != "nccl":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def same_everywhere(text: str, mesh: Mesh) -> bool:

@@ -113,6 +113,7 @@ class TrainerMetrics:
         self._bubble.clear()
         if "0" not in now:
             self._drop_mixtures()
+            self._drop_the_jobs()
         self._generation.labels(*self._names).set(number)
         self._restarts.labels(*self._names).inc(len(now) if restart else 0)
 
@@ -154,6 +155,12 @@ class TrainerMetrics:
         self._dropped.labels(*names).set(load.dropped)
         self._auxiliary.labels(*names).set(load.auxiliary_loss)
         self._z_loss.labels(*names).set(load.z_loss)
+
+    def _drop_the_jobs(self) -> None:
+        """What rank 0 tells for the whole job, and now tells from another pod. Counters stay what they are."""
+        whole = (self._mfu, self._hfu, self._loss, self._gradient_norm, self._learning_rate)
+        for gauge in (*whole, self._evaluation_loss, self._perplexity, self._phase):
+            gauge.clear()
 
     def _drop_mixtures(self) -> None:
         for layer in self._mixtures:

@@ -111,6 +111,7 @@ _LISTED = (
     _gpu("H800-SXM5-80GB", 989, 1979, 67, 79.6, 3.35, 200, 50, host=55, sustained=0.7),
     _gpu("H20", 148, 296, 44, 95.0, 4.0, 450, 50, host=55),
     _gpu("H200-SXM5-141GB", 989, 1979, 67, 140.4, 4.8, 450, 50, host=55, sustained=0.7),
+    _gpu("H200-NVL", 835, 1671, 60, 140.4, 4.8, 450, 25, domain=4, host=55, sustained=0.65),
     _gpu("B200", 2250, 4500, 80, 179, 7.7, 900, 50, host=55, sustained=0.75),
     _gpu("B300", 2250, 4500, 80, 268, 8.0, 900, 100, host=55, sustained=0.75),
     _gpu("GB200", 2450, 4900, 80, 185, 8.0, 900, 50, node=4, domain=72, host=200, sustained=0.75),
@@ -127,6 +128,7 @@ _WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("B200",), "B200"),
     (("GH200",), "GH200-96GB"),
     (("GH", "96"), "GH200-96GB"),
+    (("H200", "NVL"), "H200-NVL"),
     (("H200",), "H200-SXM5-141GB"),
     (("H800",), "H800-SXM5-80GB"),
     (("H20",), "H20"),
@@ -151,11 +153,13 @@ _WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def accelerator(product: str) -> Accelerator | None:
-    """The GPU that a product label or a report names; None for one that is not known."""
+    """The GPU that a product label or a report names; None for one that is not known, or a slice of one (MIG)."""
     exact = ACCELERATORS.get(product)
     if exact is not None:
         return exact
     words = set(product.upper().replace("(", " ").replace(")", " ").replace("-", " ").replace(",", " ").split())
+    if "MIG" in words:
+        return None
     return next((ACCELERATORS[name] for asked, name in _WORDS if words.issuperset(asked)), None)
 
 

@@ -83,7 +83,11 @@ def _failed_ranks(observed: Observed) -> Break | Settling | None:
     wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
     if oldest < wait:
         return Settling(wait - oldest)
-    worker, heard = max(failing.items(), key=lambda item: (item[1] in root, item[1].halted_for))
+    # A refusal ends the job, so that is what is told; else the oldest of the causes.
+    worker, heard = max(
+        failing.items(),
+        key=lambda item: (item[1].report.failure is FailureKind.REFUSED, item[1] in root, item[1].halted_for),
+    )
     return Break(RANK_FAILURE, f"worker {worker}: {heard.report.message or 'a rank failed'}", detected_in=oldest)
 
 

@@ -155,6 +155,7 @@ def test_experts_fill_context_before_data() -> None:
         ("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB"),
         ("A100-SXM4-80GB", "A100-SXM4-80GB"),
         ("NVIDIA-H200", "H200-SXM5-141GB"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
         ("NVIDIA-GB200", "GB200"),
         ("NVIDIA-B200", "B200"),
         ("GH-96", "GH200-96GB"),
@@ -171,6 +172,8 @@ def test_products_are_found_by_their_words(product: str, name: str) -> None:
 
 def test_an_unknown_product_is_unknown() -> None:
     assert accelerator("Radeon") is None
+    assert accelerator("NVIDIA-A100-SXM4-80GB-MIG-1g.10gb") is None
+    assert accelerator("NVIDIA H100 80GB HBM3 MIG 3g.40gb") is None
 
 
 @pytest.mark.parametrize("levels", [(), (Level("leaf", 64, 1e9), Level("nvlink", 8, 1e9)), (Level("x", 0, 1e9),)])

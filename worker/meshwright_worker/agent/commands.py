@@ -32,6 +32,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         )
     except OSError:
         os.close(lifeline)
+        output.close()
         raise
     finally:
         os.close(lifeline_read)

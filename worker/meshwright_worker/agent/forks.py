@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from meshwright_worker.agent.ranks import LiveRank, open_pipe, signal_process
+from meshwright_worker.agent.ranks import LiveRank, Pipe, open_pipe, signal_process
 from meshwright_worker.rank_server import MAX_MESSAGE, RUNTIME_MODULE, encode_request
 from meshwright_worker.task import RankTask
 
@@ -86,20 +86,24 @@ class RankServer:
         await self.ready()
         assert self._channel is not None
         request = encode_request(task, environment)
-        try:
-            events, events_write = await open_pipe()
-            output, output_write = await open_pipe()
-            self._forked = asyncio.get_running_loop().create_future()
+        with contextlib.ExitStack() as undo:
             try:
-                socket.send_fds(self._channel, [request], [events_write, output_write])
-            finally:
-                os.close(events_write)
-                os.close(output_write)
-            async with asyncio.timeout(FORK_SECONDS):
-                pid = await self._forked
-        except (TimeoutError, OSError) as error:
-            await self.stop()
-            raise RankServerError(f"cannot fork rank {task.rank}: {error or 'the rank server is stuck'}") from error
+                events, events_write = await open_pipe()
+                undo.callback(events.close)
+                output, output_write = await open_pipe()
+                undo.callback(output.close)
+                self._forked = asyncio.get_running_loop().create_future()
+                try:
+                    socket.send_fds(self._channel, [request], [events_write, output_write])
+                finally:
+                    os.close(events_write)
+                    os.close(output_write)
+                async with asyncio.timeout(FORK_SECONDS):
+                    pid = await self._forked
+            except (TimeoutError, OSError) as error:
+                await self.stop()
+                raise RankServerError(f"cannot fork rank {task.rank}: {error or 'the rank server is stuck'}") from error
+            undo.pop_all()
         return self._live(task.rank, pid, output, events)
 
     async def stop(self) -> None:
@@ -125,7 +129,7 @@ class RankServer:
             return "it closed its channel"
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}, see the pod's log"
 
-    def _live(self, rank: int, pid: int, output: asyncio.StreamReader, events: asyncio.StreamReader) -> LiveRank:
+    def _live(self, rank: int, pid: int, output: Pipe, events: Pipe) -> LiveRank:
         ended = self._exits[pid]
 
         async def wait() -> int:

@@ -20,6 +20,22 @@ log = logging.getLogger(__name__)
 LAST_WORDS_SECONDS = 1.0
 
 
+EVENT_BYTES = 1 << 20
+"""The longest event: a step's tells of each mixture of the model, and there may be a thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """The end of a pipe that this process reads."""
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+    def close(self) -> None:
+        """Read no more, whoever still writes."""
+        self.transport.close()
+
+
 @dataclass(frozen=True, slots=True)
 class LiveRank:
     """A started process and the means to reach it."""
@@ -32,44 +48,53 @@ class LiveRank:
     """Asks it to stop (SIGTERM)."""
     kill: Callable[[], None]
     """Ends it at once, and what it started."""
-    output: asyncio.StreamReader
-    events: asyncio.StreamReader | None
+    output: Pipe
+    events: Pipe | None
     """None for the user's command, which tells nothing."""
 
 
 async def supervise(live: LiveRank, generation: int, inbox: Inbox, write_line: Callable[[str], None]) -> None:
     """Turn one rank's life into events; the last is `RankExited`, after everything that the rank told."""
     pump = OutputPump(live.rank, write_line)
-    readers = [asyncio.create_task(pump.run(live.output))]
+    readers = [asyncio.create_task(pump.run(live.output.reader))]
     if live.events is not None:
-        readers.append(asyncio.create_task(_read_events(live.events, live.rank, generation, inbox)))
+        readers.append(asyncio.create_task(_read_events(live.events.reader, live.rank, generation, inbox)))
     try:
         code = await live.wait()
         await asyncio.wait(readers, timeout=LAST_WORDS_SECONDS)
     finally:
         for reader in readers:
             reader.cancel()
+        for pipe in (live.output, live.events):
+            if pipe is not None:
+                pipe.close()
     pump.close()
     inbox.put_nowait(RankExited(generation, live.rank, code, tuple(pump.tail)))
 
 
 async def _read_events(reader: asyncio.StreamReader, rank: int, generation: int, inbox: Inbox) -> None:
-    while line := await reader.readline():
+    line = b""
+    while True:
         try:
+            line = await reader.readline()
+            if not line:
+                return
             message = messages.decode(line)
-        except ValueError:
+        except ValueError:  # a line that is too long, too
             log.warning("rank %d wrote an event that cannot be read: %.200r", rank, line)
             continue
         inbox.put_nowait(RankTold(generation, rank, message))
 
 
-async def open_pipe() -> tuple[asyncio.StreamReader, int]:
+async def open_pipe() -> tuple[Pipe, int]:
     """A pipe to read from in the event loop, and the descriptor that a process is to write to."""
     read, write = os.pipe2(os.O_CLOEXEC)
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(limit=EVENT_BYTES)
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", buffering=0))
-    return reader, write
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", buffering=0)
+    )
+    return Pipe(reader, transport), write
 
 
 def signal_process(pid: int, number: int) -> None:

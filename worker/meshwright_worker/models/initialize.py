@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.architecture import Architecture
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP
-from meshwright_worker.precision import PARAMETER_DTYPE
+from meshwright_worker.precision import PARAMETER_DTYPE, wide
 
 _RESIDUAL_OUTPUTS = (
     "attention.output.weight",
@@ -33,7 +33,8 @@ def materialize(stage: DecoderStage, device: torch.device, home: torch.device | 
     stage.to_empty(device=home or device)
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
+            # Routers' biases move by steps too small for bf16, also where parameters are.
+            setattr(module, name, torch.empty_like(buffer, device=device, dtype=wide(buffer).dtype))
     stage.tie()
 
 

@@ -35,7 +35,7 @@ def attend(
     """
     size = value.shape[-1]
     key, value = _for_every_head(key, query), _for_every_head(value, query)
-    if _plain(query):
+    if _plain(query, value):
         return _plain_attend(query, key, value, causal, scale)
     query, key, value = _same_sizes(query, key, value)
     if query.is_cuda:
@@ -65,7 +65,7 @@ def attend_backward(
     """
     heads, size, head_size = key.shape[1], value.shape[-1], query.shape[-1]
     key, value = _for_every_head(key, query), _for_every_head(value, query)
-    if _plain(query):
+    if _plain(query, value):
         parts = _plain_backward(gradient, query, key, value, mixed, denominator, causal, scale)
     else:
         padded = _same_sizes(query, key, value)
@@ -115,8 +115,12 @@ def _cuda_backward(
     return parts
 
 
-def _plain(query: torch.Tensor) -> bool:
-    return query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16)
+def _plain(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether there is no kernel: flash attention takes short formats, heads up to 256, and GPUs since Ampere."""
+    if not query.is_cuda:
+        return False
+    short = query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= 256
+    return not short or torch.cuda.get_device_capability(query.device) < (8, 0)
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
