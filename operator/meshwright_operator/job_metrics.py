@@ -17,8 +17,11 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol import Progress
 from meshwright_operator.cache import JobKey
 from meshwright_operator.clock import parse_time
+from meshwright_operator.decide.progress import LARGEST
 
 JOB = ["namespace", "job_name"]
+LONGEST_STEP_SECONDS = 86400.0
+"""What an agent tells beyond it is not believed."""
 
 
 @dataclass(slots=True)
@@ -40,13 +43,15 @@ class JobRecord:
         self.status = status
         self._spend(clock)
         self.phase = phase_of(status)
-        if progress is None or progress.step < 0:
+        # From a tenant's pod: what would fit no number is no progress.
+        if progress is None or not 0 <= progress.step <= LARGEST:
             return
         step = progress.step
+        seconds = progress.step_seconds if 0 <= progress.step_seconds <= LONGEST_STEP_SECONDS else 0.0
         if self.furthest_step is None:
             self.furthest_step = step
         if step > self.furthest_step:
-            self.productive += (step - self.furthest_step) * max(0.0, progress.step_seconds)
+            self.productive += (step - self.furthest_step) * seconds
             self.furthest_step = step
         if self.last_step is not None and step < self.last_step:
             self.lost_steps += self.last_step - step

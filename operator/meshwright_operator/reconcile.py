@@ -248,13 +248,16 @@ class Reconciler:
     async def _tell(self, key: JobKey, error: Exception) -> None:
         """Says on the job what kept it from being acted on, where its owner can do something about it."""
         job = self._cache.jobs.get(key)
-        refused = isinstance(error, ApiError) and error.code in (400, 403, 422)
-        if job is None or not (refused or isinstance(error, ForeignObjectError)):
+        if job is None or (isinstance(error, ApiError) and error.code not in (400, 403, 422)):
             return
         if isinstance(error, StatusRefusedError) and job["metadata"]["uid"] in self._untold:
             return
+        foreseen = isinstance(error, ApiError | ForeignObjectError)
+        note = Note("ActionRefused", str(error), WARNING)
+        if not foreseen:
+            note = Note("ReconcileFailed", f"tried again and again: {type(error).__name__}: {error}", WARNING)
         with contextlib.suppress(Exception):
-            self._events.post(job, Note("ActionRefused", str(error), WARNING))
+            self._events.post(job, note)
 
     async def _forget(self, key: JobKey) -> None:
         """Drops all that is remembered of a job that is gone."""

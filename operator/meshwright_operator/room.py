@@ -16,6 +16,7 @@ from meshwright_operator.clock import parse_time
 from meshwright_operator.decide import handover
 from meshwright_operator.decide import placement as decisions
 from meshwright_operator.decide.draft import Draft
+from meshwright_operator.decide.placement import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.recovery import SPEC_CHANGED
 from meshwright_operator.line import Waiting
 from meshwright_operator.placing import Placer, TurnError
@@ -80,6 +81,8 @@ class Room:
             found, slots = await asyncio.to_thread(map_plan, plan, inventory, pricer, draft.map.pods, draft.map.stay)
         except ValueError as error:  # a node that was given is gone again: its pod goes next
             draft.starting(str(error))
+            draft.map = None
+            draft.again_in(RETRY_PLACEMENT_SECONDS)
             return
         handover.mapped(draft, found, slots)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -26,6 +27,8 @@ from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.placing import Placer
 from meshwright_operator.pods import Pod
 from meshwright_operator.words import with_remarks
+
+log = logging.getLogger(__name__)
 
 NO_NODES = Inventory()
 
@@ -168,6 +171,10 @@ def _plans(
     except PlanError as error:
         strange = inventory.warnings if error.depends_on_cluster else ()
         raise RefusedError(error.reason, with_remarks(str(error), strange), waits=error.depends_on_cluster) from None
+    except (ValueError, ArithmeticError, LookupError, TypeError) as error:
+        # A fault of the planner's: the owner is told, and what runs goes on.
+        log.exception("the planner failed")
+        raise RefusedError("PlannerFailed", f"no plan was made: {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)

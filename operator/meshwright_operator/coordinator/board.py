@@ -187,7 +187,7 @@ class Board:
         """Takes a report; whether it tells something that wants a decision, rather than plain progress."""
         old = self._reports.get(report.worker)
         now = self._clock()
-        self._newest = max(self._newest, report.generation)
+        self._name_generation(report.generation)
         if old is not None and (old.report.incarnation, old.report.generation) > (
             report.incarnation,
             report.generation,

@@ -26,7 +26,7 @@ from meshwright_operator.decide.applied import encode
 from meshwright_operator.decide.conditions import still_holds
 from meshwright_operator.decide.draft import Draft
 from meshwright_operator.decide.mesh import form
-from meshwright_operator.decide.observed import Observed, has_started
+from meshwright_operator.decide.observed import Observed, WorkerState, has_started
 from meshwright_operator.events import WARNING
 from meshwright_operator.words import counted
 
@@ -109,7 +109,9 @@ def _suspend(draft: Draft) -> None:
         draft.mesh.pending_cause = recovery.RESUME
         draft.mesh.pending_since = format_time(observed.now)
     draft.delete_live_pods()
-    live = len(observed.live_pods)
+    # Nobody reaches a pod on a node that is down: it ends when the node is back, or is given up with it.
+    lost = [w.pod for w in observed.workers if w.state is WorkerState.LOST]
+    live = sum(pod not in lost for pod in observed.live_pods)
     if live:
         draft.situation("Suspending", f"waiting for {live} {'pod' if live == 1 else 'pods'} to save and end")
         return
@@ -146,7 +148,7 @@ def _drive(draft: Draft) -> None:
             draft.again_in(verdict.seconds)
             return
         _break(draft, verdict)
-        if verdict.lost:
+        if verdict.lost and not lifecycle.finished(draft.status):
             draft.starting(verdict.message)
             return
     if lifecycle.finished(draft.status):
@@ -219,7 +221,7 @@ def _toward_generation(draft: Draft) -> None:
         placement.give_up(draft, gang.GiveUp(observed.refusal.reason, observed.refusal.message))
         return
     step = gang.next_step(observed, cause)
-    if isinstance(step, gang.Place | gang.Wait) and (pause := placement.retry_left(draft)) > 0:
+    if isinstance(step, gang.Place | gang.Wait | gang.GiveUp) and (pause := placement.retry_left(draft)) > 0:
         placement.held(draft, pause)
         return
     match step:

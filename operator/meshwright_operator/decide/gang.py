@@ -111,7 +111,7 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
         return Wait(f"waiting for {count} {_pods(count)} to end")
     missing = tuple(w for w in observed.workers if w.state in ENDED)
     if missing:
-        crashed = recovery.fresh_crashes(observed)
+        crashed = [w for w in missing if w.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)]
         if (seconds := recovery.crash_wait(observed, crashed)) > 0:
             return Wait(f"{recovery.crash_message(crashed)}; waiting before the next try", seconds=seconds)
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
@@ -169,7 +169,8 @@ def _gather(observed: Observed, pending_cause: str) -> Step:
     if pending_cause in (recovery.RANK_FAILURE, recovery.HANG):
         since = parse_time(observed.mesh.pending_since) or observed.now
         delay = recovery.backoff_seconds(recovery.failures_so_far(observed))
-        left = delay - (observed.now - since).total_seconds()
+        # Another operator's clock may have been ahead when it wrote this.
+        left = min(delay, delay - (observed.now - since).total_seconds())
         if left > 0:
             return Wait(f"waiting {delay:.0f} s before the next try", seconds=left)
     return Form()

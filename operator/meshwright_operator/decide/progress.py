@@ -80,14 +80,16 @@ def _note_checkpoint(observed: Observed, report: WorkerReport, status: ParallelT
     commit = report.checkpoint
     if commit is None or (status.checkpoint is not None and status.checkpoint.step == commit.step):
         return
-    moment = parse_time(commit.time) or observed.now
+    told = parse_time(commit.time)
     try:
+        moment = told if told is not None and told.year >= 1970 else observed.now  # noqa: PLR2004 - the epoch
         status.checkpoint = CheckpointStatus(step=commit.step, time=format_time(moment), path=commit.path)
-    except ValidationError:
+    except (ValidationError, OverflowError):
         return
 
 
 def _count(value: float) -> int | None:
-    if not math.isfinite(value) or not 0 <= value <= LARGEST:
+    # Neither a number that is none nor one beyond any float passes.
+    if not 0 <= value <= LARGEST:
         return None
     return int(value)

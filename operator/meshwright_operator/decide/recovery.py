@@ -7,13 +7,14 @@ count as a lost pod (which never uses up `recovery.maxRestarts`), not as a failu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from meshwright.protocol import FailureKind
 from meshwright.protocol import WorkerState as AgentState
 from meshwright_operator.clock import parse_time
 from meshwright_operator.coordinator.board import Heard
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
-from meshwright_operator.pods import EVICTIONS, PREEMPTIONS
+from meshwright_operator.pods import EVICTIONS, PREEMPTIONS, Pod
 
 START = "Start"
 RESUME = "Resume"
@@ -132,8 +133,13 @@ def fresh_crashes(observed: Observed) -> list[Worker]:
         for worker in observed.workers
         if worker.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)
         and worker.pod is not None
-        and (since is None or worker.pod.ended is None or worker.pod.ended >= since)
+        and (since is None or worker.pod.ended is None or max(worker.pod.ended, _made(worker.pod)) >= since)
     ]
+
+
+def _made(pod: Pod) -> datetime:
+    """When a pod was made, by the API server's clock: that of its node may be behind."""
+    return pod.created or datetime.min.replace(tzinfo=UTC)
 
 
 def crash_wait(observed: Observed, crashed: list[Worker]) -> float:
@@ -142,7 +148,8 @@ def crash_wait(observed: Observed, crashed: list[Worker]) -> float:
     if not ends:
         return 0.0
     wait = min(SETTLE_SECONDS * 2.0 ** min(failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
-    return max(0.0, wait - (observed.now - max(ends)).total_seconds())
+    # By clocks of nodes, which may be ahead.
+    return max(0.0, min(wait, wait - (observed.now - max(ends)).total_seconds()))
 
 
 def failures_so_far(observed: Observed) -> int:
