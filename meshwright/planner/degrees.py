@@ -24,6 +24,7 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.job import Job
 from meshwright.planner.pricing import Pricer
+from meshwright.planner.runs import Runnable
 from meshwright.planner.savings import TRIED, checkpointings, contexts, runs
 from meshwright.planner.search.search import AS_GOOD
 from meshwright.planner.search.shapes import divisors
@@ -66,6 +67,8 @@ class Search:
     """What tells layouts of as many GPUs apart; without it the order of preference does."""
     asked: Job | None = None
     """The job of the search that this one comes from."""
+    runnable: Runnable | None = None
+    """What ranks take; without it, whatever can be divided."""
 
     @cached_property
     def job(self) -> Job:
@@ -128,6 +131,8 @@ class Search:
             if world is not None and layout.world_size != world:
                 continue
             candidate = self.with_micro_batches(layout)
+            if not self.runs(candidate):
+                continue
             if not self.hardware.known:
                 return [candidate], []
             gpus = self.hardware.gpus_that_hold(candidate.needed)
@@ -139,6 +144,11 @@ class Search:
             if gpus and not fallback:
                 fallback = [candidate]
         return found, fallback
+
+    def runs(self, one: Candidate) -> bool:
+        """Whether ranks would run a candidate rather than refuse it."""
+        ask = self.runnable
+        return ask is None or ask(one.layout, one.micro_batches, one.schedule, one.checkpointing)
 
     def seconds(self, candidate: Candidate) -> float:
         """Of a step; 0 without a price."""
@@ -251,7 +261,7 @@ class Search:
         """The layout with each number of micro-batches for which enough GPUs hold it, the schedule being decided."""
         for count in self.micro_batch_counts(layout.pipeline):
             candidate = self._candidate(layout, count)
-            if self.hardware.gpus_that_hold(candidate.needed) >= layout.world_size:
+            if self.hardware.gpus_that_hold(candidate.needed) >= layout.world_size and self.runs(candidate):
                 yield candidate
 
     def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:

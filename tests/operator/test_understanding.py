@@ -19,6 +19,8 @@ from tests.operator.builders import JOB, NOW, pod, running_status, spec
 from tests.operator.support import job, node
 
 KEY = JobKey("default", JOB)
+ZERO = {"tensor": 2, "pipeline": 2, "microBatches": 2, "zeroStage": 1}
+TRAINING = {"steps": 50, "globalBatchSize": 8, "sequenceLength": 64}
 
 
 def look(status: ParallelTrainingJobStatus | None, pods: list[Pod] | None = None, **fields: Any) -> Observed:
@@ -60,9 +62,10 @@ def test_an_edit_that_restarts_the_gang_comes_with_what_runs() -> None:
         ({"workers": "none"}, "InvalidSpec", False, "spec.workers"),
         ({"parallelism": {"tensor": 3}}, "InvalidSpec", False, "spec.parallelism.tensor"),
         ({"data": {"source": "Files", "claimName": "c"}}, "ImmutableField", False, "spec.data: may not be changed"),
+        ({"training": {**TRAINING, "optimizer": {"name": "Muon"}}, "parallelism": ZERO}, "InvalidSpec", False, "Muon`"),
         ({"workers": {"image": "i", "gpusPerWorker": 4}}, "NoNodeLargeEnough", True, "gpusPerWorker"),
     ],
-    ids=["below its bound", "wrong type", "contradiction", "immutable", "no such node"],
+    ids=["below its bound", "wrong type", "contradiction", "immutable", "what ranks refuse", "no such node"],
 )
 def test_an_edit_that_cannot_be_is_held_and_the_gang_goes_on(
     fields: dict[str, Any], reason: str, waits: bool, text: str
