@@ -179,14 +179,19 @@ def _ranked(spec: ParallelTrainingJobSpec, search: Search) -> list[Candidate]:
     Raises:
         PlanError: there are none; with what ranks refuse where that is why.
     """
-    ranked = replace(search, runnable=runnable(spec, search.architecture)).ranked()
-    if ranked:
-        return ranked
-    refused = search.ranked()
+    try:
+        ranked = replace(search, runnable=runnable(spec, search.architecture)).ranked()
+        if ranked:
+            return ranked
+        refused = search.ranked()
+    except ValueError as error:
+        # What a split or a schedule cannot be made of, such as a `layerSplit` of another model.
+        raise PlanError(str(error), "InvalidSpec") from error
     if not refused:
         raise nothing_fits(search)
     told = [_plan(spec, search.architecture, one, ()).problems(spec) for one in refused]
-    raise PlanError("; ".join(min(told, key=len)), "InvalidSpec")
+    fewest = min(told, key=len)
+    raise PlanError("; ".join(fewest), "InvalidSpec")
 
 
 def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
