@@ -131,8 +131,6 @@ class Search:
             if world is not None and layout.world_size != world:
                 continue
             candidate = self.with_micro_batches(layout)
-            if not self.runs(candidate):
-                continue
             if not self.hardware.known:
                 return [candidate], []
             gpus = self.hardware.gpus_that_hold(candidate.needed)
@@ -177,7 +175,7 @@ class Search:
             for tensor in self.tensors():
                 for expert in self.experts():
                     layout = Layout(tensor, pipeline, self.replicas, self.parallelism.sharing, expert)
-                    if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
+                    if self._fits_workers(layout) and self._taken(layout, self.micro_batch_counts(pipeline)):
                         yield layout
 
     def tensors(self) -> list[int]:
@@ -259,14 +257,22 @@ class Search:
 
     def held(self, layout: Layout) -> Iterator[Candidate]:
         """The layout with each number of micro-batches for which enough GPUs hold it, the schedule being decided."""
-        for count in self.micro_batch_counts(layout.pipeline):
+        counts = self.micro_batch_counts(layout.pipeline)
+        if not self._taken(layout, counts):
+            return
+        for count in counts:
             candidate = self._candidate(layout, count)
-            if self.hardware.gpus_that_hold(candidate.needed) >= layout.world_size and self.runs(candidate):
+            if self.hardware.gpus_that_hold(candidate.needed) >= layout.world_size:
                 yield candidate
 
     def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:
         memory = self.job.memory(layout, micro_batches)
         return Candidate(layout, micro_batches, memory, self.parallelism.order, self.training.checkpointing)
+
+    def _taken(self, layout: Layout, counts: list[int]) -> bool:
+        """Whether ranks take the layout: what they refuse, they refuse with every number that the schedule takes."""
+        order, again = self.parallelism.order, self.training.checkpointing
+        return bool(counts) and self.runs(Candidate(layout, counts[0], None, order, again))
 
     def _fits_workers(self, layout: Layout) -> bool:
         workers, rest = divmod(layout.world_size, self.gpus_per_worker)

@@ -180,18 +180,23 @@ def _ranked(spec: ParallelTrainingJobSpec, search: Search) -> list[Candidate]:
         PlanError: there are none; with what ranks refuse where that is why.
     """
     try:
-        ranked = replace(search, runnable=runnable(spec, search.architecture)).ranked()
-        if ranked:
+        ranked = search.ranked()
+        if not ranked:
+            raise nothing_fits(search)
+        told = [_plan(spec, search.architecture, one, ()).problems(spec) for one in ranked[:MAX_PLANS]]
+        if not any(told):
             return ranked
-        refused = search.ranked()
+        asking = replace(search, runnable=runnable(spec, search.architecture))
+        runs = [one for one in asking.ranked() if asking.runs(one)]
+    except PlanError:
+        raise
     except ValueError as error:
         # What a split or a schedule cannot be made of, such as a `layerSplit` of another model.
         raise PlanError(str(error), "InvalidSpec") from error
-    if not refused:
-        raise nothing_fits(search)
-    told = [_plan(spec, search.architecture, one, ()).problems(spec) for one in refused]
-    fewest = min(told, key=len)
-    raise PlanError("; ".join(fewest), "InvalidSpec")
+    if not runs:
+        fewest = min(told, key=len)
+        raise PlanError("; ".join(fewest), "InvalidSpec")
+    return runs
 
 
 def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:

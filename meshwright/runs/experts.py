@@ -18,9 +18,10 @@ def expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
     if spread > 1 and mixture is None:
         yield f"`parallelism.expert: {spread}` needs a `model.mixture`; without one only 1 fits"
         return
-    fits = nearest(spread, lambda n: replicas % n == 0 and experts % n == 0, replicas)
-    for name, value in {"replicas` x `parallelism.context": replicas, "model.mixture.experts": experts}.items():
-        if value % spread:
+    spread_over = {"replicas` x `parallelism.context": replicas, "model.mixture.experts": experts}
+    if uneven := {name: value for name, value in spread_over.items() if value % spread}:
+        fits = nearest(spread, lambda n: replicas % n == 0 and experts % n == 0, replicas)
+        for name, value in uneven.items():
             yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
     if mixture is None:
         return
@@ -43,9 +44,9 @@ def expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
         **({"model.mixture.intermediateSize": mixture.intermediate_size} if split else {}),
         "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
     }
-    fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
-    for name, value in widths.items():
-        if value % run.tensor:
+    if uneven := {name: value for name, value in widths.items() if value % run.tensor}:
+        fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
+        for name, value in uneven.items():
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
     if mixture.capacity_factor is not None and run.context > 1:
         yield (

@@ -91,9 +91,9 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
     }
     if run.parallelism.sequence:
         divisible["training.sequenceLength"] = training.sequence_length
-    fits = nearest(run.tensor, lambda n: not any(value % n for value in divisible.values()), model.heads)
-    for name, value in divisible.items():
-        if value % run.tensor:
+    if uneven := {name: value for name, value in divisible.items() if value % run.tensor}:
+        fits = nearest(run.tensor, lambda n: not any(value % n for value in divisible.values()), model.heads)
+        for name, value in uneven.items():
             yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
     if run.parallelism.tensor_overlap:
         yield from _overlap_problems(run, training)
