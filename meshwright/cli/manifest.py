@@ -27,7 +27,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: no valid YAML: {error}") from error
     for number, document in enumerate(documents, start=1):
         for field in ("apiVersion", "kind", "metadata"):

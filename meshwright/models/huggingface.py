@@ -31,11 +31,23 @@ def read_config(path: Path) -> Transformer:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path.name} must hold a JSON object, not {type(found).__name__}")
     return from_config(found)
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The model type; None when it is left out.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(f"`model_type` must be a text, not {str(kind)[:80]}")
+    return kind
 
 
 def from_config(config: Mapping[str, Any]) -> Transformer:
@@ -44,7 +56,7 @@ def from_config(config: Mapping[str, Any]) -> Transformer:
     Raises:
         ConfigError: a field is missing, of a wrong type, or of an unknown family.
     """
-    kind = config.get("model_type")
+    kind = kind_of(config)
     fields = Fields(completed(config))
     try:
         if kind == "gpt2":

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScaling
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface import DEEPSEEK, ConfigError, Fields
+from meshwright.models.huggingface import DEEPSEEK, ConfigError, Fields, kind_of
 from meshwright.models.published_defaults import completed
 from meshwright.models.published_mixtures import read_mixture, write_mixture
 from meshwright.models.published_rotary import read_scaling, write_scaling
@@ -43,7 +43,7 @@ def read_architecture(path: Path) -> Architecture:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path.name} must hold a JSON object, not {type(found).__name__}")
@@ -56,7 +56,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ConfigError: a field is missing or of a wrong type, or the runtime does not build such a model.
     """
-    kind, config = config.get("model_type"), completed(config)
+    kind, config = kind_of(config), completed(config)
     fields = Fields(config)
     if config.get("quantization_config"):
         raise ConfigError("`quantization_config` is not read by this runtime: name weights in fp32, bf16 or fp16")

@@ -24,6 +24,7 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.job import Job
 from meshwright.planner.pricing import Pricer
+from meshwright.planner.runs import Runnable
 from meshwright.planner.savings import TRIED, checkpointings, contexts, runs
 from meshwright.planner.search.search import AS_GOOD
 from meshwright.planner.search.shapes import divisors
@@ -66,6 +67,8 @@ class Search:
     """What tells layouts of as many GPUs apart; without it the order of preference does."""
     asked: Job | None = None
     """The job of the search that this one comes from."""
+    runnable: Runnable | None = None
+    """What ranks take; without it, whatever can be divided."""
 
     @cached_property
     def job(self) -> Job:
@@ -140,6 +143,11 @@ class Search:
                 fallback = [candidate]
         return found, fallback
 
+    def runs(self, one: Candidate) -> bool:
+        """Whether ranks would run a candidate rather than refuse it."""
+        ask = self.runnable
+        return ask is None or ask(one.layout, one.micro_batches, one.schedule, one.checkpointing)
+
     def seconds(self, candidate: Candidate) -> float:
         """Of a step; 0 without a price."""
         if self.pricer is None:
@@ -167,7 +175,7 @@ class Search:
             for tensor in self.tensors():
                 for expert in self.experts():
                     layout = Layout(tensor, pipeline, self.replicas, self.parallelism.sharing, expert)
-                    if self._fits_workers(layout) and self.micro_batch_counts(pipeline):
+                    if self._fits_workers(layout) and self._taken(layout, self.micro_batch_counts(pipeline)):
                         yield layout
 
     def tensors(self) -> list[int]:
@@ -249,7 +257,10 @@ class Search:
 
     def held(self, layout: Layout) -> Iterator[Candidate]:
         """The layout with each number of micro-batches for which enough GPUs hold it, the schedule being decided."""
-        for count in self.micro_batch_counts(layout.pipeline):
+        counts = self.micro_batch_counts(layout.pipeline)
+        if not self._taken(layout, counts):
+            return
+        for count in counts:
             candidate = self._candidate(layout, count)
             if self.hardware.gpus_that_hold(candidate.needed) >= layout.world_size:
                 yield candidate
@@ -257,6 +268,11 @@ class Search:
     def _candidate(self, layout: Layout, micro_batches: int) -> Candidate:
         memory = self.job.memory(layout, micro_batches)
         return Candidate(layout, micro_batches, memory, self.parallelism.order, self.training.checkpointing)
+
+    def _taken(self, layout: Layout, counts: list[int]) -> bool:
+        """Whether ranks take the layout: what they refuse, they refuse with every number that the schedule takes."""
+        order, again = self.parallelism.order, self.training.checkpointing
+        return bool(counts) and self.runs(Candidate(layout, counts[0], None, order, again))
 
     def _fits_workers(self, layout: Layout) -> bool:
         workers, rest = divmod(layout.world_size, self.gpus_per_worker)

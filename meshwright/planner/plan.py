@@ -22,6 +22,7 @@ from meshwright.planner.inventory import Inventory
 from meshwright.planner.pods import Amount, amount_of
 from meshwright.planner.pricing import Calibration, Pricer, pricer_for
 from meshwright.planner.reasons import nothing_fits, reasons_for, time_reasons
+from meshwright.planner.runs import problems_of, run_of, runnable
 from meshwright.protocol import RunConfig
 
 MAX_PLANS = 6
@@ -105,37 +106,11 @@ class Plan:
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
         """What the ranks run, with everything the spec left open filled in."""
-        checkpoint = spec.checkpoint
-        if checkpoint is not None and self.architecture is not None:
-            checkpoint = checkpoint.model_copy(
-                update={"every_steps": checkpoint.interval, "keep": checkpoint.retained},
-            )
-        training = spec.training
-        if training is not None:
-            training = training.model_copy(update={"activation_checkpointing": self.checkpointing})
-        return RunConfig(
-            tensor=self.layout.tensor,
-            pipeline=self.layout.pipeline,
-            data_parallel=self.layout.data,
-            context=self.layout.context,
-            expert=self.layout.expert,
-            micro_batches=self.micro_batches,
-            parallelism=spec.parallelism.model_copy(
-                update={
-                    "tensor": self.layout.tensor,
-                    "pipeline": self.layout.pipeline,
-                    "context": self.layout.context,
-                    "schedule": self.schedule,
-                    "expert": self.layout.expert,
-                    "micro_batches": self.micro_batches,
-                },
-            ),
-            architecture=self.architecture,
-            data=spec.data,
-            training=training,
-            checkpoint=checkpoint,
-            command=spec.runtime.command,
-        )
+        return run_of(spec, self.architecture, self.layout, self.micro_batches, self.schedule, self.checkpointing)
+
+    def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
+        """What its ranks would refuse; nothing where they would run."""
+        return problems_of(self.run_config(spec))
 
 
 def make_plan(
@@ -190,14 +165,38 @@ def _anew(
         return [_command_plan(spec)]
     _check_choices(spec, hardware)
     search = _search(spec, architecture, spec.training, hardware, pricer)
-    ranked = search.ranked()
-    if not ranked:
-        raise nothing_fits(search)
+    ranked = _ranked(spec, search)
     plans = []
     for chosen in ranked[:most]:
         plan = _priced(_plan(spec, architecture, chosen, reasons_for(search, chosen)), pricer)
         plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(search, plan.estimate))))
     return plans
+
+
+def _ranked(spec: ParallelTrainingJobSpec, search: Search) -> list[Candidate]:
+    """The layouts that fit and that ranks take, the best first.
+
+    Raises:
+        PlanError: there are none; with what ranks refuse where that is why.
+    """
+    try:
+        ranked = search.ranked()
+        if not ranked:
+            raise nothing_fits(search)
+        told = [_plan(spec, search.architecture, one, ()).problems(spec) for one in ranked[:MAX_PLANS]]
+        if not any(told):
+            return ranked
+        asking = replace(search, runnable=runnable(spec, search.architecture))
+        runs = [one for one in asking.ranked() if asking.runs(one)]
+    except PlanError:
+        raise
+    except ValueError as error:
+        # What a split or a schedule cannot be made of, such as a `layerSplit` of another model.
+        raise PlanError(str(error), "InvalidSpec") from error
+    if not runs:
+        fewest = min(told, key=len)
+        raise PlanError("; ".join(fewest), "InvalidSpec")
+    return runs
 
 
 def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
@@ -220,7 +219,10 @@ def _in_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Pa
 
 
 def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None, keep: PlanStatus) -> Plan | None:
-    """The plan with a running job's degrees for what the spec leaves out; None where the spec no longer allows them."""
+    """The plan with a running job's degrees for what the spec leaves out; None where the spec no longer allows them.
+
+    Its ranks run, so they are not asked again what they would refuse: rules that an upgrade adds end no job.
+    """
     if architecture is None or spec.training is None:
         return _command_plan(spec)
     asked = spec.parallelism

@@ -69,7 +69,7 @@ def understand(
     except RefusedError as error:
         return replace(look.at(_while_invalid(running, job)), held=_held(error))
     if revision_of(wanted) == revision_of(running):
-        return look.at(wanted)
+        return _told_later(look, running, wanted)
     return _edited(look, running, wanted)
 
 
@@ -143,6 +143,18 @@ def _edited(look: _Look, running: ParallelTrainingJobSpec, wanted: ParallelTrain
         return replace(look.at(wanted), fallback=as_it_runs)
     except RefusedError as error:
         return replace(as_it_runs, held=_held(error))
+
+
+def _told_later(look: _Look, running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> Observed:
+    """A started job whose gang stays: what ranks are told when they start next is held back where they refuse it."""
+    seen = look.at(wanted)
+    if wanted == running:
+        return seen
+    problems = seen.plan.problems(wanted)
+    if not problems or seen.plan.problems(running):
+        return seen
+    as_it_runs = look.at(with_live_fields(running, wanted))
+    return replace(as_it_runs, held=_held(RefusedError("InvalidSpec", "; ".join(problems))))
 
 
 def _held(error: RefusedError) -> Held:

@@ -64,3 +64,14 @@ def test_what_is_not_built_is_refused_and_counted(tmp_path: Path) -> None:
     assert run(tmp_path / "none.json").exit_code == 2
     path.unlink()
     assert "config.json cannot be read" in run(tmp_path).output
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [('{"model_type": ["x"]}', "must be a text, not ['x']"), ("[" * 100000, "no JSON")]
+)
+def test_what_is_no_configuration_is_told_of(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    refused = run(path)
+    assert refused.exit_code == 1
+    assert told in refused.output, refused.exception

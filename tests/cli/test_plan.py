@@ -35,6 +35,11 @@ def job(**spec: Any) -> dict[str, Any]:
     }
 
 
+MUON = {
+    "training": {"steps": 1, "globalBatchSize": 64, "sequenceLength": 64, "optimizer": {"name": "Muon"}},
+}
+
+
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
     documents = yaml.safe_load_all((ROOT / "examples/planner-chooses.yaml").read_text())
@@ -48,6 +53,37 @@ def manifest(tmp_path: Path) -> Path:
 
 def run(*words: object) -> Result:
     return CliRunner().invoke(main, ["plan", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["metadata: {creationTimestamp: 2020-13-41}", f"spec: {{replicas: {'9' * 5000}}}", "[" * 500],
+    ids=["no such day", "digits", "depth"],
+)
+def test_yaml_that_python_cannot_hold_is_told_of(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"kind: ParallelTrainingJob\n{text}\n" if text[0] != "[" else text)
+    for words in (("-f", path), ("-f", ROOT / "examples/planner-chooses.yaml", "--inventory", path)):
+        result = run(*words)
+        assert result.exit_code == 1
+        assert "job.yaml: " in result.output, result.exception
+
+
+def test_no_more_gpus_are_assumed_than_can_be_listed(manifest: Path) -> None:
+    result = run("-f", manifest, "--gpus", 1_000_000)
+    assert result.exit_code == 1
+    assert "--gpus: 1000000 is more than 100000 nodes of 8" in result.output
+
+
+def test_islands_are_planned_with_what_else_there_would_be(manifest: Path) -> None:
+    wanted = yaml.safe_load(manifest.read_text())
+    wanted["spec"]["replicas"] = 4
+    wanted["spec"]["parallelism"] = {}
+    wanted["spec"]["training"] |= {"outer": {"method": "DiLoCo"}, "sequenceLength": 4096}
+    manifest.write_text(yaml.safe_dump(wanted))
+    result = run("-f", manifest, "--gpus", 32)
+    assert result.exit_code == 0, result.output
+    assert "Not chosen" in result.output
 
 
 def inventory(tmp_path: Path, content: object) -> Path:
@@ -150,6 +186,9 @@ def test_a_wrong_inventory_names_entry_and_field(manifest: Path, tmp_path: Path,
     ("change", "told"),
     [
         ({"replicas": 0}, "spec.replicas"),
+        ({"parallelism": {"pipeline": 2, "layerSplit": [1, 2]}}, "spec.parallelism.layerSplit: must add up"),
+        ({"model": {"huggingFace": '{"model_type": ["x"]}'}}, "`model_type` must be a text"),
+        ({"parallelism": {"zeroStage": 1}, **MUON}, "`training.optimizer.name: Muon` does not go with"),
         ({"parallelism": {"tensor": 3}}, "tensor"),
         ({"model": {"preset": "llama-9"}}, "llama-9"),
         ({"workers": {"image": "i", "gpusPerWorker": 16}}, "gpusPerWorker"),

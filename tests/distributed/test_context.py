@@ -11,13 +11,13 @@ import torch
 
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
+from meshwright.runs.context_slices import Deal
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import Places
 from meshwright_worker.mesh import joined
 from meshwright_worker.models.layers import AttentionCore
 from meshwright_worker.parallel.context import groups_of, share_rows
-from meshwright_worker.parallel.context_slices import Deal
 from meshwright_worker.task import Outcome, RankTask
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run

@@ -15,10 +15,12 @@ from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.placing import Placer
 from meshwright_operator.pods import Pod
 from meshwright_operator.understanding import RefusedError, managed_here, understand
-from tests.operator.builders import JOB, NOW, pod, running_status, spec
+from tests.operator.builders import JOB, NOW, plan_status, pod, running_status, spec
 from tests.operator.support import job, node
 
 KEY = JobKey("default", JOB)
+ZERO = {"tensor": 2, "pipeline": 2, "microBatches": 2, "zeroStage": 1}
+TRAINING = {"steps": 50, "globalBatchSize": 8, "sequenceLength": 64}
 
 
 def look(status: ParallelTrainingJobStatus | None, pods: list[Pod] | None = None, **fields: Any) -> Observed:
@@ -60,9 +62,10 @@ def test_an_edit_that_restarts_the_gang_comes_with_what_runs() -> None:
         ({"workers": "none"}, "InvalidSpec", False, "spec.workers"),
         ({"parallelism": {"tensor": 3}}, "InvalidSpec", False, "spec.parallelism.tensor"),
         ({"data": {"source": "Files", "claimName": "c"}}, "ImmutableField", False, "spec.data: may not be changed"),
+        ({"training": {**TRAINING, "optimizer": {"name": "Muon"}}, "parallelism": ZERO}, "InvalidSpec", False, "Muon`"),
         ({"workers": {"image": "i", "gpusPerWorker": 4}}, "NoNodeLargeEnough", True, "gpusPerWorker"),
     ],
-    ids=["below its bound", "wrong type", "contradiction", "immutable", "no such node"],
+    ids=["below its bound", "wrong type", "contradiction", "immutable", "what ranks refuse", "no such node"],
 )
 def test_an_edit_that_cannot_be_is_held_and_the_gang_goes_on(
     fields: dict[str, Any], reason: str, waits: bool, text: str
@@ -75,6 +78,21 @@ def test_an_edit_that_cannot_be_is_held_and_the_gang_goes_on(
     assert seen.spec == spec()
     assert seen.generation == 2
     assert [worker.pod.name for worker in seen.workers if worker.pod] == [f"{JOB}-w{w}-0" for w in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism"),
+    [({"outer": {"method": "DiLoCo"}}, {}), ({"parameterOffload": True}, {"zeroStage": 3})],
+    ids=["islands", "parameters that replicas share"],
+)
+def test_scaling_to_what_ranks_would_refuse_is_held(training: dict[str, Any], parallelism: dict[str, Any]) -> None:
+    fields = {"training": {**TRAINING, **training}, "parallelism": {**ZERO, "zeroStage": 0, **parallelism}}
+    runs = spec(**fields)
+    seen = look(started(applied_spec=encode(runs), plan=plan_status(revision=revision_of(runs))), **fields, replicas=1)
+    assert seen.held is not None
+    assert seen.held.reason == "InvalidSpec"
+    assert next(iter(training)) in seen.held.message
+    assert seen.spec == runs
 
 
 def test_suspension_is_heard_however_damaged_the_rest_is() -> None:

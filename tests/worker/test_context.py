@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.parallelism import ContextMethod
+from meshwright.runs.context_slices import Deal, Slice, size
 from meshwright_worker.data.batch import Batch, Places
 from meshwright_worker.models.layers import AttentionCore
 from meshwright_worker.parallel.context import GatheredCore, own_slice
 from meshwright_worker.parallel.context_blocks import Block, blocks_of
 from meshwright_worker.parallel.context_kernels import attend, attend_backward
-from meshwright_worker.parallel.context_slices import Deal, Slice, size
 
 DEALS = st.builds(
     Deal,

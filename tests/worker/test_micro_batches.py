@@ -10,8 +10,8 @@ from meshwright.api.data import DataFormat
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Fp8Spec, Precision
 from meshwright.protocol import RunConfig
+from meshwright.runs.context_slices import Deal
 from meshwright_worker.micro_batches import COMPILED_LENGTHS, Cut, cut_of, is_padded
-from meshwright_worker.parallel.context_slices import Deal
 from tests.distributed.configs import small_run
 
 

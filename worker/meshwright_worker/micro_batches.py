@@ -20,11 +20,11 @@ import torch
 
 from meshwright.api.data import DataFormat, Packing
 from meshwright.protocol import RunConfig
+from meshwright.runs.context_slices import Deal
 from meshwright_worker.data.ahead import pinned
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.parallel.context import own_slice
-from meshwright_worker.parallel.context_slices import Deal
 
 COMPILED_LENGTHS = 4
 """Different lengths that compiled layers meet: each may be compiled for."""

@@ -1,28 +1,14 @@
-"""Which runs this runtime can execute, decided from numbers alone before any process group forms.
-
-A combination that would fail or train something else is refused here, with the field and the nearest values that work;
-a mismatch found inside a collective would show as a hang of all ranks. Knows no torch.
-"""
+"""A run's parts, once `meshwright.runs` has nothing against them: the ranks' look before any process group forms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from meshwright.api.data import DataSpec, Packing, Tokenizer
-from meshwright.api.shape import Activation, Norm
+from meshwright.api.data import DataSpec
 from meshwright.api.training import TrainingSpec
-from meshwright.models.adapters import unadapted
 from meshwright.models.architecture import Architecture
-from meshwright.models.mixture import contradictions
 from meshwright.protocol import RunConfig
-from meshwright_worker.combinations import combination_problems
-from meshwright_worker.data.tokenizer import VOCABULARY
+from meshwright.runs.nearest import nearest
+from meshwright.runs.problems import run_problems
 from meshwright_worker.failures import InvalidRunError
-from meshwright_worker.memory.validate import memory_problems
-from meshwright_worker.nearest import nearest
-from meshwright_worker.parallel.context_validate import context_problems
-from meshwright_worker.pipeline.validate import pipeline_problems
-from meshwright_worker.validate_replicas import replica_problems
 
 __all__ = ["InvalidRunError", "nearest", "validate"]
 
@@ -33,172 +19,10 @@ def validate(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
     Raises:
         InvalidRunError: a part is missing, or degrees, model, batch and data do not fit; lists every problem.
     """
-    if run.architecture is None or run.data is None or run.training is None:
-        raise InvalidRunError("`model`, `data` and `training` are required unless `runtime.command` is set")
-    problems = [*_expert_problems(run, run.architecture)]
-    if run.data_parallel * run.context % run.expert:
-        # There is no layout, and so nothing else to check.
-        raise InvalidRunError("; ".join(problems))
-    problems += [
-        *_model_problems(run.architecture),
-        *_length_problems(run.architecture, run.training),
-        *_evaluation_problems(run.training, run.data),
-        *_tensor_problems(run, run.architecture, run.training),
-        *context_problems(run, run.architecture, run.training),
-        *pipeline_problems(run, run.architecture, run.training),
-        *_training_problems(run, run.training),
-        *_adapter_problems(run.architecture, run.training),
-        *memory_problems(run, run.training),
-        *replica_problems(run),
-        *combination_problems(run, run.training),
-        *_data_problems(run, run.architecture, run.data),
-    ]
+    problems = run_problems(run)
     if problems:
         raise InvalidRunError("; ".join(problems))
+    assert run.architecture is not None
+    assert run.data is not None
+    assert run.training is not None
     return run.architecture, run.data, run.training
-
-
-def _model_problems(model: Architecture) -> Iterator[str]:
-    hidden, heads = model.hidden_size, model.heads
-    if model.head_size == hidden // heads and (hidden % heads or model.head_size % 2):
-        fits = nearest(heads, lambda n: hidden % n == 0 and hidden // n % 2 == 0, hidden)
-        yield f"`model.heads: {heads}` must divide `model.hiddenSize: {hidden}` into even widths; nearest: {fits}"
-    if heads % model.kv_heads:
-        fits = nearest(model.kv_heads, lambda n: heads % n == 0, heads)
-        yield f"`model.kvHeads: {model.kv_heads}` must divide `model.heads: {heads}`; nearest: {fits}"
-    if model.rope_size % 2:
-        name = "model.latent.ropeSize" if model.latent else "model.headSize"
-        yield f"`{name}: {model.rope_size}` must be even; nearest: {model.rope_size - 1}, {model.rope_size + 1}"
-    if model.biases and model.norm is not Norm.LAYER_NORM:
-        yield f"`model.biases: true` needs `model.norm: LayerNorm`, not `{model.norm}`"
-    if model.latent and (model.kv_heads != heads or model.biases or model.attention_biases or model.query_key_norms):
-        yield (
-            f"`model.latent` needs `model.kvHeads: {heads}`, and excludes `model.biases`, `model.attentionBiases` and "
-            "`model.queryKeyNorms`"
-        )
-    if model.mixture is not None and (not model.gated or model.biases or model.activation is not Activation.SILU):
-        yield "`model.mixture` needs `model.gated: true`, `model.activation: SiLU` and no `model.biases`"
-    if model.positions and (model.latent or model.rope_scaling):
-        yield "`model.positions` excludes `model.latent` and `model.ropeScaling`: both turn by rotary positions"
-
-
-def _adapter_problems(model: Architecture, training: TrainingSpec) -> Iterator[str]:
-    if training.lora is not None and (problem := unadapted(training.lora, model)):
-        yield f"`training.lora.targets`: {problem}"
-
-
-def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
-    divisible = {
-        "model.heads": model.heads,
-        "model.kvHeads": model.kv_heads,
-        "model.intermediateSize": model.intermediate_size,
-        "model.vocabSize": model.vocab_size,
-    }
-    if run.parallelism.sequence:
-        divisible["training.sequenceLength"] = training.sequence_length
-    fits = nearest(run.tensor, lambda n: not any(value % n for value in divisible.values()), model.heads)
-    for name, value in divisible.items():
-        if value % run.tensor:
-            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
-    if run.parallelism.tensor_overlap:
-        yield from _overlap_problems(run, training)
-
-
-def _overlap_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
-    if run.tensor == 1 or not run.parallelism.sequence:
-        yield (
-            "`parallelism.tensorOverlap: true` needs `parallelism.sequence: true` and `parallelism.tensor` of at least "
-            f"2, not {run.tensor}: it takes the collectives of sequence parallelism apart"
-        )
-    if training.fp8 is not None or training.lora is not None:
-        yield (
-            "`parallelism.tensorOverlap: true` needs `training.fp8` and `training.lora` left out: fp8 scales are of "
-            "whole tensors, and adapters are too narrow to hide anything"
-        )
-
-
-def _expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
-    mixture, replicas, spread = model.mixture, run.data_parallel * run.context, run.expert
-    experts = mixture.experts if mixture else 1
-    if spread > 1 and mixture is None:
-        yield f"`parallelism.expert: {spread}` needs a `model.mixture`; without one only 1 fits"
-        return
-    fits = nearest(spread, lambda n: replicas % n == 0 and experts % n == 0, replicas)
-    for name, value in {"replicas` x `parallelism.context": replicas, "model.mixture.experts": experts}.items():
-        if value % spread:
-            yield f"`parallelism.expert: {spread}` must divide `{name}: {value}`; nearest that fit: {fits}"
-    if mixture is None:
-        return
-    if not model.gated or model.biases or model.activation is not Activation.SILU:
-        yield "`model.mixture` needs `gated: true`, `biases: false` and `activation: SiLU`: experts are SwiGLU"
-    yield from (f"`model.mixture.{field}` {must}" for field, must in contradictions(mixture, model.layers))
-    if _uses_fp8(run) and spread > 1 and spread % run.context and run.context % spread:
-        fits = nearest(spread, lambda n: replicas % n == 0 and (n % run.context == 0 or run.context % n == 0), replicas)
-        yield (
-            f"`parallelism.expert: {spread}` must divide `parallelism.context: {run.context}`, or be a multiple of it, "
-            f"with `training.fp8`, whose scales are of whole sequences; nearest that fit: {fits}"
-        )
-    if not run.parallelism.expert_tensor and (not run.parallelism.sequence or _uses_fp8(run)):
-        yield (
-            "`parallelism.expertTensor: false` needs `parallelism.sequence: true` and no `training.fp8`: GPUs with "
-            "whole experts route positions of their own, and fp8 scales are of all"
-        )
-    split = run.parallelism.expert_tensor
-    widths = {
-        **({"model.mixture.intermediateSize": mixture.intermediate_size} if split else {}),
-        "model.mixture.sharedIntermediateSize": mixture.shared_intermediate_size,
-    }
-    fits = nearest(run.tensor, lambda n: not any(value % n for value in widths.values()), model.heads)
-    for name, value in widths.items():
-        if value % run.tensor:
-            yield f"`parallelism.tensor: {run.tensor}` must divide `{name}: {value}`; nearest that fit: {fits}"
-    if mixture.capacity_factor is not None and run.context > 1:
-        yield (
-            "`model.mixture.capacityFactor` needs `parallelism.context: 1`: which tokens come first is not known where "
-            "ranks hold parts of a sequence"
-        )
-
-
-def _uses_fp8(run: RunConfig) -> bool:
-    return run.training is not None and run.training.fp8 is not None
-
-
-def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
-    parts = run.data_parallel * run.micro_batches
-    batch = training.global_batch_size
-    if batch % parts:
-        fits = nearest(batch, lambda n: n % parts == 0, batch + parts)
-        yield (
-            f"`training.globalBatchSize: {batch}` must be divisible by `replicas: {run.data_parallel}` times "
-            f"`parallelism.microBatches: {run.micro_batches}`; nearest: {fits}"
-        )
-    optimizer = training.optimizer
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield (
-            f"`training.optimizer.minLearningRate: {optimizer.min_learning_rate}` must not be above "
-            f"`training.optimizer.learningRate: {optimizer.learning_rate}`"
-        )
-
-
-def _length_problems(model: Architecture, training: TrainingSpec) -> Iterator[str]:
-    if 0 < model.positions < training.sequence_length:
-        yield (
-            f"`training.sequenceLength: {training.sequence_length}` must be at most "
-            f"`model.positions: {model.positions}`: each position needs a row"
-        )
-
-
-def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str]:
-    if training.evaluation is not None and not data.held_out:
-        yield "`training.evaluation` needs `data.heldOut` above 0: it is measured on documents that are not trained on"
-
-
-def _data_problems(run: RunConfig, model: Architecture, data: DataSpec) -> Iterator[str]:
-    # What the files of other tokenizers need is not known without reading them: `data.vocabulary` does.
-    if data.tokenizer is Tokenizer.BYTE and model.vocab_size < VOCABULARY:
-        yield (
-            f"`model.vocabSize: {model.vocab_size}` must be at least {VOCABULARY} for `data.tokenizer: Byte`; nearest: "
-            f"{-(-VOCABULARY // run.tensor) * run.tensor}"
-        )
-    if data.balance and data.packing is not Packing.DOCUMENTS:
-        yield "`data.balance: true` needs `data.packing: Documents`: without documents every row costs the same"

@@ -43,6 +43,11 @@ def _split_is_of_stages(spec: Spec) -> bool:
     return split is None or (spec.parallelism.pipeline is not None and len(split) == _stages(spec))
 
 
+def _split_adds_up(spec: Spec) -> bool:
+    split, layers = spec.parallelism.layer_split, spec.model.layers if spec.model is not None else None
+    return split is None or layers is None or sum(split) == layers
+
+
 def _chunks_have_layers(spec: Spec) -> bool:
     layers = spec.model.layers if spec.model is not None else None
     return layers is None or layers >= _stages(spec)
@@ -115,6 +120,13 @@ PIPELINE_RULES = (
         "!has(self.parallelism.layerSplit) || (has(self.parallelism.pipeline)"
         f" && self.parallelism.layerSplit.size() == {_STAGES_CEL})",
         _split_is_of_stages,
+    ),
+    Rule(
+        "parallelism.layerSplit",
+        "must add up to `model.layers`: each layer is in one stage",
+        "!has(self.parallelism.layerSplit) || !has(self.model) || !has(self.model.layers)"
+        " || self.parallelism.layerSplit.sum() == self.model.layers",
+        _split_adds_up,
     ),
     Rule(
         "parallelism.pipeline",

@@ -13,7 +13,7 @@ from meshwright.api.job import InvalidSpecError
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.cli.plan.answer import answer
 from meshwright.cli.plan.document import document
-from meshwright.cli.plan.inventory_file import InventoryFileError, NodeEntry, nodes_of, read_nodes
+from meshwright.cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
 from meshwright.cli.plan.text import lines
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
@@ -95,7 +95,7 @@ def _job(filename: Path) -> dict[str, Any]:
         documents = list(yaml.safe_load_all(filename.read_text()))
     except OSError as error:
         raise click.ClickException(f"{filename}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise click.ClickException(f"{filename}: no valid YAML: {error}") from error
     jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
     if len(jobs) != 1:
@@ -140,6 +140,8 @@ def _nodes(
     if known is None:
         raise click.ClickException(f"--gpu: `{gpu}` is not known. Known are: {', '.join(ACCELERATORS)}")
     whole, rest = divmod(gpus or ASSUMED, known.node)
+    if whole > MAX_NODES:
+        raise click.ClickException(f"--gpus: {gpus} is more than {MAX_NODES} nodes of {known.node} `{gpu}`: lower it")
     entries = [NodeEntry(name="node", gpus=known.node, product=gpu, count=whole, labels=labels)] if whole else []
     entries += [NodeEntry(name="node-rest", gpus=rest, product=gpu, labels=labels)] if rest else []
     return [node for entry in entries for node, _ in nodes_of(entry, resource)], []

@@ -20,6 +20,8 @@ from meshwright.api.job import field_path
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 MANY = {"cpu": "100000", "memory": "1Pi", "pods": "10000"}
 """What a node that is described by its GPUs alone has of everything else."""
+MAX_NODES = 100_000
+"""Of one entry."""
 
 
 class InventoryFileError(ValueError):
@@ -39,7 +41,7 @@ class NodeEntry(BaseModel):
     labels: dict[str, str] = {}
     product: str | None = None
     """Short for the label `nvidia.com/gpu.product`."""
-    count: Annotated[int, Field(ge=1, le=100_000)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     """So many such nodes, named `NAME-0`, `NAME-1` and on."""
 
     @model_validator(mode="after")
@@ -59,7 +61,7 @@ def read_nodes(path: Path, gpu_resource: str) -> tuple[list[dict[str, Any]], lis
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InventoryFileError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InventoryFileError(f"{path}: neither YAML nor JSON: {error}") from error
     if isinstance(content, Mapping) and content.get("kind") == "Node":
         return [dict(content)], []

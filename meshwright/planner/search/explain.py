@@ -124,6 +124,9 @@ def _traded(won: Choices, name: str, now: int, other: int) -> Choices | None:
     sequences = won.data * won.micro_batches * won.micro_batch_size
     if sequences % (data * won.micro_batch_size) or (won.context * data) % won.expert:
         return None
+    if data % won.settings.islands:
+        # Islands are made of whole replicas.
+        return None
     changes = {
         name: other,
         "data": data,

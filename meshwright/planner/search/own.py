@@ -1,6 +1,6 @@
 """What this repository's worker runs of what a search could propose; anything else its API or the worker would refuse.
 
-The rules themselves stand in `meshwright/api/rules` and `worker/meshwright_worker/validate.py`; a property test holds
+The rules themselves stand in `meshwright/api/rules` and `meshwright/runs`; a property test holds
 the proposals of many searches to both.
 """
 

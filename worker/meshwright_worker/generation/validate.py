@@ -7,7 +7,7 @@ from math import inf
 
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright_worker.nearest import nearest
+from meshwright.runs.nearest import nearest
 from meshwright_worker.validate import InvalidRunError
 
 

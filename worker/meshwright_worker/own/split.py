@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
-from meshwright_worker.nearest import nearest
+from meshwright.runs.nearest import nearest
 from meshwright_worker.own.layers import ColumnLinear, GatheredLinear, RowLinear, SplitEmbedding
 from meshwright_worker.own.plan import PlanError
 from meshwright_worker.own.resolve import Parts, Role

@@ -24,6 +24,8 @@ from meshwright.api.data import Packing
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.runs.context_slices import Deal
+from meshwright.runs.engine import Engine, engine_of
 from meshwright.schedules.division import Division, divide
 from meshwright_worker.fp8.grouped import use_fp8_in_experts
 from meshwright_worker.fp8.linear import use_fp8
@@ -35,8 +37,6 @@ from meshwright_worker.models.initialize import initialize
 from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.lora import adapt
 from meshwright_worker.parallel.context import Groups, groups_of, share_rows
-from meshwright_worker.parallel.context_slices import Deal
-from meshwright_worker.parallel.engine import Engine, engine_of
 from meshwright_worker.parallel.expert import shard_experts_over_replicas, spread_experts
 from meshwright_worker.parallel.linear_loss import chunk_loss
 from meshwright_worker.parallel.tensor import compute_on_local, split_over_tensor_group

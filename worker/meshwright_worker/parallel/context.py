@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.api.parallelism import ContextMethod
+from meshwright.runs.context_slices import Deal, Slice, size
 from meshwright_worker.data.batch import Batch, Places
 from meshwright_worker.mesh import CONTEXT, Mesh
 from meshwright_worker.models.layers import AttentionCore
 from meshwright_worker.parallel.context_all_gather import Gathering, gathered_attention
 from meshwright_worker.parallel.context_blocks import Block, blocks_of
 from meshwright_worker.parallel.context_ring import Ring, ring_attention
-from meshwright_worker.parallel.context_slices import Deal, Slice, size
 from meshwright_worker.parallel.context_ulysses import exchange_heads, return_tokens
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from meshwright.runs.context_slices import Slice, size
 from meshwright_worker.parallel.collectives import gather_positions, scatter_sum_of_positions
 from meshwright_worker.parallel.context_blocks import Block
 from meshwright_worker.parallel.context_parts import Gradients, Parts
-from meshwright_worker.parallel.context_slices import Slice, size
 
 _TOKENS = 2
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from meshwright_worker.parallel.context_slices import Slice, size
+from meshwright.runs.context_slices import Slice, size
 
 Documents = npt.NDArray[np.int64]
 """[batch, length of a row]: which document of its row each token belongs to; never less than before it."""

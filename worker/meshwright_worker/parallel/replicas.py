@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 
 from meshwright.protocol import RunConfig
+from meshwright.runs.engine import Engine, engine_of
 from meshwright.schedules.division import WHOLE_BACKWARD
 from meshwright_worker.mesh import Mesh
 from meshwright_worker.parallel.compression.memory import Memory
 from meshwright_worker.parallel.ddp import BucketedAllReduce
-from meshwright_worker.parallel.engine import Engine, engine_of
 from meshwright_worker.parallel.flat import FlatShards
 from meshwright_worker.parallel.shards import Shard
 

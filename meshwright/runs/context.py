@@ -10,8 +10,8 @@ from meshwright.api.rules.context import exchanging, heads_are_shared
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
-from meshwright_worker.nearest import nearest
-from meshwright_worker.parallel.context_slices import Deal, size
+from meshwright.runs.context_slices import Deal, size
+from meshwright.runs.nearest import nearest
 
 
 def context_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from meshwright.api.precision import Precision
 from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
 from meshwright.protocol import RunConfig
+from meshwright.runs.engine import Engine, engine_of
 from meshwright.schedules.division import ASYNCHRONOUS
-from meshwright_worker.parallel.engine import Engine, engine_of
 
 
 def combination_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:

@@ -8,8 +8,8 @@ from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.replicas import DataParallelStrategy, GradientCompression
 from meshwright.api.training import OuterMethod
 from meshwright.protocol import RunConfig
-from meshwright_worker.nearest import nearest
-from meshwright_worker.parallel.engine import Engine, engine_of
+from meshwright.runs.engine import Engine, engine_of
+from meshwright.runs.nearest import nearest
 
 _HYBRID = (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_ZERO2)
 _FIELD = "`parallelism.dataParallel."

@@ -9,8 +9,8 @@ from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import RunConfig
+from meshwright.runs.nearest import nearest
 from meshwright.schedules.division import ASYNCHRONOUS, CHUNKED, layers_of_stages, stages_of_rank
-from meshwright_worker.nearest import nearest
 
 _TWO_A_RANK = (PipelineSchedule.DUAL_PIPE, PipelineSchedule.DUAL_PIPE_V)
 
