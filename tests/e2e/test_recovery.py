@@ -60,21 +60,21 @@ async def test_a_killed_rank_restarts_in_place(stage, reference):
 
 
 async def test_an_operator_killed_midway_touches_no_worker(stage):
-    await stage.apply(tiny("steady", training={"steps": 200}))
+    await stage.apply(tiny("steady", training={"steps": 400}))
     uid = await uid_of(stage, "steady")
     before = await stage.trained("steady", 10)
     pids = set(processes(uid))
     await stage.kill_operator()
     assert await stage.trained("steady", before + 5) > before  # training goes on without it
     await stage.start_operator()
-    assert await stage.trained("steady", before + 6) < 200
+    assert await stage.trained("steady", before + 6) < 400
     assert set(processes(uid)) == pids
     status = await stage.complete("steady")
     assert status.restart_count == 0
     assert status.mesh is not None
     assert status.mesh.generation == 1
     saved = await stage.saved("steady")
-    assert (saved["step"], saved["samples"]) == (200, 200 * 8)
+    assert (saved["step"], saved["samples"]) == (400, 400 * 8)
     await stage.delete("steady")
 
 
