@@ -24,6 +24,17 @@ async def generation(api: Api, name: str, number: int) -> dict[str, Any]:
     return status
 
 
+async def failed(api: Api, name: str) -> dict[str, Any]:
+    """Waits until the job has failed."""
+
+    async def check() -> dict[str, Any] | None:
+        status = await api.status(name)
+        return status if condition(status, "Failed").get("status") == "True" else None
+
+    status: dict[str, Any] = await until(check, f"{name} fails")
+    return status
+
+
 async def names(api: Api, name: str) -> set[str]:
     return {pod["metadata"]["name"] for pod in await api.pods(name)}
 
@@ -109,11 +120,7 @@ async def test_a_run_that_ranks_refuse_fails_the_job(
     await settled("refused")
     await kubelet.of("refused")[2].fail(FailureKind.REFUSED, "`training.fp8` needs another GPU")
 
-    async def failed() -> dict[str, Any] | None:
-        status = await api.status("refused")
-        return status if condition(status, "Failed").get("status") == "True" else None
-
-    status = await until(failed, "the job fails")
+    status = await failed(api, "refused")
     assert condition(status, "Failed")["reason"] == "RunRefused"
     assert condition(status, "Failed")["message"] == "worker 2: `training.fp8` needs another GPU"
     assert status.get("restartCount", 0) == 0
@@ -129,11 +136,7 @@ async def test_ranks_that_fail_too_often_fail_the_job(
     await generation(api, "often", 2)
     await kubelet.of("often")[1].fail(FailureKind.ERROR, "boom again")
 
-    async def failed() -> dict[str, Any] | None:
-        status = await api.status("often")
-        return status if condition(status, "Failed").get("status") == "True" else None
-
-    status = await until(failed, "the job fails")
+    status = await failed(api, "often")
     assert condition(status, "Failed")["reason"] == "RestartLimitReached"
     assert "boom again" in condition(status, "Failed")["message"]
     assert condition(status, "Stalled")["status"] == "True"

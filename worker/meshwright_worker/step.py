@@ -166,12 +166,15 @@ class Trainer:
         """
         if not self._balances_some:
             return 1.0
-        _, pipeline, _, tensor = self._mesh.coordinates
-        targets = targets_of(parts).double()
-        targets = targets if pipeline == tensor == 0 else torch.zeros_like(targets)
+        targets = self._targets(parts)
         sum_over(targets, self._mesh.together)
         # An island has its part of a step's tokens.
         return targets.clamp(min=1.0) * self._islands / tokens_of_step(self._training)
+
+    def _targets(self, parts: Sequence[Batch]) -> torch.Tensor:
+        """This rank's part of a step's targets, fp64 []: every stage has them, and one rank tells."""
+        _, pipeline, _, tensor = self._mesh.coordinates
+        return targets_of(parts).double() * (pipeline == tensor == 0)
 
     def _rescale(self, left_out: Mapping[str, torch.Tensor] | None, scale: float) -> None:
         """Remember what compression left out, when the loss scale was `scale`, in that of now."""
@@ -224,11 +227,10 @@ class Trainer:
 
         All travel in one reduction: one small collective a step, and the one time that the host waits for the device.
         """
-        _, pipeline, _, tensor = self._mesh.coordinates
-        zero = torch.zeros_like(squares)
-        # Every stage has the targets; ranks of a pipeline that compute no loss have 0.
-        loss = replica_loss.double() if tensor == 0 else zero
-        targets = targets_of(parts).double() if pipeline == tensor == 0 else zero
+        _, _, _, tensor = self._mesh.coordinates
+        # Ranks of a pipeline that compute no loss have 0.
+        loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
+        targets = self._targets(parts)
         known = [torch.full_like(squares, float(number)) for number in (stop, *(fed or ()))]
         own = torch.stack([loss, squares, targets, *known])
         sums = torch.cat([own, self._loads.take()])
