@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 
 import pytest
@@ -59,6 +60,15 @@ async def test_typed_commands_speak_protobuf(api, kubectl):
     account = f"system:serviceaccount:{api.namespace}:sa"
     assert (await kubectl("auth", "can-i", "create", "pods", "--as", account, code=1)).strip() == "no"
     assert len((await kubectl("create", "token", "sa")).split(".")) == 3
+
+
+async def test_explain_lists_the_fields_of_built_in_kinds(api, kubectl):
+    pod = await kubectl("explain", "pod")
+    assert "KIND:" in pod
+    assert re.search(r"^  spec\s+<PodSpec>", pod, re.MULTILINE)
+    ports = await kubectl("explain", "pod.spec.containers.ports")
+    assert re.search(r"^  containerPort\s+<integer> -required-", ports, re.MULTILINE)
+    assert "maxUnavailable" in await kubectl("explain", "deployment.spec.strategy", "--recursive")
 
 
 async def test_custom_resources(api, runs, kubectl):

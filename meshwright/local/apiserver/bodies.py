@@ -1,7 +1,7 @@
 """Request bodies: objects in JSON, YAML or protobuf, and the three patches beside apply (`apply.py` has that).
 
 kubectl's typed commands (create, auth can-i, drain) send protobuf and do not fall back from it, so it is read;
-`data/proto.json.gz` maps the field numbers of Kubernetes' `generated.proto` files to JSON names: type -> number ->
+`data/proto.json.gz` maps the field numbers of the built-in types' protobuf messages to JSON names: type -> number ->
 (name, type, label). Answers stay JSON, which every client accepts.
 """
 

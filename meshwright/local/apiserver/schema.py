@@ -2,7 +2,8 @@
 
 The OpenAPI definitions of the built-in types and the structural schemas of custom resources are both read into nodes
 once, so that nothing resolves references or guesses at shapes while a request is handled. `data/definitions.json.gz`
-holds the definitions as Kubernetes publishes them (types, list keys, merge keys, group-version-kinds).
+lists the built-in types in the form of OpenAPI v2: names, types, formats, enums, required fields and `x-kubernetes-*`
+extensions (group-version-kinds, list types, merge keys). It has no descriptions.
 """
 
 from __future__ import annotations
@@ -142,31 +143,13 @@ class BuiltinTypes:
 
 @lru_cache(maxsize=1)
 def builtin_types() -> BuiltinTypes:
-    """The types of this package's data; read once a process, they never change."""
+    """The built-in types in `data/definitions.json.gz`. They never change, so a process reads them once."""
     packed = files("meshwright.local.apiserver").joinpath("data", "definitions.json.gz").read_bytes()
-    definitions = {name: _normal(node) for name, node in orjson.loads(gzip.decompress(packed)).items()}
+    definitions: Object = orjson.loads(gzip.decompress(packed))
     definitions[_STORAGE_CLASS] = _STORAGE_CLASS_SCHEMA
     for name, protocol in _KEY_DEFAULTS.items():
         definitions[name]["properties"]["protocol"]["default"] = protocol
     return BuiltinTypes(definitions)
-
-
-def _normal(node: Any) -> Any:
-    """OpenAPI v2's way of writing: one type, references under `#/definitions`."""
-    if isinstance(node, list):
-        return [_normal(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    out = {key: _normal(value) for key, value in node.items()}
-    if isinstance(out.get("$ref"), str):
-        out["$ref"] = "#/definitions/" + out["$ref"].rsplit("/", 1)[-1]
-    if isinstance(out.get("type"), list):
-        out["type"] = next(t for t in out["type"] if t != "null")
-    choices = out.get("oneOf")
-    if isinstance(choices, list) and all(isinstance(c, dict) and c.get("type") != "array" for c in choices):
-        del out["oneOf"]
-        out["x-kubernetes-int-or-string"] = True
-    return out
 
 
 def custom_schema(raw: Object | None) -> SchemaNode:
@@ -177,7 +160,7 @@ def custom_schema(raw: Object | None) -> SchemaNode:
 def published_schema(raw: Object | None, gvk: dict[str, str]) -> Object:
     """A custom resource's schema as OpenAPI publishes it: with apiVersion, kind, metadata and its kind."""
     body = dict(raw or _ANYTHING)
-    metadata = {"$ref": f"#/definitions/{OBJECT_META}", "description": "Standard object's metadata."}
+    metadata = {"$ref": f"#/definitions/{OBJECT_META}", "description": "Name, labels, annotations, owners."}
     own = {"apiVersion": _STRING, "kind": _STRING, "metadata": metadata}
     return {**body, "properties": {**(body.get("properties") or {}), **own}, "x-kubernetes-group-version-kind": [gvk]}
 
