@@ -1,4 +1,4 @@
-"""What the repository's own shape promises."""
+"""Rules for the repository as a whole: its folders, its modules and its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conflicts import ROOT, conflict_markers, repository_files
+from tests.conflicts import main as conflicts_main
+
 MAX_FILE_LINES = 400
 
 
@@ -44,6 +46,44 @@ def test_every_module_says_what_it_is_and_stays_readable(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), "a module begins with what it is and why"
     assert len(text.splitlines()) <= MAX_FILE_LINES, f"more than {MAX_FILE_LINES} lines: split it by idea"
+
+
+def test_no_file_has_conflict_markers() -> None:
+    files = repository_files()
+    assert ROOT / "README.md" in files
+    assert conflict_markers(files) == []
+
+
+def conflict(middle: str = "") -> str:
+    """Text with a conflict, written so that this file has none."""
+    return f"a\n{'<' * 7} HEAD\nb\n{middle}{'=' * 7}\nc\n{'>' * 7} branch\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (conflict(), [2, 6]),
+        (conflict(f"{'|' * 7} base\nd\n"), [2, 4, 8]),
+        (conflict().replace("\n", "\r\n"), [2, 6]),
+        (f"a heading\n{'=' * 7}\n", []),
+        (f"text with {'<' * 7} inside\n{'<' * 8} and eight of them\n", []),
+        (f"binary \0\n{conflict()}", []),
+    ],
+)
+def test_conflict_markers_are_found(tmp_path: Path, text: str, lines: list[int]) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(text.encode())
+    assert conflict_markers([path]) == [f"{path}:{line}" for line in lines]
+    assert (conflicts_main([str(path)]) == 1) == bool(lines)
+
+
+def test_without_git_all_files_but_the_ignored_count(tmp_path: Path) -> None:
+    for name in ("README.md", "docs/page.md", ".venv/lib/module.py", "docs/build/page.html"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    (tmp_path / ".gitignore").write_text("# made by tools\n.venv/\nbuild/\n", encoding="utf-8")
+    names = [path.relative_to(tmp_path).as_posix() for path in repository_files(tmp_path)]
+    assert names == [".gitignore", "README.md", "docs/page.md"]
 
 
 @pytest.mark.parametrize("package", ["meshwright.api", "meshwright.planner.placement", "meshwright.protocol"])
