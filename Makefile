@@ -8,7 +8,7 @@ STAMP := $(VENV)/.setup-done
 # clusters mostly wait.
 THREE := -n 3 --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-all parity lint generate clean
+.PHONY: help setup demo test test-fast test-all parity lint sizes generate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ lint: setup ## ruff, mypy, import-linter
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+sizes: setup ## Lines and files by room, the longest files and functions
+	@$(VENV)/bin/python -m tests.sizes
 
 generate: setup ## Write generated files (CRD, API reference) again
 	$(VENV)/bin/python -m meshwright.crd

@@ -14,8 +14,6 @@ import pytest
 from tests.conflicts import ROOT, conflict_markers, repository_files
 from tests.conflicts import main as conflicts_main
 
-MAX_FILE_LINES = 400
-
 
 @pytest.mark.parametrize("folder", ["operator", "worker"])
 def test_the_folders_of_packages_are_no_packages(folder: str) -> None:
@@ -42,10 +40,9 @@ def python_files() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_is_and_stays_readable(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(text)), "a module begins with what it is and why"
-    assert len(text.splitlines()) <= MAX_FILE_LINES, f"more than {MAX_FILE_LINES} lines: split it by idea"
+    assert ast.get_docstring(ast.parse(text)), "begin the module with what it is and why"
 
 
 def test_no_file_has_conflict_markers() -> None:
