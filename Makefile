@@ -37,11 +37,12 @@ parity: setup ## Hold every technique to one process in every layout; writes doc
 	$(VENV)/bin/python -m tests.parity
 	$(VENV)/bin/python -m tests.parity.curves
 
-lint: setup ## ruff, mypy, import-linter
+lint: setup ## ruff, mypy, import contracts, conflict markers
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m tests.conflicts
 
 sizes: setup ## Lines and files by room, the longest files and functions
 	@$(VENV)/bin/python -m tests.sizes

@@ -1,0 +1,105 @@
+"""Files for contributors: templates, the workflow, hooks, and markers of typed packages."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conflicts import ROOT, repository_files
+
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+FORMS = [path for path in TEMPLATES if path.name != "config.yml"]
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def pyproject() -> Any:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def workflow() -> Any:
+    return load(ROOT / ".github" / "workflows" / "ci.yml")
+
+
+def test_the_workflow_runs_what_ci_runs_everywhere() -> None:
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100, ".ci/run must be executable"
+    (job,) = workflow()["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert job["timeout-minutes"] <= 90
+
+
+def test_the_workflow_runs_for_pushes_and_pull_requests_with_few_rights() -> None:
+    document = workflow()
+    assert set(document[True]) == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
+    assert document["permissions"] == {"contents": "read"}
+    assert "github.ref" in document["concurrency"]["group"]
+
+
+def test_actions_are_pinned_by_major_version() -> None:
+    (job,) = workflow()["jobs"].values()
+    actions = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert actions
+    assert [action for action in actions if not re.fullmatch(r"actions/[a-z-]+@v\d+", action)] == []
+
+
+def test_the_workflow_tests_the_oldest_python_that_is_supported() -> None:
+    (job,) = workflow()["jobs"].values()
+    versions = job["strategy"]["matrix"]["python-version"]
+    assert all(isinstance(version, str) for version in versions), "3.10 without quotes is the number 3.1"
+    assert pyproject()["project"]["requires-python"] == f">={versions[0]}"
+    (setup,) = [step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    assert setup["cache-dependency-path"] == "constraints.txt"
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_issue_forms_are_complete(path: Path) -> None:
+    form = load(path)
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [entry for entry in form["body"] if entry["type"] != "markdown"]
+    assert len({entry["id"] for entry in fields}) == len(fields)
+    assert all(entry["attributes"]["label"] for entry in fields)
+    assert any(entry.get("validations", {}).get("required") for entry in fields)
+
+
+def test_issues_start_from_a_form() -> None:
+    assert {path.stem for path in FORMS} == {"bug", "feature"}
+    assert load(ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml")["blank_issues_enabled"] is False
+
+
+def test_a_bug_report_asks_for_what_a_diagnosis_needs() -> None:
+    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8")
+    for fact in ("meshwright version", "kubectl get ptj NAME -o yaml", "kubectl describe ptj", "kubectl logs"):
+        assert fact in text
+
+
+def test_hooks_run_what_lint_runs_without_network() -> None:
+    (repo,) = load(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert repo["repo"] == "local"
+    assert {hook["language"] for hook in repo["hooks"]} == {"system"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.partition("\nlint:")[2].partition("\n\n")[0].splitlines()[1:]
+    commands = [re.sub(r" (--check|--force-exclude|\.)(?= |$)", "", line) for line in recipe]
+    assert [command.strip().replace("$(VENV)", ".venv") for command in commands] == [
+        hook["entry"].removesuffix(" --force-exclude") for hook in repo["hooks"]
+    ]
+
+
+def test_every_package_of_the_wheel_is_marked_as_typed() -> None:
+    files = repository_files()
+    packages = pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert packages
+    assert [package for package in packages if ROOT / package / "py.typed" not in files] == []
+
+
+def test_the_security_policy_says_how_to_report_and_what_is_supported() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "Report a vulnerability" in text
+    assert "## Supported versions" in text
+    assert "(docs/security.md)" in text
