@@ -22,6 +22,7 @@ from meshwright_worker.task import RankTask
 from tests.distributed.cases import Trained, Training, in_format, trained
 from tests.distributed.meshes import kept_mesh, uses_kept_mesh
 from tests.parity.definitions import as_defined
+from tests.parity.losses import RankNumbers, digest, hexadecimal
 
 Boxes = Mapping[str, tuple[tuple[int, int], ...]]
 """By name, the first index of each dimension and the one after the last."""
@@ -48,6 +49,8 @@ class Compared:
     """Of each gradient the largest element."""
     boxes: Boxes
     """Where this rank's part of each trained parameter lies in the whole."""
+    numbers: RankNumbers
+    """What it computed, exactly."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,10 @@ def compared(got: Trained, want: Reference) -> Compared:
     ]
     largest = {name: _largest(tensor) for name, tensor in got.gradients.items()}
     boxes = {name: tuple((part.start, part.stop) for part in box) for name, box in got.boxes.items()}
-    return Compared(losses, gradients, parameters, largest, boxes)
+    numbers = RankNumbers(
+        hexadecimal(result.loss for result in got.results), digest(got.gradients), digest(got.parameters)
+    )
+    return Compared(losses, gradients, parameters, largest, boxes, numbers)
 
 
 def _error(part: torch.Tensor, wants: Mapping[str, torch.Tensor], name: str, got: Trained) -> float:

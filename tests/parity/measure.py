@@ -26,6 +26,7 @@ from tests.parity.compare import (
     train_and_tell,
     train_as_reference,
 )
+from tests.parity.losses import Numbers, hexadecimal
 
 STEPS = 3
 STEPS_ROUNDED = 2
@@ -48,6 +49,14 @@ class Errors:
     def within(self, loss: float, gradient: float, parameter: float) -> bool:
         """Whether no error is larger."""
         return self.loss <= loss and self.gradient <= gradient and self.parameter <= parameter
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row in each number format: how far it is from the reference, and what it computed exactly."""
+
+    errors: dict[Precision, Errors]
+    numbers: dict[Precision, Numbers]
 
 
 class Oracle:
@@ -86,7 +95,7 @@ def steps_in(precisions: Sequence[Precision]) -> dict[Precision, int]:
     return {each: STEPS if each is Precision.FP64 else 1 for each in precisions}
 
 
-def measure(case: Case, pool: RankPool, oracle: Oracle, precisions: Sequence[Precision]) -> dict[Precision, Errors]:
+def measure(case: Case, pool: RankPool, oracle: Oracle, precisions: Sequence[Precision]) -> Measured:
     """Run the case on the pool's ranks, in each of the number formats.
 
     Raises:
@@ -103,7 +112,13 @@ def measure(case: Case, pool: RankPool, oracle: Oracle, precisions: Sequence[Pre
         path = oracle.of(case, steps)
         ranks = pool.run(train_and_compare, case.run(), steps, path)
         wants = references(path)
-    return {each: _errors(case, each, wants[each][0], [rank[each] for rank in ranks]) for each in precisions}
+    return Measured(
+        {each: _errors(case, each, wants[each][0], [rank[each] for rank in ranks]) for each in precisions},
+        {
+            each: Numbers([hexadecimal(want.losses) for want in wants[each]], [rank[each].numbers for rank in ranks])
+            for each in precisions
+        },
+    )
 
 
 def _errors(case: Case, precision: Precision, want: Reference, ranks: list[Compared]) -> Errors:
@@ -117,11 +132,12 @@ def _errors(case: Case, precision: Precision, want: Reference, ranks: list[Compa
     return Errors(_nan_or_max(losses), gradient, _nan_or_max(parameters), worst)
 
 
-def check_refused(case: Case) -> None:
-    """Hold an illegal combination to its error, raised before any process group forms."""
+def check_refused(case: Case) -> str:
+    """Hold an illegal combination to its error, raised before any process group forms; the whole text of it."""
     assert case.refused is not None
-    with pytest.raises(InvalidRunError, match=re.escape(case.refused)):
+    with pytest.raises(InvalidRunError, match=re.escape(case.refused)) as raised:
         validate(case.run())
+    return str(raised.value)
 
 
 def _check_whole(case: Case, want: Reference, ranks: list[Compared]) -> None:

@@ -48,7 +48,7 @@ def _smoke() -> Iterator[Any]:
 @pytest.mark.parametrize("case", list(_smoke()))
 def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
     precision = case.formats[-1]
-    errors = measure(case, pool, oracle, [precision])[precision]
+    errors = measure(case, pool, oracle, [precision]).errors[precision]
     assert errors.within(*limits(case, precision)), errors
 
 
