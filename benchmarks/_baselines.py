@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
 
 Baseline = Callable[[int, Inventory, random.Random], list[str]]
 """(number of nodes, inventory, randomness) -> node of each worker, by worker index."""

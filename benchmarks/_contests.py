@@ -16,13 +16,13 @@ from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol import RunConfig
-from meshwright_worker.data.packing import batch_of
-from meshwright_worker.data.tokenizer import SEPARATOR
-from meshwright_worker.mesh import Mesh, joined
-from meshwright_worker.step import Trainer
-from meshwright_worker.task import RankTask
-from meshwright_worker.validate import validate
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.data.packing import make_batch
+from meshwright_worker.data.tokenizer_record import SEPARATOR
+from meshwright_worker.distributed.mesh import Mesh, join_mesh
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.trainer import Trainer
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """`cpu` counts this process alone: what a busy machine disturbs less, and what does not see waiting."""
@@ -43,7 +43,7 @@ class OurLoop:
     """The worker's own step, as its training loop calls it."""
 
     def __init__(self, run: RunConfig, mesh: Mesh) -> None:
-        model, self._data, training = validate(run)
+        model, self._data, training = validate_run(run)
         self.trainer = Trainer(run, model, training, mesh)
         self._share = training.global_batch_size // mesh.layout.data
         self._first = self._share * mesh.coordinates.data
@@ -52,7 +52,7 @@ class OurLoop:
         """See `Loop.step`."""
         own = samples[self._first :][: self._share]
         numbers = range(self._first, self._first + self._share)
-        return self.trainer.step(number, batch_of(own, self._data, SEPARATOR, numbers)).loss
+        return self.trainer.step(number, make_batch(own, self._data, SEPARATOR, numbers)).loss
 
 
 class _Timed:
@@ -85,8 +85,8 @@ def contest(task: RankTask, pairs: int, steps: int, clock: str = "wall") -> Time
     Raises:
         ArithmeticError: the losses differ, so the two do not do the same work.
     """
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         texts = [random_tokens(model, training, seed) for seed in range(_DIFFERENT_TEXTS)]
         ours = _Timed(OurLoop(task.run, mesh), texts, steps, clock, repeatable=True)
         theirs = _Timed(plain_loop(task.run, mesh.rank, mesh.device), texts, steps, clock, repeatable=False)

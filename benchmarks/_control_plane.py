@@ -12,11 +12,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.local.cluster import ClusterShape, LocalCluster
-from meshwright.local.controllers.nodes import NodeTimes
-from meshwright.local.providers.assets import AssetsProvider
-from meshwright.local.providers.base import ControlPlane, Provider
-from meshwright.local.providers.embedded import EmbeddedProvider
+from meshwright_local.cluster import ClusterShape, LocalCluster
+from meshwright_local.controllers.node_lifecycle import NodeTimes
+from meshwright_local.providers.assets import AssetsProvider
+from meshwright_local.providers.base import ControlPlane, Provider
+from meshwright_local.providers.embedded import EmbeddedProvider
 
 FOREVER = NodeTimes(heartbeat=86400.0)
 """Nodes that never show that they live must count as living."""

@@ -1,6 +1,7 @@
 """The exact optimum of small placements by CP-SAT, and improvement of large ones by solving parts of them exactly.
 
-The perimeter inequality of `meshwright.planner.placement.bound` is given to the solver for every place (u <= a * b);
+The perimeter inequality of `meshwright.planner.placement.lower_bound` is given to the solver for every place (u <= a
+* b);
 without it CP-SAT does not prove 32 blocks in a minute.
 """
 

@@ -23,11 +23,11 @@ from benchmarks._ranks import RankError, on_ranks
 from benchmarks._report import table
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import joined
-from meshwright_worker.task import RankTask
-from meshwright_worker.utilisation import work_of
-from meshwright_worker.validate import validate
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.mfu import step_flops
+from meshwright_worker.trainer.run_validation import validate_run
 
 MODELS: dict[str, Architecture] = {name: PRESETS[name] for name in GOALS}
 FEWEST_STEPS = 5
@@ -50,8 +50,8 @@ class Steps:
 
 def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
     """Time `steps` steps after those that warm up; None when the device's memory is not enough."""
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         try:
             loop = _bare(task.run, mesh.device) if plain else OurLoop(task.run, mesh)
             texts = [random_tokens(model, training, seed) for seed in range(2)]
@@ -69,7 +69,7 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
         except torch.OutOfMemoryError:
             return None
         memory = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else None
-        work, typical = work_of(model, training, 1, mesh.device), median(seconds)
+        work, typical = step_flops(model, training, 1, mesh.device), median(seconds)
         mfu = work.model / typical / work.peak if work.peak else None
         return Steps(seconds, losses, memory, mfu, work.hardware / typical / work.peak if work.peak else None)
 

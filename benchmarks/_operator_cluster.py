@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 
 from meshwright.api import labels
-from meshwright.cli.demo import setup
-from meshwright.cli.programs import Program, Programs
-from meshwright.local.client import ApiClient, ApiError
-from meshwright.local.resources import JOBS, NAMESPACES, NODES, PODS
+from meshwright_cli.child_processes import Program, Programs
+from meshwright_cli.demo import setup
+from meshwright_local.kube.client import ApiClient, ApiError
+from meshwright_local.kube.resources import JOBS, NAMESPACES, NODES, PODS
 
 GPUS = 8
 PARALLEL = 32

@@ -16,23 +16,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.layout import Layout
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.simulate import Costs
+from meshwright.schedules.simulator import ActionCosts
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.mesh import CONTEXT, DATA, PIPELINE, TENSOR
-from meshwright_worker.pipeline.channels import Channels
-from meshwright_worker.pipeline.chunk import Chunk
-from meshwright_worker.pipeline.measured import MEASURED, WARM_UP, Measured
-from meshwright_worker.pipeline.program import channels
-from meshwright_worker.pipeline.scheduled import Scheduled
-from meshwright_worker.pipeline.timed import Stopwatch, TimedChunk
+from meshwright_worker.distributed.mesh import CONTEXT, DATA, PIPELINE, TENSOR
+from meshwright_worker.parallel.pipeline.auto_schedule import MEASURED_STEPS, WARM_UP_STEPS, AutoScheduleExecutor
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels
+from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.parallel.pipeline.stage import PipelineStage
+from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStage
 
 WIDTH = 8
 
 
-class SleepingChunk(Chunk):
+class SleepingChunk(PipelineStage):
     """A stage that takes a known time: each of its passes sleeps."""
 
-    def __init__(self, index: int, stages: int, costs: Costs) -> None:
+    def __init__(self, index: int, stages: int, costs: ActionCosts) -> None:
         module = SimpleNamespace(is_last=index == stages - 1, compute=torch.float32, modules=list)
         self.stage = SimpleNamespace(index=index, module=module)
         self._costs = costs
@@ -59,10 +59,10 @@ class SleepingChunk(Chunk):
         self._compute(self._costs.backward_weight)
 
 
-class TimedSleepingChunk(TimedChunk, SleepingChunk):
+class TimedSleepingChunk(TimedStage, SleepingChunk):
     """One whose passes stand under the worker's own stopwatch."""
 
-    def __init__(self, index: int, stages: int, costs: Costs, watch: Stopwatch) -> None:
+    def __init__(self, index: int, stages: int, costs: ActionCosts, watch: Stopwatch) -> None:
         SleepingChunk.__init__(self, index, stages, costs)
         self._watch = watch
 
@@ -76,7 +76,7 @@ class Took:
     busy: float
 
 
-def measure(schedule: Schedule, costs: Costs, steps: int, limit: int | None = None) -> list[list[Took]]:
+def measure(schedule: Schedule, costs: ActionCosts, steps: int, limit: int | None = None) -> list[list[Took]]:
     """Every rank's steps after those that warm up; `costs` are of one stage.
 
     With `limit`, micro-batches that a rank may hold, `schedule` is that of the first steps alone, which are measured.
@@ -103,14 +103,14 @@ def measure(schedule: Schedule, costs: Costs, steps: int, limit: int | None = No
 
 
 def _rank(
-    answer: Connection, rank: int, port: int, schedule: Schedule, costs: Costs, steps: int, limit: int | None
+    answer: Connection, rank: int, port: int, schedule: Schedule, costs: ActionCosts, steps: int, limit: int | None
 ) -> None:
     torch.set_num_threads(1)
     ranks = len(schedule.ranks)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     executor, chunks = executor_of(schedule, costs, rank, limit)
     parts = Batch.of(torch.zeros(schedule.micro_batches, 2, dtype=torch.int64)).chunk(schedule.micro_batches)
-    for _ in range(1 if limit is None else WARM_UP + MEASURED):
+    for _ in range(1 if limit is None else WARM_UP_STEPS + MEASURED_STEPS):
         executor.run(parts)
     took = []
     for _ in range(steps):
@@ -123,26 +123,28 @@ def _rank(
 
 
 def executor_of(
-    schedule: Schedule, costs: Costs, rank: int, limit: int | None = None
-) -> tuple[Scheduled, Sequence[SleepingChunk]]:
+    schedule: Schedule, costs: ActionCosts, rank: int, limit: int | None = None
+) -> tuple[ScheduleExecutor, Sequence[SleepingChunk]]:
     """The executor of one rank, and the sleeping stages that it runs; the default process group must exist."""
     ranks = len(schedule.ranks)
-    devices = init_device_mesh("cpu", (1, ranks, 1, 1), mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
+    device_mesh = init_device_mesh("cpu", (1, ranks, 1, 1), mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
     mesh = SimpleNamespace(
         layout=Layout(pipeline=ranks),
         coordinates=Layout(pipeline=ranks).coordinates(rank),
         device=torch.device("cpu"),
-        group=devices.get_group,
-        together=dist.group.WORLD,
+        group=device_mesh.get_group,
+        island_group=dist.group.WORLD,
     )
-    transfers = Channels(mesh, channels(schedule))
+    transfers = P2PChannels(mesh, p2p_pairs(schedule))
     if limit is not None:
         watch = Stopwatch(mesh.device)
         timed = TimedSleepingChunk(rank, schedule.stages, costs, watch)
-        return Measured(timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [timed]
+        return AutoScheduleExecutor(timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [
+            timed
+        ]
     held = sorted({action.stage for action in schedule.actions(rank)})
     chunks = [SleepingChunk(index, schedule.stages, costs) for index in held]
-    return Scheduled(chunks, schedule, rank, transfers, width=WIDTH, slices=1), chunks
+    return ScheduleExecutor(chunks, schedule, rank, transfers, width=WIDTH, slices=1), chunks
 
 
 def bubble(took: list[list[Took]]) -> float:

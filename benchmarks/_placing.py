@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 
 from meshwright.layout import Layout
-from meshwright.planner.inventory import Inventory, Node
+from meshwright.planner.cluster.inventory import Inventory, Node
+from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.placement import Placement, PlacingOptions, place
 from meshwright.planner.plan import Plan
-from meshwright.planner.pods import Amount
-from meshwright.planner.topology import Place
+from meshwright.planner.topology import Location
 
 NODE_GPUS = 8
 LEVELS = ("domain", "rack", "spine")
@@ -31,8 +31,8 @@ def cluster(racks: Sequence[int], spine_racks: int = 16, names: random.Random | 
         for _ in range(count):
             name = f"node-{numbers[len(nodes)]:06d}"
             path = (f"host/{name}", f"rack{rack:04d}", f"spine{rack // spine_racks:03d}")
-            room = Amount(gpus=NODE_GPUS, pods=100)
-            nodes[name] = Node(name, Place(path, LEVELS), room, room)
+            room = Resources(gpus=NODE_GPUS, pods=100)
+            nodes[name] = Node(name, Location(path, LEVELS), room, room)
     return Inventory(nodes, (), LEVELS)
 
 
@@ -45,7 +45,7 @@ def fragmented(nodes: int, rack_nodes: int, taken: float, seed: int) -> list[int
 
 def plan_of(pipeline: int, data: int, tensor: int = NODE_GPUS) -> Plan:
     """A plan whose workers are whole nodes."""
-    return Plan(Layout(tensor, pipeline, data), 1, NODE_GPUS, Amount(gpus=NODE_GPUS, pods=1))
+    return Plan(Layout(tensor, pipeline, data), 1, NODE_GPUS, Resources(gpus=NODE_GPUS, pods=1))
 
 
 def placed_100k() -> tuple[Placement, float]:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from meshwright.models.architecture import Architecture
-from meshwright_worker.models.initialize import drawn
-from meshwright_worker.models.rotary import rescaled
+from meshwright_worker.models.init_weights import initial_parameter
+from meshwright_worker.models.rotary import rescale_frequencies
 
 
 class Attention(nn.Module):
@@ -110,7 +110,7 @@ class PlainLlama(nn.Module):
         """Cosines and sines, each [length, head size / 2], computed once."""
         if self._table is None or self._table[0].shape[0] != length:
             exponents = torch.arange(0, self.model.head_size, 2, device=device) / self.model.head_size
-            frequencies = rescaled(self.model.rope_theta**-exponents, self.model.rope_scaling)
+            frequencies = rescale_frequencies(self.model.rope_theta**-exponents, self.model.rope_scaling)
             angles = torch.arange(length, device=device).unsqueeze(1) * frequencies
             self._table = angles.cos(), angles.sin()
         return self._table
@@ -120,7 +120,7 @@ class PlainLlama(nn.Module):
 def draw_weights(module: PlainLlama, seed: int) -> None:
     """Fill a module, sharded or not, with the weights that the worker begins with."""
     for name, parameter in module.named_parameters():
-        whole = drawn(name, parameter.shape, module.model, seed)
+        whole = initial_parameter(name, parameter.shape, module.model, seed)
         if isinstance(parameter, DTensor):
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
         else:

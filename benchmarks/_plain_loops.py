@@ -23,8 +23,8 @@ from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright.protocol import RunConfig
-from meshwright_worker.optimizer import EPSILON, learning_rate
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.optimizers.optimizer import EPSILON, learning_rate
 
 
 class Loop(Protocol):

@@ -15,9 +15,9 @@ from typing import Any
 
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
-from meshwright.planner.cost.choices import Choices, Numbers, Recompute, Schedule, Work
 from meshwright.planner.cost.fabric import Fabric
-from meshwright.planner.cost.runtime import RUNTIMES
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.strategy import Numbers, Recompute, Schedule, Strategy, Workload
 
 Row = dict[str, Any]
 GIB = float(1 << 30)
@@ -56,8 +56,8 @@ class Case:
     runtime: str
     gpu: Accelerator
     fabric: Fabric
-    work: Work
-    choices: Choices
+    work: Workload
+    choices: Strategy
     seconds: float | None = None
     """Measured seconds of one step."""
     memory: float | None = None
@@ -70,7 +70,7 @@ class Case:
     @property
     def pair(self) -> str:
         """(accelerator, runtime) as one key."""
-        runtime = RUNTIMES[self.runtime]
+        runtime = FRAMEWORKS[self.runtime]
         return f"{self.gpu.name}/{runtime.family or runtime.name}"
 
 
@@ -163,8 +163,8 @@ def whole(value: Any, by: int, what: str) -> int:
 
 
 def _vtrain(row: Row, table: str, runtime: str, seconds: float, fabric: Fabric) -> Case:
-    work = Work(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
-    choices = Choices(
+    work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
+    choices = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -195,8 +195,8 @@ def vtrain_single(row: Row) -> Case:
 
 def _megatron(row: Row, table: str, seconds: float) -> Case:
     gpu, interleaved = gpu_of(row), int(row.get("vpp") or 1)
-    work = Work(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
-    choices = Choices(
+    work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
+    choices = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -244,7 +244,7 @@ def zero_bubble(row: Row) -> Case:
     split = (each - 1, *(each for _ in range(ranks - 2)), each - 1) if ranks > 1 else (layers,)
     schedule = ZERO_BUBBLE[row["schedule"]]
     batch = int(row["mbs"]) * int(row["microbatches"])
-    choices = Choices(
+    choices = Strategy(
         pipeline=ranks,
         schedule=schedule,
         virtual_stages=each if schedule is Schedule.INTERLEAVED else 1,
@@ -257,7 +257,7 @@ def zero_bubble(row: Row) -> Case:
     seconds = batch / (float(row["samples_per_gpu_s"]) * int(row["gpus"]))
     memory = float(row["mem_gb"]) * GIB if row.get("mem_gb") else None
     model = f"h{row['hidden']} L{layers}"
-    work = Work(gpt(row, tied=False), int(row["seq"]), batch, causal=False)
+    work = Workload(gpt(row, tied=False), int(row["seq"]), batch, causal=False)
     rivals = f"{model} x {batch}"
     table = "zero_bubble_table4"
     return Case(table, model, "zero-bubble", gpu, Fabric.of(gpu), work, choices, seconds, memory, rivals=rivals)
@@ -272,7 +272,7 @@ def sailor(row: Row) -> Case | None:
     if split:
         split[0] -= 1
         split[-1] -= 1
-    choices = Choices(
+    choices = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -282,7 +282,7 @@ def sailor(row: Row) -> Case | None:
         sequence_parallel=False,
         numbers=Numbers.FP16,
     )
-    work = Work(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
+    work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
     memory, seconds = float(row["max_mem_bytes"]), float(row["iter_s"])
     name, fabric = "sailor_validation", Fabric.of(gpu)
     return Case(name, row["model"], "megatron-deepspeed", gpu, fabric, work, choices, seconds, memory, certain=True)

@@ -21,8 +21,8 @@ from _published import (
 from meshwright.models.counts import training_flops
 from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, Numbers, Recompute, Schedule, Work
 from meshwright.planner.cost.fabric import Fabric
+from meshwright.planner.cost.strategy import Numbers, Recompute, Schedule, Strategy, Workload
 
 LLAMA_31 = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "405B": "llama-3.1-405b"}
 
@@ -36,7 +36,7 @@ def torchtitan(row: Row) -> Case:
     pipeline, local = int(row.get("pp") or 1), int(row["lbs"])
     chunks = 2 if "interleaved" in variant and pipeline > 1 else 1
     micro_batches = min(local, pipeline * chunks) if pipeline > 1 else 1
-    choices = Choices(
+    choices = Strategy(
         tensor=int(row["tp"]),
         context=int(row.get("cp") or 1),
         pipeline=pipeline,
@@ -50,7 +50,7 @@ def torchtitan(row: Row) -> Case:
         numbers=Numbers.FP8 if "fp8" in variant else Numbers.BF16,
     )
     sequence = int(row["seq"])
-    work = Work(model, sequence, local * int(row["fsdp"]))
+    work = Workload(model, sequence, local * int(row["fsdp"]))
     tokens = float(row["tok_s_per_gpu"]) * int(row["gpus"])
     memory = float(row["mem_gib"]) * GIB if row.get("mem_gib") else None
     nic = float(row["nic_gbps_per_gpu"]) / 8 * 1e9 if row.get("nic_gbps_per_gpu") else None
@@ -80,7 +80,7 @@ def nanotron(row: Row) -> Case:
     gpu, sequence = gpu_of(row), int(row["seq"])
     model = Transformer(int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["ffn"]), int(row["vocab"]))
     batch = int(row["gbs_seqs"])
-    choices = Choices(
+    choices = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -88,7 +88,7 @@ def nanotron(row: Row) -> Case:
         micro_batch_size=int(row["mbs"]),
         micro_batches=int(row["grad_accum"]),
     )
-    work = Work(model, sequence, batch)
+    work = Workload(model, sequence, batch)
     flops = work.tokens * training_flops(model, sequence)
     seconds = flops / (float(row["mfu_pct"]) / 100 * gpu.half * int(row["gpus"]))
     return Case(

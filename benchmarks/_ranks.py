@@ -8,9 +8,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from meshwright.protocol import RunConfig
-from meshwright_worker.task import RankTask
-from tests.distributed.pool import free_port, tasks_of
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.rank.task import RankTask
+from tests.distributed.rank_pool import free_port, tasks_of
 
 
 class RankError(RuntimeError):

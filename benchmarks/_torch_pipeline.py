@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks._pipeline_ranks import WIDTH, Took, bubble
-from meshwright.schedules.simulate import Costs
+from meshwright.schedules.simulator import ActionCosts
 
 
 class _Busy:
@@ -29,7 +29,7 @@ def _compute(seconds: float) -> None:
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: ActionCosts) -> torch.Tensor:
         ctx.costs = costs
         _compute(costs.forward)
         return x + weight
@@ -41,7 +41,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Stage(nn.Module):
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: ActionCosts) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(WIDTH))
         self._costs = costs
@@ -51,7 +51,7 @@ class _Stage(nn.Module):
         return output
 
 
-def measure_torch(ranks: int, micro_batches: int, costs: Costs, steps: int) -> float:
+def measure_torch(ranks: int, micro_batches: int, costs: ActionCosts, steps: int) -> float:
     """The bubble of its best step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,7 +72,9 @@ def measure_torch(ranks: int, micro_batches: int, costs: Costs, steps: int) -> f
     return bubble(took)
 
 
-def _rank(answer: Connection, rank: int, ranks: int, port: int, micro_batches: int, costs: Costs, steps: int) -> None:
+def _rank(
+    answer: Connection, rank: int, ranks: int, port: int, micro_batches: int, costs: ActionCosts, steps: int
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     shape = torch.empty(1, 2, WIDTH, device="meta", requires_grad=True)

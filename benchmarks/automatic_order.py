@@ -16,12 +16,16 @@ from pathlib import Path
 from benchmarks._pipeline_ranks import bubble, measure
 from benchmarks._report import table, write_json
 from meshwright.schedules.automatic import automatic
-from meshwright.schedules.simulate import Costs, simulate
+from meshwright.schedules.simulator import ActionCosts, simulate
 
 LIMIT = 0.03
 UNIT = 0.04
 """Seconds of a forward pass."""
-PASSES = {"1 : 1 : 1": Costs(1.0, 1.0, 1.0), "1 : 1.6 : 0.5": Costs(1.0, 1.6, 0.5), "1 : 2 : 1": Costs(1.0, 2.0, 1.0)}
+PASSES = {
+    "1 : 1 : 1": ActionCosts(1.0, 1.0, 1.0),
+    "1 : 1.6 : 0.5": ActionCosts(1.0, 1.6, 0.5),
+    "1 : 2 : 1": ActionCosts(1.0, 2.0, 1.0),
+}
 """F : B : W. Attention over long sequences makes W the cheapest, activation checkpointing makes B the dearest."""
 
 
@@ -30,7 +34,9 @@ def rows(ranks: int, micro_batches: int, room: int, steps: int) -> list[dict[str
     found: list[dict[str, float | str]] = []
     even = automatic(ranks, micro_batches, room)
     for name, relative in PASSES.items():
-        costs = Costs(*(UNIT * each for each in (relative.forward, relative.backward_input, relative.backward_weight)))
+        costs = ActionCosts(
+            *(UNIT * each for each in (relative.forward, relative.backward_input, relative.backward_weight))
+        )
         own = automatic(ranks, micro_batches, room, relative)
         found.append(
             {

@@ -21,10 +21,10 @@ import orjson
 import yaml
 from _report import table, write_json
 
-from meshwright.local.apiserver.server import ApiServer
-from meshwright.local.connection import Connection
-from meshwright.local.providers.assets import AssetsProvider
-from meshwright.local.providers.base import ProviderError
+from meshwright_local.apiserver.rest.server import ApiServer
+from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.providers.assets import AssetsProvider
+from meshwright_local.providers.base import ProviderError
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = 8
@@ -36,7 +36,7 @@ MERGE = "application/merge-patch+json"
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from meshwright.local.apiserver.server import ApiServer
+from meshwright_local.apiserver.rest.server import ApiServer
 async def main():
     server = ApiServer(Path(sys.argv[1]))
     await server.start()
@@ -208,11 +208,11 @@ async def real(count: int) -> dict[str, float] | None:
     with tempfile.TemporaryDirectory() as directory:
         provider = AssetsProvider(Path(directory))
         try:
-            plane = await provider.start()
+            control_plane = await provider.start()
         except ProviderError:
             return None
         try:
-            async with Client(plane.connection) as client:
+            async with Client(control_plane.connection) as client:
                 return await rates(client, count)
         finally:
             await provider.stop()

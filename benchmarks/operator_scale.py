@@ -25,9 +25,9 @@ from _operator_cluster import GPUS, PARALLEL, Bench, Object, at_once, delete_qui
 from _report import table, write_json
 
 from meshwright.api import labels
-from meshwright.cli.demo import setup
-from meshwright.cli.programs import Programs
-from meshwright.local.resources import JOBS, NAMESPACES, NODES, PODS
+from meshwright_cli.child_processes import Programs
+from meshwright_cli.demo import setup
+from meshwright_local.kube.resources import JOBS, NAMESPACES, NODES, PODS
 
 SLOW = 600.0
 

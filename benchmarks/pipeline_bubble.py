@@ -24,13 +24,13 @@ from meshwright.schedules.actions import Schedule
 from meshwright.schedules.automatic import automatic
 from meshwright.schedules.closed_forms import StageTimes, automatic_bubble
 from meshwright.schedules.closed_forms import bubble as closed_form
-from meshwright.schedules.generate import NAMES, generate
-from meshwright.schedules.simulate import Costs, simulate
+from meshwright.schedules.registry import NAMES, generate
+from meshwright.schedules.simulator import ActionCosts, simulate
 
 LIMIT = 0.03
 UNIT = 0.06
 """Seconds of each of F, B and W of one stage."""
-COSTS = Costs(UNIT, UNIT, UNIT)
+COSTS = ActionCosts(UNIT, UNIT, UNIT)
 BASELINE = "1f1b by torch"
 CHUNKED = ("interleaved", "looped-bfs")
 TWO_A_RANK = (*CHUNKED, "zb-v", "dualpipe-v")
@@ -57,7 +57,7 @@ def predicted(name: str, ranks: int, micro_batches: int) -> dict[str, float]:
     else:
         idle = closed_form(name, ranks, micro_batches, parts, times)
     return {
-        "simulated": simulate(schedule_of(name, ranks, micro_batches).apart(), COSTS).bubble,
+        "simulated": simulate(schedule_of(name, ranks, micro_batches).serialized(), COSTS).bubble,
         "closed form": idle / (idle + micro_batches * times.total),
     }
 

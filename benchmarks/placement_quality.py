@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/placement_quality.py [--quick] [--only PART] [--minutes M] [--json FILE]
 
-Costs are weighted crossings (`meshwright.planner.placement.crossings`). Small clusters are proved with CP-SAT. At
+Costs are weighted crossings (`meshwright.planner.placement.objective`). Small clusters are proved with CP-SAT. At
 2,048, 16,384 and 100,000 GPUs a counting bound is printed, and what annealing and large-neighbourhood search find in
 `--minutes`. Baselines run on the same free nodes. Needs `ortools` (the `benchmark` extra).
 """
@@ -23,16 +23,16 @@ from _long import best_in_minutes
 from _placing import cluster, fragmented, plan_of
 from _report import table, write_json
 
-from meshwright.planner.inventory import Inventory
-from meshwright.planner.mesh import Dimension
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import Placement, PlacingOptions, place
-from meshwright.planner.placement.crossings import crossings
+from meshwright.planner.placement.bins import DomainBins
+from meshwright.planner.placement.capacity import FreeCapacity, GangShape
+from meshwright.planner.placement.objective import crossings
 from meshwright.planner.placement.options import DEFAULT_EFFORT
 from meshwright.planner.placement.problem import Problem
-from meshwright.planner.placement.sites import Sites
+from meshwright.planner.placement.rank_blocks import Dimension
 from meshwright.planner.placement.weights import Weights
 from meshwright.planner.plan import Plan
-from meshwright.planner.room import Room, Shape
 
 INSTANCES = (
     (4, 4, (6, 5, 4, 3), 13),
@@ -58,14 +58,14 @@ class Case:
     proved: bool
 
 
-def sites_of(plan: Plan, inventory: Inventory, options: PlacingOptions) -> Sites:
+def sites_of(plan: Plan, inventory: Inventory, options: PlacingOptions) -> DomainBins:
     """The arithmetic of a case, as `place` sees it."""
-    return Sites(Shape(plan).mesh, Room(plan, inventory, {}), {}, inventory.levels, options.weights)
+    return DomainBins(GangShape(plan).mesh, FreeCapacity(plan, inventory, {}), {}, inventory.levels, options.weights)
 
 
-def bins_of(problem: Problem, sites: Sites, placement: Placement) -> list[int]:
+def bins_of(problem: Problem, domain_bins: DomainBins, placement: Placement) -> list[int]:
     """A placement as bins of its problem."""
-    return [sites.bin_at(placement.places[block]) for block in range(problem.size)]
+    return [domain_bins.bin_at(placement.places[block]) for block in range(problem.size)]
 
 
 def small_case(seed: int) -> tuple[Plan, Inventory]:
@@ -87,17 +87,17 @@ def exact_case(seed: int, seconds: float) -> Case:
     placement = place(plan, inventory)
     if placement.cost <= placement.bound + 1e-6:
         return Case(placement.cost, placement.cost, proved=True)
-    sites = sites_of(plan, inventory, PlacingOptions())
+    domain_bins = sites_of(plan, inventory, PlacingOptions())
     layout = plan.layout
     found = solve(
-        sites.problem,
+        domain_bins.problem,
         layout.data,
         layout.pipeline,
         seconds,
-        placement.cost - sites.constant,
-        placement.bound - sites.constant,
+        placement.cost - domain_bins.constant,
+        placement.bound - domain_bins.constant,
     )
-    cost = placement.cost if found.cost is None else found.cost + sites.constant
+    cost = placement.cost if found.cost is None else found.cost + domain_bins.constant
     return Case(placement.cost, cost, found.proved)
 
 
@@ -144,12 +144,12 @@ def large(minutes: float, sizes: Sequence[int], numbers: dict[str, object]) -> N
         started = time.perf_counter()
         placement = place(plan, inventory)
         seconds = time.perf_counter() - started
-        sites = sites_of(plan, inventory, PlacingOptions())
+        domain_bins = sites_of(plan, inventory, PlacingOptions())
         best, method = placement.cost, "not asked"
         if minutes:
-            start = bins_of(sites.problem, sites, placement)
-            best, method = best_in_minutes(sites.problem, start, 45 * minutes, gpus)
-            best += sites.constant
+            start = bins_of(domain_bins.problem, domain_bins, placement)
+            best, method = best_in_minutes(domain_bins.problem, start, 45 * minutes, gpus)
+            best += domain_bins.constant
             effort = int(DEFAULT_EFFORT * max(1.0, 15 * minutes / seconds))
             longer = place(plan, inventory, options=PlacingOptions(effort=effort), previous=placement.nodes).cost
             best, method = (longer, "the same search, longer") if longer < best else (best, method)

@@ -25,14 +25,14 @@ from _published_llama import READERS
 from _report import table, write_json
 
 from meshwright.models.counts import parameters, training_flops
-from meshwright.planner.cost.calibrate import calibrate
-from meshwright.planner.cost.choices import Recompute
+from meshwright.planner.cost.calibration import calibrate
+from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.constants import Constants, constants_for
-from meshwright.planner.cost.groups import groups_of
+from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import worst_stage
-from meshwright.planner.cost.runtime import RUNTIMES
-from meshwright.planner.cost.step import step_time
+from meshwright.planner.cost.step_time import step_time
+from meshwright.planner.cost.strategy import Recompute
 
 HERE = Path(__file__).resolve().parent
 CONSTANTS = HERE / "planner_constants.json"
@@ -51,14 +51,14 @@ def default_data() -> Path | None:
 
 def seconds_of(case: Case, constants: Constants) -> float:
     """The estimate of a step."""
-    runtime = RUNTIMES[case.runtime]
+    runtime = FRAMEWORKS[case.runtime]
     machine = Machine(case.gpu, case.fabric, runtime, constants)
-    return step_time(case.work, case.choices, machine, groups_of(case.choices, case.fabric, runtime.order)).total
+    return step_time(case.work, case.choices, machine, group_spans(case.choices, case.fabric, runtime.order)).total
 
 
 def memory_of(case: Case) -> float:
     """The estimate of the fullest rank's bytes."""
-    return worst_stage(case.work, case.choices, RUNTIMES[case.runtime]).total
+    return worst_stage(case.work, case.choices, FRAMEWORKS[case.runtime]).total
 
 
 def roofline_seconds(case: Case) -> float:

@@ -18,12 +18,12 @@ from _report import table, write_json
 
 from meshwright.models.families import family
 from meshwright.planner.cost.accelerators import accelerator
-from meshwright.planner.cost.choices import Work
 from meshwright.planner.cost.estimate import machine_for
-from meshwright.planner.search.fill import bases, price, savings
-from meshwright.planner.search.request import Objective, Request
-from meshwright.planner.search.search import Result, search
-from meshwright.planner.search.shapes import micro_batch_sizes, shapes
+from meshwright.planner.cost.strategy import Workload
+from meshwright.planner.search.best_first import SearchResult, search
+from meshwright.planner.search.degrees import micro_batch_sizes, shapes
+from meshwright.planner.search.expand import base_strategies, memory_savings, price
+from meshwright.planner.search.request import Objective, SearchRequest
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 CASES = {
@@ -34,14 +34,14 @@ CASES = {
 """Key -> model, tokens per sequence, sequences per step, GPUs, most seconds allowed."""
 
 
-def request_of(model: str, length: int, batch: int, gpus: int) -> Request:
+def request_of(model: str, length: int, batch: int, gpus: int) -> SearchRequest:
     """A search over every technique on H100 nodes."""
     gpu = accelerator(H100)
     assert gpu is not None
-    return Request(Work(family(model), length, batch), machine_for(gpu), gpus, objective=Objective.TIME)
+    return SearchRequest(Workload(family(model), length, batch), machine_for(gpu), gpus, objective=Objective.TIME)
 
 
-def timed(request: Request, repeats: int) -> tuple[float, Result]:
+def timed(request: SearchRequest, repeats: int) -> tuple[float, SearchResult]:
     """Least seconds of several searches, each with nothing cached from the one before but what a process keeps."""
     least, result = float("inf"), None
     for _ in range(repeats):
@@ -52,13 +52,13 @@ def timed(request: Request, repeats: int) -> tuple[float, Result]:
     return least, result
 
 
-def exhaustive(request: Request) -> tuple[float, int]:
+def exhaustive(request: SearchRequest) -> tuple[float, int]:
     """(seconds, layouts) of pricing everything that fits."""
     started, priced = time.perf_counter(), 0
     for shape in shapes(request):
         for size in micro_batch_sizes(request, shape):
-            for base in bases(request, shape, size):
-                for choices, memory in savings(request, base):
+            for base in base_strategies(request, shape, size):
+                for choices, memory in memory_savings(request, base):
                     price(request, choices, memory)
                     priced += 1
     return time.perf_counter() - started, priced

@@ -27,7 +27,7 @@ from benchmarks._pairs import FEWEST, Ratio, ratio_of
 from benchmarks._ranks import on_ranks
 from benchmarks._report import table, write_json
 from meshwright.models.architecture import Architecture
-from meshwright.protocol import RunConfig
+from meshwright.protocol.messages import RunConfig
 
 LIMIT = 0.03
 MODEL = Architecture(layers=4, hidden_size=256, intermediate_size=688, heads=8, kv_heads=4, vocab_size=2048)

@@ -16,8 +16,8 @@ from tests.conflicts import ROOT, repository_files
 
 ROOMS = {
     "meshwright": "meshwright/",
-    "cli": "meshwright/cli/",
-    "local": "meshwright/local/",
+    "cli": "cli/meshwright_cli/",
+    "local": "local/meshwright_local/",
     "operator": "operator/",
     "worker": "worker/",
     "tests": "tests/",

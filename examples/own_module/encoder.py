@@ -22,12 +22,12 @@ from torch.nn import functional as F
 
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import OptimizerSpec
-from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import Mesh, joined
-from meshwright_worker.own.compare import differences
-from meshwright_worker.own.plan import ParallelPlan
-from meshwright_worker.own.trainer import OwnTrainer
-from meshwright_worker.torchrun import task_from_environment
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.custom_module.compare import differences
+from meshwright_worker.custom_module.plan import ParallelPlan
+from meshwright_worker.custom_module.trainer import CustomModuleTrainer
+from meshwright_worker.distributed.mesh import Mesh, join_mesh
+from meshwright_worker.rank.torchrun import task_from_environment
 
 MASK, VOCABULARY = 256, 264
 IGNORED = -100
@@ -134,7 +134,7 @@ def train(mesh: Mesh, arguments: argparse.Namespace) -> None:
     """Steps up to `--stop`, from the newest checkpoint on."""
     torch.manual_seed(0)
     optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=5)
-    trainer = OwnTrainer(
+    trainer = CustomModuleTrainer(
         Encoder(), PLAN, masked_loss, mesh, steps=arguments.steps, optimizer=optimizer, zero_stage=arguments.zero
     )
     rows = ROWS // arguments.data
@@ -182,7 +182,7 @@ def main() -> None:
         micro_batches=1,
         parallelism=ParallelismSpec(sequence=False),
     )
-    with joined(task_from_environment(run)) as mesh:
+    with join_mesh(task_from_environment(run)) as mesh:
         if not arguments.check:
             train(mesh, arguments)
             return

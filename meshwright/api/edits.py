@@ -45,7 +45,7 @@ REFUSED = (
 )
 """What the rules of `rules/transition.py` guard."""
 
-ONCE_DEFAULTS = {
+FORMER_DEFAULTS = {
     "parallelism.context": 1,
     "parallelism.schedule": "1F1B",
     "training.activationCheckpointing": "None",
@@ -75,7 +75,7 @@ def restarting_parts(spec: ParallelTrainingJobSpec) -> dict[str, object]:
     parts: dict[str, object] = json.loads(spec.model_dump_json(by_alias=True, exclude_defaults=True))
     for entry in (*LIVE, *NEXT_START, "managedBy"):
         _drop(parts, entry)
-    for entry, value in ONCE_DEFAULTS.items():
+    for entry, value in FORMER_DEFAULTS.items():
         _drop(parts, entry, value)
     return parts
 

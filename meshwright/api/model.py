@@ -8,7 +8,7 @@ from pydantic import Field
 
 from meshwright.api.base import ApiModel
 from meshwright.api.mixture import MixtureSpec
-from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
 
 
 class ModelSpec(ApiModel):

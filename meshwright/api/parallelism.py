@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
-from meshwright.api.replicas import DataParallelSpec, Degree
+from meshwright.api.data_parallel import DataParallelSpec, Degree
 
 
 class PipelineSchedule(StrEnum):
@@ -121,6 +121,6 @@ class ParallelismSpec(ApiModel):
         return self.schedule or PipelineSchedule.ONE_F_ONE_B
 
     @property
-    def sharing(self) -> int:
+    def context_or_default(self) -> int:
         """The context degree; 1 where it is left out."""
         return self.context or 1

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec
-from meshwright.api.failures import ExitCodeRule
+from meshwright.api.data_parallel import Degree
+from meshwright.api.failure_policy import ExitCodeRule
+from meshwright.api.field_types import ShortText
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.replicas import Degree
 from meshwright.api.training import TrainingSpec
-from meshwright.api.values import ShortText
 from meshwright.api.workers import WorkersSpec
 
 MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"

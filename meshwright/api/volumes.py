@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
-from meshwright.api.values import Quantity, ShortText
+from meshwright.api.field_types import Quantity, ShortText
 
 
 class VolumeSpec(ApiModel):

@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.field_types import Quantity, ShortText
 from meshwright.api.labels import GPU_RESOURCE
-from meshwright.api.values import Quantity, ShortText
 from meshwright.api.volumes import VolumeSpec
 
 

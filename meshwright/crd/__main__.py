@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meshwright.crd.files import generated_files
+from meshwright.crd.generated_files import generated_files
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 from meshwright.api import labels
 from meshwright.api.names import MAX_JOB_NAME
-from meshwright.api.rules import SPEC_RULES, TRANSITIONS
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.crd.schema import Schema, structural_schema
+from meshwright.crd.structural_schema import Schema, structural_schema
+from meshwright.rules import SPEC_RULES, TRANSITIONS
 
 NAME = f"{labels.PLURAL}.{labels.GROUP}"
 

@@ -17,7 +17,7 @@ BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class FileChecksums:
     """The checksums of a file."""
 
     file: str
@@ -35,7 +35,7 @@ def block_sums(content: bytes | memoryview) -> list[int]:
     return [zlib.crc32(memoryview(content)[first : first + BLOCK]) for first in range(0, len(content), BLOCK)]
 
 
-class Checked:
+class BlockChecker:
     """Checks each block of some files once, before anything of it is used.
 
     Args:
@@ -43,10 +43,10 @@ class Checked:
         read: the bytes `first` to `last - 1` of the file of a number.
     """
 
-    def __init__(self, files: Sequence[Sums], read: Callable[[int, int, int], memoryview]) -> None:
+    def __init__(self, files: Sequence[FileChecksums], read: Callable[[int, int, int], memoryview]) -> None:
         self._files = files
         self._read = read
-        self._good: set[tuple[int, int]] = set()
+        self._checked: set[tuple[int, int]] = set()
 
     def check(self, number: int, first: int, last: int) -> None:
         """Check the blocks with the bytes `first` to `last - 1` of a file that were not checked before.
@@ -56,15 +56,15 @@ class Checked:
         """
         sums = self._files[number]
         for block in range(first // sums.block, -(-last // sums.block)):
-            if (number, block) in self._good:
+            if (number, block) in self._checked:
                 continue
             begin = block * sums.block
             end = min(begin + sums.block, sums.size)
-            found = zlib.crc32(self._read(number, begin, end))
-            if found != sums.crc32[block]:
+            actual = zlib.crc32(self._read(number, begin, end))
+            if actual != sums.crc32[block]:
                 raise DataError(
                     f"{sums.file} is damaged: its bytes {begin} to {end - 1} are not what was written (CRC-32 "
-                    f"{found:08x}, not {sums.crc32[block]:08x}); copy the folder again or tokenize again, and "
+                    f"{actual:08x}, not {sums.crc32[block]:08x}); copy the folder again or tokenize again, and "
                     "`meshwright data verify` tells what else is damaged"
                 )
-            self._good.add((number, block))
+            self._checked.add((number, block))

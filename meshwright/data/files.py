@@ -16,9 +16,9 @@ from typing import IO, Any, Protocol
 
 from meshwright.data.errors import DataError
 
-_REPAIRED = "lost+found"
+_LOST_AND_FOUND = "lost+found"
 """What a file system's repair keeps at the root of a volume: nobody's data, and for root alone to read."""
-_STAMPS = (
+_STAMP_KEYS = (
     *("ETag", "etag", "md5Hash", "sha", "blob_id", "CRC"),
     *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
 )
@@ -67,7 +67,7 @@ class LocalFolder:
         if not root.is_dir():
             raise DataError(f"{root} is no folder: mount the data there, or name another path")
         self.root = root
-        self._skip = skip | {_REPAIRED}
+        self._skip = skip | {_LOST_AND_FOUND}
 
     @property
     def where(self) -> str:
@@ -82,12 +82,14 @@ class LocalFolder:
         Raises:
             DataError: a folder cannot be read; nobody knows what is in it.
         """
-        there = self.root.stat()
-        found = self._below(str(self.root), "", frozenset({(there.st_dev, there.st_ino)}))
+        entry_stat = self.root.stat()
+        found = self._below(str(self.root), "", frozenset({(entry_stat.st_dev, entry_stat.st_ino)}))
         return sorted(found, key=lambda entry: entry.name)
 
-    def _below(self, folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[FileEntry]:
-        """The files of a folder, their names behind `prefix`; `above` are the folders that it lies in, itself too."""
+    def _below(self, folder: str, prefix: str, ancestors: frozenset[tuple[int, int]]) -> Iterator[FileEntry]:
+        """The files of a folder, their names behind `prefix`; `ancestors` are the folders that it lies in, itself
+        too.
+        """
         try:
             with os.scandir(folder) as found:
                 entries = [entry for entry in found if not entry.name.startswith(".")]
@@ -98,19 +100,21 @@ class LocalFolder:
             ) from error
         for entry in entries:
             try:
-                there = entry.stat()
+                entry_stat = entry.stat()
             except OSError as error:
                 yield FileEntry(
                     prefix + entry.name, 0, problem=f"{error.strerror}; mount what it links to, or remove it"
                 )
                 continue
-            if stat.S_ISREG(there.st_mode):
+            if stat.S_ISREG(entry_stat.st_mode):
                 # A file's own time can be set to anything; the time of its last change of any kind cannot.
-                yield FileEntry(prefix + entry.name, there.st_size, f"{there.st_mtime_ns}/{there.st_ctime_ns}")
-            elif stat.S_ISDIR(there.st_mode) and entry.name not in self._skip:
-                itself = (there.st_dev, there.st_ino)
-                if itself not in above:
-                    yield from self._below(entry.path, f"{prefix}{entry.name}/", above | {itself})
+                yield FileEntry(
+                    prefix + entry.name, entry_stat.st_size, f"{entry_stat.st_mtime_ns}/{entry_stat.st_ctime_ns}"
+                )
+            elif stat.S_ISDIR(entry_stat.st_mode) and entry.name not in self._skip:
+                identity = (entry_stat.st_dev, entry_stat.st_ino)
+                if identity not in ancestors:
+                    yield from self._below(entry.path, f"{prefix}{entry.name}/", ancestors | {identity})
 
     def open(self, name: str) -> IO[bytes]:
         """See `Folder.open`."""
@@ -180,7 +184,7 @@ class RemoteFolder:
                 return FileEntry(name, 0, problem=f"`data.uri` names it, but {error!r}")
         if found.get("size") is None:
             return FileEntry(name, 0, problem="`data.uri` does not tell its size; copy the files to a volume")
-        stamp = next((str(found[key]) for key in _STAMPS if found.get(key)), "")
+        stamp = next((str(found[key]) for key in _STAMP_KEYS if found.get(key)), "")
         return FileEntry(name, int(found["size"]), stamp)
 
     def open(self, name: str) -> IO[bytes]:
@@ -207,7 +211,7 @@ def open_folder(where: str) -> Folder:
     return RemoteFolder(where) if "://" in where else LocalFolder(Path(where))
 
 
-def below(where: str, path: str) -> str:
+def join_uri(where: str, path: str) -> str:
     """The path or URI of `path` below another one; in a chain such as `zip://text::s3://bucket/a.zip` it is the first.
 
     Example:
@@ -218,22 +222,22 @@ def below(where: str, path: str) -> str:
     return f"{head if head.endswith('://') else head.rstrip('/') + '/'}{path}{link}{rest}"
 
 
-def parted(where: str) -> tuple[str, str]:
-    """The folder and the name of a path or URI of a file, which `below` puts together again."""
+def split_uri(where: str) -> tuple[str, str]:
+    """The folder and the name of a path or URI of a file, which `join_uri` puts together again."""
     head, link, rest = where.partition("::") if "://" in where else (where, "", "")
     folder, _, name = head.rpartition("/")
     return f"{folder}{'/' if folder.endswith(':/') else ''}{link}{rest}", name
 
 
-def matching(folder: Folder, pattern: str) -> Iterator[FileEntry]:
+def matching_files(folder: Folder, pattern: str) -> Iterator[FileEntry]:
     """The files whose names match a glob: `**` as any number of folders, `*` and `?` within one name.
 
     Raises:
         DataError: the folder cannot be listed, or one of them cannot be read.
     """
-    wanted = _glob(pattern)
+    pattern_regex = _glob(pattern)
     for entry in folder.files():
-        if not wanted.fullmatch(entry.name):
+        if not pattern_regex.fullmatch(entry.name):
             continue
         if entry.problem:
             raise DataError(f"{entry.name} cannot be read: {entry.problem}, or leave it out with `data.pattern`")

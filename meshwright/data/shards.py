@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from meshwright.api.base import ApiModel
-from meshwright.data.checksums import BLOCK, Checked, Sums, block_sums
+from meshwright.data.checksums import BLOCK, BlockChecker, FileChecksums, block_sums
 from meshwright.data.errors import DataError
 from meshwright.data.files import Folder, LocalFolder
 
@@ -177,7 +177,7 @@ class TokenShards:
                     f"{shard.file} has {sizes.get(shard.file, 'no')} bytes where the manifest says "
                     f"{shard.tokens * self._dtype.itemsize}: copy the folder again, or tokenize again"
                 )
-        self._checked = Checked([self._sums(shard) for shard in self.manifest.shards], self._bytes)
+        self._checked = BlockChecker([self._sums(shard) for shard in self.manifest.shards], self._bytes)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -214,11 +214,11 @@ class TokenShards:
         self._checked.check(index, offset * size, (offset + count) * size)
         return np.frombuffer(self._bytes(index, offset * size, (offset + count) * size), dtype=self._dtype)
 
-    def _sums(self, shard: ShardRecord) -> Sums:
+    def _sums(self, shard: ShardRecord) -> FileChecksums:
         size, name = shard.tokens * self._dtype.itemsize, str(self._folder.local(shard.file) or shard.file)
         if shard.block_crc32:
-            return Sums(name, size, BLOCK, shard.block_crc32)
-        return Sums(name, size, size, [shard.crc32])
+            return FileChecksums(name, size, BLOCK, shard.block_crc32)
+        return FileChecksums(name, size, size, [shard.crc32])
 
     def _bytes(self, index: int, first: int, last: int) -> memoryview:
         """The bytes `first` to `last - 1` of a shard."""

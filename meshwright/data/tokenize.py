@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 
 from meshwright.api.data import DataFormat, OnCorrupt
+from meshwright.data.documents import SkippedRecords, documents
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, matching
-from meshwright.data.records import Skipped, documents
+from meshwright.data.files import FileEntry, Folder, matching_files
 from meshwright.data.shards import SHARD_TOKENS, ShardWriter, TokensManifest
 from meshwright.data.tokenizers import Tokenizer
 
@@ -18,7 +18,7 @@ _BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextSource:
     """What to read."""
 
     folder: Folder
@@ -36,7 +36,7 @@ class Source:
         Raises:
             DataError: the folder, or one of them, cannot be read.
         """
-        return [entry for entry in matching(self.folder, self.pattern) if entry.name != self.without]
+        return [entry for entry in matching_files(self.folder, self.pattern) if entry.name != self.without]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class Progress:
     files: int
     """Files done, of `of`."""
     of: int
-    skipped: Skipped = field(default_factory=Skipped)
+    skipped: SkippedRecords = field(default_factory=SkippedRecords)
 
 
 def tokenize(
-    source: Source,
+    source: TextSource,
     tokenizer: Tokenizer,
     target: Path,
-    tell: Callable[[Progress], None] = lambda _: None,
+    report_progress: Callable[[Progress], None] = lambda _: None,
     shard: int = SHARD_TOKENS,
-) -> tuple[TokensManifest, Skipped]:
+) -> tuple[TokensManifest, SkippedRecords]:
     """Write the tokens of every matching file to `target`; what was skipped comes back with the manifest.
 
     Raises:
@@ -68,14 +68,14 @@ def tokenize(
     if not entries:
         raise DataError(f"no file matches `data.pattern: {source.pattern}`, or all that do are empty")
     writer = ShardWriter(target, tokenizer.identity, tokenizer.vocabulary, tokenizer.separator, shard)
-    skipped = Skipped()
+    skipped = SkippedRecords()
     for number, entry in enumerate(entries):
-        tell(Progress(entry.name, number, len(entries), skipped))
+        report_progress(Progress(entry.name, number, len(entries), skipped))
         texts = documents(source.folder, entry, source.kind, source.key, source.on_corrupt, skipped)
         while batch := list(islice(texts, _BATCH)):
             writer.add(_not_empty(tokenizer.encode(batch, special=False)))
     manifest = writer.close(skipped.count)
-    tell(Progress("", len(entries), len(entries), skipped))
+    report_progress(Progress("", len(entries), len(entries), skipped))
     return manifest, skipped
 
 

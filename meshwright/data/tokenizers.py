@@ -15,7 +15,7 @@ BYTE_SEPARATOR = 256
 BYTE_VOCABULARY = 257
 """The 256 byte values and the separator."""
 
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+_SEPARATOR_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -77,10 +77,10 @@ class BPETokenizer:
             raise DataError(f"{path} is no tokenizer.json: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        known = [self._tokenizer.token_to_id(token) for token in _ENDS]
+        known = [self._tokenizer.token_to_id(token) for token in _SEPARATOR_TOKENS]
         found = next((number for number in known if number is not None), None)
         if found is None:
-            raise DataError(f"{path} has no token that ends a document: one of {', '.join(_ENDS)}")
+            raise DataError(f"{path} has no token that ends a document: one of {', '.join(_SEPARATOR_TOKENS)}")
         self.separator = int(found)
         # Ids may have holes, so that the number of tokens is less than what an embedding needs.
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -93,7 +93,7 @@ class BPETokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
-        pieces = _between(tokens, self.separator)
+        pieces = _split_at(tokens, self.separator)
         return "\n".join(self._tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces)
 
 
@@ -129,7 +129,7 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
-        return "\n".join(str(self._model.decode(piece)) for piece in _between(tokens, self.separator))
+        return "\n".join(str(self._model.decode(piece)) for piece in _split_at(tokens, self.separator))
 
 
 def open_tokenizer(kind: Kind, path: Path | None) -> Tokenizer:
@@ -152,7 +152,7 @@ def _content(path: Path) -> bytes:
         raise DataError(f"`data.tokenizerFile`: {path} cannot be read: {error.strerror}") from error
 
 
-def _between(tokens: Iterable[int], separator: int) -> list[list[int]]:
+def _split_at(tokens: Iterable[int], separator: int) -> list[list[int]]:
     pieces: list[list[int]] = [[]]
     for token in tokens:
         if token == separator:

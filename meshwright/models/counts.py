@@ -119,7 +119,7 @@ def parameters(model: Transformer, *, active: bool = False) -> int:
     return tables + layers + model.hidden * (2 if model.biases else 1)
 
 
-def attended(model: Transformer, sequence_length: int, *, causal: bool) -> float:
+def attended_keys(model: Transformer, sequence_length: int, *, causal: bool) -> float:
     """Keys that a query attends to, on average over the sequence."""
     window = model.window
     if not window or window >= sequence_length:
@@ -130,7 +130,7 @@ def attended(model: Transformer, sequence_length: int, *, causal: bool) -> float
 def attention_flops(model: Transformer, sequence_length: int, *, causal: bool = False) -> float:
     """FLOPs of one token's scores and weighted sum in one layer, forward."""
     keyed = model.head_size + (model.latent.rope_size if model.latent else 0)
-    return 2.0 * model.heads * (keyed + model.value_size) * attended(model, sequence_length, causal=causal)
+    return 2.0 * model.heads * (keyed + model.value_size) * attended_keys(model, sequence_length, causal=causal)
 
 
 def layer_flops(model: Transformer, mixture: bool, sequence_length: int, *, causal: bool = False) -> float:

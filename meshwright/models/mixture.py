@@ -41,7 +41,7 @@ def capacity(mixture: MixtureSpec, length: int) -> int | None:
     return math.ceil(factor * length * mixture.per_token / mixture.experts)
 
 
-def contradictions(mixture: MixtureSpec, layers: int) -> Iterator[tuple[str, str]]:
+def mixture_problems(mixture: MixtureSpec, layers: int) -> Iterator[tuple[str, str]]:
     """Fields of `model.mixture` that contradict each other or the number of layers: the field, and what must hold."""
     experts, groups = mixture.experts, mixture.groups
     if mixture.per_token > experts:
@@ -51,8 +51,8 @@ def contradictions(mixture: MixtureSpec, layers: int) -> Iterator[tuple[str, str
     elif mixture.groups_per_token > groups:
         yield "groupsPerToken", f"must be at most `model.mixture.groups: {groups}`"
     elif mixture.per_token > mixture.groups_per_token * experts // groups:
-        room = mixture.groups_per_token * experts // groups
-        yield "perToken", f"must be at most {room}, the experts of `model.mixture.groupsPerToken` groups"
+        experts_allowed = mixture.groups_per_token * experts // groups
+        yield "perToken", f"must be at most {experts_allowed}, the experts of `model.mixture.groupsPerToken` groups"
     if mixture.per_token == 1 and mixture.renormalize and mixture.router is Router.SOFTMAX:
         yield "renormalize", "must be false with `perToken: 1`: a weight of always 1 gives the router no gradient"
     if mixture.auxiliary_weight is not None and mixture.balancing is Balancing.NONE:

@@ -7,7 +7,7 @@ long-context stage and V3's extra layer for multi-token prediction are not part 
 from __future__ import annotations
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
-from meshwright.api.shape import LatentSpec
+from meshwright.api.model_parts import LatentSpec
 from meshwright.models.architecture import Architecture
 
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from meshwright.api.model import ModelSpec
-from meshwright.api.shape import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.models.described import from_text
-from meshwright.models.huggingface import ConfigError
+from meshwright.models.huggingface.planner_config import ConfigError
 from meshwright.models.mixture_presets import mixtures
+from meshwright.models.model_spec import architecture_from_json
 
 
 class UnknownModelError(ValueError):
@@ -154,7 +154,7 @@ def _presets() -> dict[str, Architecture]:
 PRESETS: Mapping[str, Architecture] = MappingProxyType(_presets())
 
 
-NOT_BUILT: Mapping[str, str] = MappingProxyType(
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "mistral-7b": "its attention slides over a window of 4,096 tokens, which the runtime does not build; up to "
         "that length it is `layers: 32`, `hiddenSize: 4096`, `intermediateSize: 14336`, `heads: 32`, `kvHeads: 8`, "
@@ -175,7 +175,7 @@ def resolve(model: ModelSpec) -> Architecture:
         return _preset(model.preset)
     if model.hugging_face is not None:
         try:
-            return from_text(model.hugging_face)
+            return architecture_from_json(model.hugging_face)
         except ConfigError as error:
             raise UnknownModelError(f"`model.huggingFace`: {error}") from None
     layers, hidden, intermediate = model.layers, model.hidden_size, model.intermediate_size
@@ -190,11 +190,15 @@ def resolve(model: ModelSpec) -> Architecture:
 
 
 def _preset(name: str) -> Architecture:
-    found = PRESETS.get(name)
-    if found is not None:
-        return found
-    if name in NOT_BUILT:
-        raise UnknownModelError(f"`model.preset` `{name}` is not built: {NOT_BUILT[name]}")
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else f"known are {', '.join(sorted(PRESETS))}"
+    known = PRESETS.get(name)
+    if known is not None:
+        return known
+    if name in UNSUPPORTED:
+        raise UnknownModelError(f"`model.preset` `{name}` is not built: {UNSUPPORTED[name]}")
+    close_matches = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(f'`{n}`' for n in close_matches)}?"
+        if close_matches
+        else f"known are {', '.join(sorted(PRESETS))}"
+    )
     raise UnknownModelError(f"`model.preset` `{name}` is not known: {hint}")

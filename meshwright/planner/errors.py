@@ -27,9 +27,9 @@ class DoesNotFitError(ValueError):
     """
 
     def __init__(
-        self, message: str, *, short_workers: int, replicas_that_fit: int = 0, because_of_kept: bool = False
+        self, message: str, *, unplaced_workers: int, replicas_that_fit: int = 0, blocked_by_kept_workers: bool = False
     ) -> None:
         super().__init__(message)
-        self.short_workers = short_workers
+        self.unplaced_workers = unplaced_workers
         self.replicas_that_fit = replicas_that_fit
-        self.because_of_kept = because_of_kept
+        self.blocked_by_kept_workers = blocked_by_kept_workers

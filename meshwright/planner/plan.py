@@ -9,21 +9,21 @@ from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
-from meshwright.api.validation import check_spec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.limits import ClusterLimits
+from meshwright.planner.cluster.pod_resources import Resources, parse_resources
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
-from meshwright.planner.degrees import Candidate, Search
+from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
 from meshwright.planner.errors import PlanError
-from meshwright.planner.hardware import Hardware
-from meshwright.planner.inventory import Inventory
-from meshwright.planner.pods import Amount, amount_of
-from meshwright.planner.pricing import Calibration, Pricer, pricer_for
-from meshwright.planner.reasons import nothing_fits, reasons_for, time_reasons
-from meshwright.planner.runs import problems_of, run_of, runnable
-from meshwright.protocol import RunConfig
+from meshwright.planner.plan_reasons import nothing_fits, reasons_for, time_reasons
+from meshwright.planner.run_config import refusals_of, run_config_of, runnable
+from meshwright.planner.search.degree_search import Candidate, DegreeSearch
+from meshwright.protocol.messages import RunConfig
+from meshwright.rules.validation import check_spec
 
 MAX_PLANS = 6
 """Layouts to choose from by what is free: each costs a placement."""
@@ -38,7 +38,7 @@ class Plan:
     layout: Layout
     micro_batches: int
     gpus_per_worker: int
-    worker_request: Amount
+    worker_request: Resources
     """What one worker pod asks of its node."""
     architecture: Architecture | None = None
     """None when the job runs a command of the user's."""
@@ -67,9 +67,9 @@ class Plan:
         experts = f", EP {layout.expert}" if layout.expert > 1 else ""
         return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
 
-    def pricer(self, pricer: Pricer) -> Pricer:
+    def cost_model(self, cost_model: CostModel) -> CostModel:
         """The pricer of the job, with what the plan decided."""
-        return pricer.on(pricer.job.decided(self.schedule, self.checkpointing))
+        return cost_model.on(cost_model.job.decided(self.schedule, self.checkpointing))
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
@@ -106,11 +106,13 @@ class Plan:
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
         """What the ranks run, with everything the spec left open filled in."""
-        return run_of(spec, self.architecture, self.layout, self.micro_batches, self.schedule, self.checkpointing)
+        return run_config_of(
+            spec, self.architecture, self.layout, self.micro_batches, self.schedule, self.checkpointing
+        )
 
     def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
         """What its ranks would refuse; nothing where they would run."""
-        return problems_of(self.run_config(spec))
+        return refusals_of(self.run_config(spec))
 
 
 def make_plan(
@@ -130,50 +132,55 @@ def make_plan(
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
-    pricer = pricer_for(spec, architecture, inventory, calibration)
-    running = _as_it_runs(spec, architecture, keep) if keep is not None else None
+    cost_model = cost_model_for(spec, architecture, inventory, calibration)
+    running = _running_plan(spec, architecture, keep) if keep is not None else None
     if running is not None:
-        return _priced(running, pricer)
-    return _anew(spec, architecture, inventory, pricer, most=1)[0]
+        return _with_estimate(running, cost_model)
+    return _new_plans(spec, architecture, inventory, cost_model, max_plans=1)[0]
 
 
 def make_plans(
-    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None, most: int = MAX_PLANS
+    spec: ParallelTrainingJobSpec,
+    inventory: Inventory,
+    calibration: Calibration | None = None,
+    max_plans: int = MAX_PLANS,
 ) -> list[Plan]:
     """The plan of a job that does not run yet, and after it other layouts of as many GPUs, the fastest first.
 
-    At most `most` in all.
+    At most `max_plans` in all.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
-    return _anew(spec, architecture, inventory, pricer_for(spec, architecture, inventory, calibration), most)
+    return _new_plans(
+        spec, architecture, inventory, cost_model_for(spec, architecture, inventory, calibration), max_plans
+    )
 
 
-def _anew(
+def _new_plans(
     spec: ParallelTrainingJobSpec,
     architecture: Architecture | None,
     inventory: Inventory,
-    pricer: Pricer | None,
-    most: int,
+    cost_model: CostModel | None,
+    max_plans: int,
 ) -> list[Plan]:
-    hardware = Hardware.of(inventory, spec.workers.gpus_per_worker)
-    _check_reach(spec, hardware)
+    cluster_limits = ClusterLimits.of(inventory, spec.workers.gpus_per_worker)
+    _check_node_and_domain_size(spec, cluster_limits)
     if architecture is None or spec.training is None:
         return [_command_plan(spec)]
-    _check_choices(spec, hardware)
-    search = _search(spec, architecture, spec.training, hardware, pricer)
+    _check_nodes_known(spec, cluster_limits)
+    search = _search(spec, architecture, spec.training, cluster_limits, cost_model)
     ranked = _ranked(spec, search)
     plans = []
-    for chosen in ranked[:most]:
-        plan = _priced(_plan(spec, architecture, chosen, reasons_for(search, chosen)), pricer)
+    for chosen in ranked[:max_plans]:
+        plan = _with_estimate(_plan(spec, architecture, chosen, reasons_for(search, chosen)), cost_model)
         plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(search, plan.estimate))))
     return plans
 
 
-def _ranked(spec: ParallelTrainingJobSpec, search: Search) -> list[Candidate]:
+def _ranked(spec: ParallelTrainingJobSpec, search: DegreeSearch) -> list[Candidate]:
     """The layouts that fit and that ranks take, the best first.
 
     Raises:
@@ -183,18 +190,18 @@ def _ranked(spec: ParallelTrainingJobSpec, search: Search) -> list[Candidate]:
         ranked = search.ranked()
         if not ranked:
             raise nothing_fits(search)
-        told = [_plan(spec, search.architecture, one, ()).problems(spec) for one in ranked[:MAX_PLANS]]
-        if not any(told):
+        refusals = [_plan(spec, search.architecture, one, ()).problems(spec) for one in ranked[:MAX_PLANS]]
+        if not any(refusals):
             return ranked
-        asking = replace(search, runnable=runnable(spec, search.architecture))
-        runs = [one for one in asking.ranked() if asking.runs(one)]
+        runnable_search = replace(search, runnable=runnable(spec, search.architecture))
+        runs = [one for one in runnable_search.ranked() if runnable_search.runs(one)]
     except PlanError:
         raise
     except ValueError as error:
         # What a split or a schedule cannot be made of, such as a `layerSplit` of another model.
         raise PlanError(str(error), "InvalidSpec") from error
     if not runs:
-        fewest = min(told, key=len)
+        fewest = min(refusals, key=len)
         raise PlanError("; ".join(fewest), "InvalidSpec")
     return runs
 
@@ -208,17 +215,17 @@ def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
 
 def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> None:
     """Raises PlanError for the rules the spec breaks. A preset's numbers are checked like written ones."""
-    problems = check_spec(spec) or (check_spec(_in_numbers(spec, architecture)) if architecture else [])
+    problems = check_spec(spec) or (check_spec(_with_model_numbers(spec, architecture)) if architecture else [])
     if problems:
         raise PlanError("; ".join(f"spec.{p.field}: {p.message}" for p in problems), "InvalidSpec")
 
 
-def _in_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
+def _with_model_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
     numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
     return spec.model_copy(update={"model": ModelSpec(**numbers)})
 
 
-def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None, keep: PlanStatus) -> Plan | None:
+def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | None, keep: PlanStatus) -> Plan | None:
     """The plan with a running job's degrees for what the spec leaves out; None where the spec no longer allows them.
 
     Its ranks run, so they are not asked again what they would refuse: rules that an upgrade adds end no job.
@@ -226,7 +233,7 @@ def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None
     if architecture is None or spec.training is None:
         return _command_plan(spec)
     asked = spec.parallelism
-    kept = asked.model_copy(
+    parallelism_kept = asked.model_copy(
         update={
             "tensor": asked.tensor or keep.tensor,
             "pipeline": asked.pipeline or keep.pipeline,
@@ -236,12 +243,16 @@ def _as_it_runs(spec: ParallelTrainingJobSpec, architecture: Architecture | None
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
     )
-    again = spec.training.activation_checkpointing or keep.activation_checkpointing or ActivationCheckpointing.NONE
-    training = spec.training.model_copy(update={"activation_checkpointing": again})
-    same = spec.model_copy(update={"parallelism": kept, "training": training})
-    if not (kept.tensor and kept.pipeline and kept.micro_batches) or check_spec(_in_numbers(same, architecture)):
+    checkpointing_kept = (
+        spec.training.activation_checkpointing or keep.activation_checkpointing or ActivationCheckpointing.NONE
+    )
+    training = spec.training.model_copy(update={"activation_checkpointing": checkpointing_kept})
+    spec_kept = spec.model_copy(update={"parallelism": parallelism_kept, "training": training})
+    if not (parallelism_kept.tensor and parallelism_kept.pipeline and parallelism_kept.micro_batches) or check_spec(
+        _with_model_numbers(spec_kept, architecture)
+    ):
         return None
-    chosen = _search(same, architecture, training, Hardware()).best()
+    chosen = _search(spec_kept, architecture, training, ClusterLimits()).best()
     return _plan(spec, architecture, chosen, tuple(keep.reasons)) if chosen is not None else None
 
 
@@ -249,43 +260,53 @@ def _search(
     spec: ParallelTrainingJobSpec,
     architecture: Architecture,
     training: TrainingSpec,
-    hardware: Hardware,
-    pricer: Pricer | None = None,
-) -> Search:
+    cluster_limits: ClusterLimits,
+    cost_model: CostModel | None = None,
+) -> DegreeSearch:
     gpus = spec.workers.gpus_per_worker
-    return Search(architecture, training, spec.parallelism, spec.replicas, gpus, hardware, pricer)
+    return DegreeSearch(architecture, training, spec.parallelism, spec.replicas, gpus, cluster_limits, cost_model)
 
 
-def _priced(plan: Plan, pricer: Pricer | None) -> Plan:
+def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:
     """The plan with its estimate, where there is a price."""
-    return replace(plan, estimate=plan.pricer(pricer).price(plan.layout, plan.micro_batches)) if pricer else plan
+    return (
+        replace(plan, estimate=plan.cost_model(cost_model).price(plan.layout, plan.micro_batches))
+        if cost_model
+        else plan
+    )
 
 
-def _check_reach(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
+def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
     """Raises PlanError for a worker larger than every node, or a tensor-parallel group wider than NVLink reaches."""
     gpus, tensor = spec.workers.gpus_per_worker, spec.parallelism.tensor or 1
-    if hardware.node_gpus is not None and gpus > hardware.node_gpus:
+    if cluster_limits.node_gpus is not None and gpus > cluster_limits.node_gpus:
         raise PlanError(
-            f"`workers.gpusPerWorker` is {gpus} and the largest usable node has {hardware.node_gpus} GPUs: lower it, "
+            f"`workers.gpusPerWorker` is {gpus} and the largest usable node has {cluster_limits.node_gpus} GPUs: "
+            "lower it, "
             "or add larger nodes",
             "NoNodeLargeEnough",
             depends_on_cluster=True,
         )
-    if hardware.domain_gpus is not None and tensor > hardware.domain_gpus:
+    if cluster_limits.domain_gpus is not None and tensor > cluster_limits.domain_gpus:
         raise PlanError(
-            f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {hardware.domain_gpus} GPUs: lower it, "
+            f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {cluster_limits.domain_gpus} "
+            "GPUs: lower it, "
             "raise `parallelism.pipeline` instead, or add nodes with a wider domain",
             "NoDomainWideEnough",
             depends_on_cluster=True,
         )
 
 
-def _check_choices(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
+def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
     """Raises PlanError when something is left out and there is no node to choose it for."""
-    wanted = spec.parallelism
-    stated = {"tensor": wanted.tensor, "pipeline": wanted.pipeline, "microBatches": wanted.micro_batches}
-    left_out = [f"`parallelism.{name}`" for name, value in stated.items() if value is None]
-    if left_out and not hardware.known:
+    requested = spec.parallelism
+    degrees_by_field = {
+        "tensor": requested.tensor,
+        "pipeline": requested.pipeline,
+        "microBatches": requested.micro_batches,
+    }
+    left_out = [f"`parallelism.{name}`" for name, value in degrees_by_field.items() if value is None]
+    if left_out and not cluster_limits.known:
         raise PlanError(
             f"{', '.join(left_out)} left out, and no usable GPU node is there to choose for: set them, or add nodes",
             "NoUsableNodes",
@@ -296,7 +317,7 @@ def _check_choices(spec: ParallelTrainingJobSpec, hardware: Hardware) -> None:
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
     asked = spec.parallelism
-    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.sharing)
+    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context_or_default)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
     return _plan(spec, None, Candidate(layout, 1, None), (reason,))
 
@@ -305,12 +326,12 @@ def _plan(
     spec: ParallelTrainingJobSpec, architecture: Architecture | None, chosen: Candidate, reasons: tuple[str, ...]
 ) -> Plan:
     resources = {"cpu": spec.workers.resources.cpu or "0", "memory": spec.workers.resources.memory or "0"}
-    asked = amount_of(resources, spec.workers.gpu_resource, pods=1)
+    asked = parse_resources(resources, spec.workers.gpu_resource, pods=1)
     return Plan(
         layout=chosen.layout,
         micro_batches=chosen.micro_batches,
         gpus_per_worker=spec.workers.gpus_per_worker,
-        worker_request=Amount(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
+        worker_request=Resources(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
         architecture=architecture,
         memory=chosen.memory,
         schedule=chosen.schedule,

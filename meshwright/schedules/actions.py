@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action computes; the letters are those of torch.distributed.pipelining."""
 
     FORWARD = "F"
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     """One computation."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -58,7 +58,7 @@ class Schedule:
         """A rank's actions in order, overlapped ones one after the other."""
         return [action for slot in self.ranks[rank] for action in slot]
 
-    def apart(self) -> Schedule:
+    def serialized(self) -> Schedule:
         """The schedule with overlapped actions one after the other: what a rank does that computes one at a time."""
         return replace(self, ranks=tuple(tuple((a,) for slot in slots for a in slot) for slots in self.ranks))
 
@@ -67,7 +67,7 @@ class Schedule:
         return " ".join("+".join(str(action) for action in slot) for slot in self.ranks[rank])
 
 
-def one(kind: Kind, stage: int, micro_batch: int) -> Slot:
+def one(kind: ActionKind, stage: int, micro_batch: int) -> Slot:
     """A slot of one action."""
     return (Action(kind, stage, micro_batch),)
 

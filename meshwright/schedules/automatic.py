@@ -19,19 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwright.schedules.actions import Kind, Schedule, Slot, check_counts, one
-from meshwright.schedules.simulate import EVEN, Costs, simulate
+from meshwright.schedules.actions import ActionKind, Schedule, Slot, check_counts, one
+from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts, simulate
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2
 
-AHEAD = (1.0, 1.25, 1.5, 1.75, 2.0)
+WARMUP_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 PATIENCE = (0.0, 0.5, 1.0)
-LEAST, MOST_ACTIONS = len(AHEAD), 100_000
+MIN_TRIES, ACTION_BUDGET = len(WARMUP_FACTORS), 100_000
 """How much is tried: every rank searches when it starts, and long pipelines take long to simulate. A number of tries,
 not a time, so that all ranks try the same."""
 
 
 def automatic(
-    ranks: int, micro_batches: int, limit: int, costs: Costs | Sequence[Costs] = EVEN, hop: float = 0.0
+    ranks: int,
+    micro_batches: int,
+    limit: int,
+    costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS,
+    hop: float = 0.0,
 ) -> Schedule:
     """The best schedule found.
 
@@ -48,31 +52,37 @@ def automatic(
     check_counts(ranks, micro_batches)
     if limit < 1:
         raise ValueError(f"`limit` must allow at least one micro-batch, not {limit}")
-    every = (costs,) * ranks if isinstance(costs, Costs) else tuple(costs)
-    if len(every) != ranks:
-        raise ValueError(f"{len(every)} costs for {ranks} stages")
-    seconds = [hop, *(each for c in every for each in (c.forward, c.backward_input, c.backward_weight))]
-    if not all(math.isfinite(each) and each >= 0 for each in seconds):
-        raise ValueError(f"costs must be finite and at least 0, not {every} with a send of {hop}")
-    return _search(ranks, micro_batches, limit, every, hop)
+    costs_by_stage = (costs,) * ranks if isinstance(costs, ActionCosts) else tuple(costs)
+    if len(costs_by_stage) != ranks:
+        raise ValueError(f"{len(costs_by_stage)} costs for {ranks} stages")
+    seconds = [
+        hop,
+        *(duration for c in costs_by_stage for duration in (c.forward, c.backward_input, c.backward_weight)),
+    ]
+    if not all(math.isfinite(duration) and duration >= 0 for duration in seconds):
+        raise ValueError(f"costs must be finite and at least 0, not {costs_by_stage} with a send of {hop}")
+    return _search(ranks, micro_batches, limit, costs_by_stage, hop)
 
 
 @lru_cache(maxsize=16)
-def _search(ranks: int, micro_batches: int, limit: int, costs: tuple[Costs, ...], hop: float) -> Schedule:
-    ways = [*(_Way(ahead, patience) for patience in PATIENCE for ahead in AHEAD), _Way(float(ranks), 0.0)]
+def _search(ranks: int, micro_batches: int, limit: int, costs: tuple[ActionCosts, ...], hop: float) -> Schedule:
+    heuristics = [
+        *(_Heuristic(ahead, patience) for patience in PATIENCE for ahead in WARMUP_FACTORS),
+        _Heuristic(float(ranks), 0.0),
+    ]
     # The order for even costs is sometimes the better one for others too, by luck.
-    tries = [(way, one) for one in dict.fromkeys([costs, (EVEN,) * ranks]) for way in ways]
-    count = max(LEAST, MOST_ACTIONS // (ranks * micro_batches))
-    tried = [_greedy(ranks, micro_batches, limit, way, one, hop) for way, one in tries[:count]]
-    known = [replace(make(ranks, micro_batches), name="automatic") for make in (zb_h1, zb_h2)]
-    run = [(simulate(schedule, costs, hop), schedule) for schedule in dict.fromkeys(tried + known)]
-    within = [(result, schedule) for result, schedule in run if max(result.in_flight) <= limit]
+    attempts = [(heuristic, one) for one in dict.fromkeys([costs, (UNIT_COSTS,) * ranks]) for heuristic in heuristics]
+    count = max(MIN_TRIES, ACTION_BUDGET // (ranks * micro_batches))
+    searched = [_greedy(ranks, micro_batches, limit, heuristic, one, hop) for heuristic, one in attempts[:count]]
+    handcrafted = [replace(make(ranks, micro_batches), name="automatic") for make in (zb_h1, zb_h2)]
+    simulated = [(simulate(schedule, costs, hop), schedule) for schedule in dict.fromkeys(searched + handcrafted)]
+    within_limit = [(result, schedule) for result, schedule in simulated if max(result.in_flight) <= limit]
     # Ranks meet at a step's end, where the gradient's norm is summed: what counts is when the last one is done.
-    return min(within, key=lambda pair: (pair[0].makespan, pair[0].longest))[1]
+    return min(within_limit, key=lambda pair: (pair[0].makespan, pair[0].longest))[1]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Heuristic:
     """How ranks choose."""
 
     ahead: float
@@ -81,13 +91,15 @@ class _Way:
     """A rank waits for a pass that arrives within this part of a weights' gradient's time, rather than start one."""
 
 
-def _greedy(ranks: int, micro_batches: int, limit: int, way: _Way, costs: tuple[Costs, ...], hop: float) -> Schedule:
-    state = [_Rank(rank, min(limit, int(way.ahead * (ranks - rank - 1)) + 1), limit) for rank in range(ranks)]
-    arrivals: list[tuple[float, int, Kind, int]] = [(0.0, 0, Kind.FORWARD, m) for m in range(micro_batches)]
-    wakes: list[tuple[float, int]] = [(0.0, 0)]
+def _greedy(
+    ranks: int, micro_batches: int, limit: int, heuristic: _Heuristic, costs: tuple[ActionCosts, ...], hop: float
+) -> Schedule:
+    state = [_Rank(rank, min(limit, int(heuristic.ahead * (ranks - rank - 1)) + 1), limit) for rank in range(ranks)]
+    arrivals: list[tuple[float, int, ActionKind, int]] = [(0.0, 0, ActionKind.FORWARD, m) for m in range(micro_batches)]
+    wake_ups: list[tuple[float, int]] = [(0.0, 0)]
     heapq.heapify(arrivals)
-    while wakes:
-        now, rank = heapq.heappop(wakes)
+    while wake_ups:
+        now, rank = heapq.heappop(wake_ups)
         while arrivals and arrivals[0][0] <= now:
             _, target, kind, m = heapq.heappop(arrivals)
             state[target].ready[kind].append(m)
@@ -97,30 +109,30 @@ def _greedy(ranks: int, micro_batches: int, limit: int, way: _Way, costs: tuple[
         chosen = one_rank.choose()
         if chosen is None:
             continue
-        soon = now + way.patience * costs[rank].backward_weight
-        if chosen[0] is Kind.WEIGHT and one_rank.expects(now, soon):
+        patience_until = now + heuristic.patience * costs[rank].backward_weight
+        if chosen[0] is ActionKind.WEIGHT and one_rank.arrives_before(now, patience_until):
             # It is woken when that arrives.
-            one_rank.put_back(chosen[1])
+            one_rank.postpone(chosen[1])
             continue
         kind, m = chosen
         end = now + costs[rank].of(kind)
-        one_rank.take(kind, m, end)
-        heapq.heappush(wakes, (end, rank))
-        for target, next_kind in _follows(kind, rank, ranks):
-            arrives = end + (hop if target != rank else 0.0)
-            heapq.heappush(arrivals, (arrives, target, next_kind, m))
-            if next_kind is not Kind.WEIGHT:
-                state[target].coming.append((arrives, next_kind))
-            heapq.heappush(wakes, (arrives, target))
+        one_rank.start_action(kind, m, end)
+        heapq.heappush(wake_ups, (end, rank))
+        for target, next_kind in _enabled_by(kind, rank, ranks):
+            arrival = end + (hop if target != rank else 0.0)
+            heapq.heappush(arrivals, (arrival, target, next_kind, m))
+            if next_kind is not ActionKind.WEIGHT:
+                state[target].arriving.append((arrival, next_kind))
+            heapq.heappush(wake_ups, (arrival, target))
     return Schedule("automatic", ranks, micro_batches, tuple(tuple(one_rank.slots) for one_rank in state))
 
 
-def _follows(kind: Kind, rank: int, ranks: int) -> list[tuple[int, Kind]]:
+def _enabled_by(kind: ActionKind, rank: int, ranks: int) -> list[tuple[int, ActionKind]]:
     """What an action makes possible: (rank, kind)."""
-    if kind is Kind.FORWARD:
-        return [(rank + 1, Kind.FORWARD)] if rank < ranks - 1 else [(rank, Kind.INPUT)]
-    if kind is Kind.INPUT:
-        return [(rank, Kind.WEIGHT), *([(rank - 1, Kind.INPUT)] if rank else [])]
+    if kind is ActionKind.FORWARD:
+        return [(rank + 1, ActionKind.FORWARD)] if rank < ranks - 1 else [(rank, ActionKind.INPUT)]
+    if kind is ActionKind.INPUT:
+        return [(rank, ActionKind.WEIGHT), *([(rank - 1, ActionKind.INPUT)] if rank else [])]
     return []
 
 
@@ -129,38 +141,38 @@ class _Rank:
 
     def __init__(self, rank: int, first: int, limit: int) -> None:
         self.slots: list[Slot] = []
-        self.ready: dict[Kind, deque[int]] = {kind: deque() for kind in Kind}
-        self.coming: deque[tuple[float, Kind]] = deque()
+        self.ready: dict[ActionKind, deque[int]] = {kind: deque() for kind in ActionKind}
+        self.arriving: deque[tuple[float, ActionKind]] = deque()
         """Passes whose results are under way: when they arrive, and what they let this rank do."""
         self.free_at = 0.0
         self._rank, self._first, self._limit = rank, first, limit
-        self._held = self._forwards = self._backwards = 0
+        self._in_flight = self._forwards = self._backwards = 0
 
-    def choose(self) -> tuple[Kind, int] | None:
+    def choose(self) -> tuple[ActionKind, int] | None:
         """The next action, or None where the rank had better wait."""
-        if self.ready[Kind.INPUT]:
-            return Kind.INPUT, self.ready[Kind.INPUT].popleft()
-        within = self._held < self._limit and self._forwards - self._backwards < self._first
-        if self.ready[Kind.FORWARD] and within:
-            return Kind.FORWARD, self.ready[Kind.FORWARD].popleft()
-        if self.ready[Kind.WEIGHT]:
-            return Kind.WEIGHT, self.ready[Kind.WEIGHT].popleft()
+        if self.ready[ActionKind.INPUT]:
+            return ActionKind.INPUT, self.ready[ActionKind.INPUT].popleft()
+        within_limit = self._in_flight < self._limit and self._forwards - self._backwards < self._first
+        if self.ready[ActionKind.FORWARD] and within_limit:
+            return ActionKind.FORWARD, self.ready[ActionKind.FORWARD].popleft()
+        if self.ready[ActionKind.WEIGHT]:
+            return ActionKind.WEIGHT, self.ready[ActionKind.WEIGHT].popleft()
         return None
 
-    def expects(self, now: float, until: float) -> bool:
+    def arrives_before(self, now: float, until: float) -> bool:
         """Whether something that the rank would do at once arrives after `now` and before `until`."""
-        self.coming = deque(one for one in self.coming if one[0] > now)
-        room = self._held < self._limit and self._forwards - self._backwards < self._first
-        return any(when < until and (kind is Kind.INPUT or room) for when, kind in self.coming)
+        self.arriving = deque(one for one in self.arriving if one[0] > now)
+        may_forward = self._in_flight < self._limit and self._forwards - self._backwards < self._first
+        return any(when < until and (kind is ActionKind.INPUT or may_forward) for when, kind in self.arriving)
 
-    def put_back(self, micro_batch: int) -> None:
+    def postpone(self, micro_batch: int) -> None:
         """The rank does this weights' gradient later."""
-        self.ready[Kind.WEIGHT].appendleft(micro_batch)
+        self.ready[ActionKind.WEIGHT].appendleft(micro_batch)
 
-    def take(self, kind: Kind, micro_batch: int, end: float) -> None:
+    def start_action(self, kind: ActionKind, micro_batch: int, end: float) -> None:
         """Does an action."""
         self.slots.append(one(kind, self._rank, micro_batch))
         self.free_at = end
-        self._held += (kind is Kind.FORWARD) - (kind is Kind.WEIGHT)
-        self._forwards += kind is Kind.FORWARD
-        self._backwards += kind is Kind.INPUT
+        self._in_flight += (kind is ActionKind.FORWARD) - (kind is ActionKind.WEIGHT)
+        self._forwards += kind is ActionKind.FORWARD
+        self._backwards += kind is ActionKind.INPUT

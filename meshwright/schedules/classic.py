@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from meshwright.schedules.actions import Kind, Schedule, Slot, check_counts, one
+from meshwright.schedules.actions import ActionKind, Schedule, Slot, check_counts, one
 
 
 def naive(ranks: int, micro_batches: int) -> Schedule:
     """One micro-batch at a time, forward and back: model parallelism without a pipeline, one rank working at a time."""
     check_counts(ranks, micro_batches)
-    every = tuple(
-        tuple(one(kind, rank, m) for m in range(micro_batches) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    rank_slots = tuple(
+        tuple(one(kind, rank, m) for m in range(micro_batches) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
         for rank in range(ranks)
     )
-    return Schedule("naive", ranks, micro_batches, every)
+    return Schedule("naive", ranks, micro_batches, rank_slots)
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
     """All forward passes, then all backward passes (arXiv 1811.06965)."""
     check_counts(ranks, micro_batches)
-    every = tuple(
-        tuple(one(kind, rank, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches))
+    rank_slots = tuple(
+        tuple(one(kind, rank, m) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for m in range(micro_batches))
         for rank in range(ranks)
     )
-    return Schedule("gpipe", ranks, micro_batches, every)
+    return Schedule("gpipe", ranks, micro_batches, rank_slots)
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     """As few forward passes as reach the last stage, then one backward for one forward (arXiv 2006.09503)."""
     check_counts(ranks, micro_batches)
-    every = []
+    rank_slots = []
     for rank in range(ranks):
-        warm = min(ranks - rank - 1, micro_batches)
-        slots = [one(Kind.FORWARD, rank, m) for m in range(warm)]
-        for m in range(micro_batches - warm):
-            slots += [one(Kind.FORWARD, rank, warm + m), one(Kind.BACKWARD, rank, m)]
-        slots += [one(Kind.BACKWARD, rank, m) for m in range(micro_batches - warm, micro_batches)]
-        every.append(tuple(slots))
-    return Schedule("1f1b", ranks, micro_batches, tuple(every))
+        warmup = min(ranks - rank - 1, micro_batches)
+        slots = [one(ActionKind.FORWARD, rank, m) for m in range(warmup)]
+        for m in range(micro_batches - warmup):
+            slots += [one(ActionKind.FORWARD, rank, warmup + m), one(ActionKind.BACKWARD, rank, m)]
+        slots += [one(ActionKind.BACKWARD, rank, m) for m in range(micro_batches - warmup, micro_batches)]
+        rank_slots.append(tuple(slots))
+    return Schedule("1f1b", ranks, micro_batches, tuple(rank_slots))
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
@@ -52,37 +52,37 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
             f"not {micro_batches}"
         )
     total = micro_batches * chunks
-    every = []
+    rank_slots = []
     for rank in range(ranks):
-        warm = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-        slots: list[Slot] = [_forward(rank, ranks, chunks, k) for k in range(warm)]
-        for k in range(total - warm):
-            slots += [_forward(rank, ranks, chunks, warm + k), _backward(rank, ranks, chunks, k)]
-        slots += [_backward(rank, ranks, chunks, k) for k in range(total - warm, total)]
-        every.append(tuple(slots))
-    return Schedule("interleaved", ranks * chunks, micro_batches, tuple(every))
+        warmup = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+        slots: list[Slot] = [_forward(rank, ranks, chunks, k) for k in range(warmup)]
+        for k in range(total - warmup):
+            slots += [_forward(rank, ranks, chunks, warmup + k), _backward(rank, ranks, chunks, k)]
+        slots += [_backward(rank, ranks, chunks, k) for k in range(total - warmup, total)]
+        rank_slots.append(tuple(slots))
+    return Schedule("interleaved", ranks * chunks, micro_batches, tuple(rank_slots))
 
 
 def _forward(rank: int, ranks: int, chunks: int, k: int) -> Slot:
     """The k-th forward pass: `ranks` micro-batches through one chunk, then through the next."""
     round_, within = divmod(k, ranks * chunks)
     chunk, offset = divmod(within, ranks)
-    return one(Kind.FORWARD, chunk * ranks + rank, round_ * ranks + offset)
+    return one(ActionKind.FORWARD, chunk * ranks + rank, round_ * ranks + offset)
 
 
 def _backward(rank: int, ranks: int, chunks: int, k: int) -> Slot:
     round_, within = divmod(k, ranks * chunks)
     chunk, offset = divmod(within, ranks)
-    return one(Kind.BACKWARD, (chunks - 1 - chunk) * ranks + rank, round_ * ranks + offset)
+    return one(ActionKind.BACKWARD, (chunks - 1 - chunk) * ranks + rank, round_ * ranks + offset)
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int) -> Schedule:
     """Every micro-batch through one chunk before the next chunk begins (arXiv 2211.05953)."""
     check_counts(ranks, micro_batches)
-    every = []
+    rank_slots = []
     for rank in range(ranks):
         stages = [chunk * ranks + rank for chunk in range(chunks)]
-        slots = [one(Kind.FORWARD, stage, m) for stage in stages for m in range(micro_batches)]
-        slots += [one(Kind.BACKWARD, stage, m) for stage in reversed(stages) for m in range(micro_batches)]
-        every.append(tuple(slots))
-    return Schedule("looped-bfs", ranks * chunks, micro_batches, tuple(every))
+        slots = [one(ActionKind.FORWARD, stage, m) for stage in stages for m in range(micro_batches)]
+        slots += [one(ActionKind.BACKWARD, stage, m) for stage in reversed(stages) for m in range(micro_batches)]
+        rank_slots.append(tuple(slots))
+    return Schedule("looped-bfs", ranks * chunks, micro_batches, tuple(rank_slots))

@@ -30,7 +30,7 @@ def bubble(schedule: str, stages: int, micro_batches: int, chunks: int, times: S
     """Seconds in which a rank of an evenly split pipeline waits, sends costing nothing.
 
     Args:
-        schedule: a schedule's name, as in `meshwright.schedules.generate`.
+        schedule: a schedule's name, as in `meshwright.schedules.registry`.
         stages: pipeline ranks.
         micro_batches: of one step.
         chunks: model chunks of one rank.
@@ -42,23 +42,23 @@ def bubble(schedule: str, stages: int, micro_batches: int, chunks: int, times: S
     if stages == 1:
         return 0.0
     forward, backward, weight = times.forward, times.backward_input, times.backward_weight
-    hops = stages - 1
+    stages_before = stages - 1
     if schedule == "naive":
-        return hops * micro_batches * times.total
+        return stages_before * micro_batches * times.total
     if schedule in ("gpipe", "1f1b"):
-        return hops * times.total
+        return stages_before * times.total
     if schedule in ("interleaved", "looped-bfs"):
-        return hops * times.total / chunks
+        return stages_before * times.total / chunks
     if schedule == "zb-h1":
-        return hops * max(forward + backward - weight, 0.0)
+        return stages_before * max(forward + backward - weight, 0.0)
     if schedule == "zb-h2":
-        return hops * max(forward + backward - 2 * weight, 0.0)
+        return stages_before * max(forward + backward - 2 * weight, 0.0)
     if schedule == "zb-v":
-        return hops * (max(forward, backward, weight) - weight)
+        return stages_before * (max(forward, backward, weight) - weight)
     if schedule == "dualpipe":
         return max(stages / 2 - 1, 0.0) * max(forward + 2 * backward - weight, 0.0)
     if schedule == "dualpipe-v":
-        return hops * max(forward + 2 * backward - weight, 0.0) / 2
+        return stages_before * max(forward + 2 * backward - weight, 0.0) / 2
     raise ValueError(f"no schedule is called `{schedule}`")
 
 
@@ -78,14 +78,14 @@ def automatic_bubble(stages: int, micro_batches: int, limit: int, times: StageTi
     """
     if stages == 1:
         return 0.0
-    room = min(limit, micro_batches)
-    there_and_back = times.forward + times.backward_input
-    least = (stages - 1) * times.forward
-    if room >= stages:
-        waits = bubble("zb-h1", stages, micro_batches, 1, times)
-        return max(least, waits - (room - stages) * times.backward_weight)
-    filling = (room - 1) * max(there_and_back - times.backward_weight, 0.0)
-    return max(least, micro_batches * (stages / room - 1) * there_and_back + filling)
+    activation_room = min(limit, micro_batches)
+    round_trip = times.forward + times.backward_input
+    minimum = (stages - 1) * times.forward
+    if activation_room >= stages:
+        zb_h1_bubble = bubble("zb-h1", stages, micro_batches, 1, times)
+        return max(minimum, zb_h1_bubble - (activation_room - stages) * times.backward_weight)
+    fill_time = (activation_room - 1) * max(round_trip - times.backward_weight, 0.0)
+    return max(minimum, micro_batches * (stages / activation_room - 1) * round_trip + fill_time)
 
 
 def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int, rank: int) -> float:
@@ -101,8 +101,8 @@ def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int, rank:
     if schedule == "1f1b" or (schedule in ("interleaved", "zb-h1", "zb-h2") and stages == 1):
         return float(min(micro_batches, stages - rank))
     if schedule == "interleaved":
-        warm = 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
-        return min(float(micro_batches), warm / chunks)
+        warmup = 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
+        return min(float(micro_batches), warmup / chunks)
     if schedule == "zb-h1":
         return float(min(micro_batches, stages))
     if schedule == "zb-h2":
@@ -116,12 +116,12 @@ def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int, rank:
     raise ValueError(f"no schedule is called `{schedule}`")
 
 
-def halfway(schedule: str, stages: int, micro_batches: int, rank: int) -> float:
+def pending_weight_gradients(schedule: str, stages: int, micro_batches: int, rank: int) -> float:
     """Of `in_flight`, micro-batches whose backward pass has come halfway (arXiv 2401.10241, section 2.3): all that is
     left of them is what the gradients of weights need. Schedules whose peak has none of them are not asked about it.
     """
     extra = {"zb-h1": 1, "zb-h2": 2}.get(schedule, 0)
     if extra == 0 or stages == 1:
         return 0.0
-    begun = min(micro_batches, extra * (stages - rank - 1) + 1)
-    return float(min(extra * rank, micro_batches - begun))
+    started = min(micro_batches, extra * (stages - rank - 1) + 1)
+    return float(min(extra * rank, micro_batches - started))

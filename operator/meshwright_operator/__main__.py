@@ -10,10 +10,10 @@ import sys
 
 import prometheus_client
 
-from meshwright_operator import logs, settings
-from meshwright_operator.connection import ConnectionFailedError
-from meshwright_operator.run import run
-from meshwright_operator.tokens import KeyFileError
+from meshwright_operator import logging_config, settings
+from meshwright_operator.controller.manager import run
+from meshwright_operator.coordinator.tokens import KeyFileError
+from meshwright_operator.kube.config import KubeConfigError
 
 log = logging.getLogger("meshwright_operator")
 
@@ -21,13 +21,13 @@ log = logging.getLogger("meshwright_operator")
 def main() -> None:
     """The console script. Exit status 0 after a signal, 1 when a part failed, 2 when the settings are bad."""
     chosen = settings.parse(sys.argv[1:])
-    logs.configure(chosen.log_level, chosen.log_format)
+    logging_config.configure(chosen.log_level, chosen.log_format)
     # What is parsed by the thousand is trees, without cycles: looking for those would take longer than parsing.
     gc.set_threshold(100_000, 50, 100)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))
-    except (ConnectionFailedError, KeyFileError) as error:
+    except (KubeConfigError, KeyFileError) as error:
         log.error(str(error))
         sys.exit(2)
     except BaseExceptionGroup as group:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.api.labels import COORDINATOR_PORT
-from meshwright_operator.logs import FORMATS
+from meshwright_operator.logging_config import FORMATS
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from meshwright_worker.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport
 
 PRELOADED_BY: list[int] = []
 

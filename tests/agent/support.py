@@ -16,14 +16,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from meshwright import signing
 from meshwright.api import labels
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol import (
+from meshwright.protocol import signing
+from meshwright.protocol.messages import (
     VERSION_HEADER,
     MeshDocument,
     MeshMember,

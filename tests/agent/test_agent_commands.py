@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.protocol import FailureKind, WorkerState
+from meshwright.protocol.messages import FailureKind, WorkerState
 from tests.agent.support import AgentProcess, Coordinator, alive, command_run, mesh, until
 
 StartAgent = Callable[..., AgentProcess]

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from meshwright.protocol import RankProcess, WorkerReport
+from meshwright.protocol.messages import RankProcess, WorkerReport
 from tests.agent.support import Coordinator, alive, until
 from tests.agent.test_agent_runtime import LONG, StartAgent, announce, step_of
 

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.protocol import FailureKind, MeshDocument, WorkerState
+from meshwright.protocol.messages import FailureKind, MeshDocument, WorkerState
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
 
 StartAgent = Callable[..., AgentProcess]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshwright.protocol import WorkerState
+from meshwright.protocol.messages import WorkerState
 from tests.agent.support import AgentProcess, Coordinator, until
 from tests.agent.test_agent_commands import SLEEP, reported, start_generation
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from meshwright.api import labels
-from meshwright.api.job import parse_spec
-from meshwright.protocol import WorkerState
+from meshwright.api.parsing import parse_spec
+from meshwright.protocol.messages import WorkerState
 from tests.agent.support import ROOT, AgentProcess, Coordinator, command_run, mesh, until
 
 StartAgent = Callable[..., AgentProcess]

@@ -9,17 +9,22 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import labels
-from meshwright.protocol import FailureKind, MeshRequest
-from meshwright_worker import failures, messages
-from meshwright_worker.agent.environment import located, process_environment, rank_environment, rank_task
-from meshwright_worker.agent.output import MAX_LINE, OutputPump
-from meshwright_worker.agent.port import FIRST_PORT, LAST_PORT, HeldPort
+from meshwright.protocol.messages import FailureKind, MeshRequest
+from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.rank_environment import (
+    process_environment,
+    rank_environment,
+    rank_task,
+    resolve_script_paths,
+)
+from meshwright_worker.agent.rank_output import MAX_LINE, OutputPump
+from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
+from meshwright_worker.agent.store_port import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.training_log import TrainingLog
-from meshwright_worker.failures import InvalidRunError
-from meshwright_worker.metrics import TrainerMetrics
-from meshwright_worker.rank_server import decode_request, encode_request
-from meshwright_worker.settings import Settings, SettingsError, from_environment
-from meshwright_worker.task import ExpertLoad, Outcome, StepReport
+from meshwright_worker.rank import failures, messages
+from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.rank.fork_server import decode_request, encode_request
+from meshwright_worker.rank.task import ExpertLoad, Outcome, StepReport
 from tests.agent.support import command_run, mesh, training_run
 
 ENVIRONMENT = {
@@ -195,7 +200,7 @@ def test_whose_fault(error: BaseException, kind: FailureKind) -> None:
     ],
 )
 def test_the_telling_line(tail: list[str], line: str) -> None:
-    assert failures.telling_line(tail) == line
+    assert failures.error_line(tail) == line
 
 
 def test_long_messages_are_cut() -> None:
@@ -230,7 +235,7 @@ def test_a_line_without_an_end_is_broken() -> None:
 
 
 def test_a_held_port_is_free_once_released() -> None:
-    ports = [HeldPort() for _ in range(8)]
+    ports = [ReservedPort() for _ in range(8)]
     assert len({port.number for port in ports}) == 8
     for port in ports:
         assert FIRST_PORT <= port.number <= LAST_PORT
@@ -302,5 +307,5 @@ def test_metrics_follow_the_ranks() -> None:
     ],
 )
 def test_a_commands_scripts_are_found_where_they_are_mounted(word: str, expected: str) -> None:
-    assert located(["python", word], {"MESHWRIGHT_SCRIPTS_DIR": "/real"}) == ["python", expected]
-    assert located(["python", word], {}) == ["python", word]
+    assert resolve_script_paths(["python", word], {"MESHWRIGHT_SCRIPTS_DIR": "/real"}) == ["python", expected]
+    assert resolve_script_paths(["python", word], {}) == ["python", word]

@@ -16,8 +16,8 @@ from pydantic import Field, create_model
 from meshwright.api.base import ApiModel
 from meshwright.api.names import MAX_JOB_NAME, pod_name
 from meshwright.crd.definition import custom_resource_definition
-from meshwright.crd.files import CRD_FILE, generated_files
-from meshwright.crd.schema import SchemaError, structural_schema
+from meshwright.crd.generated_files import CRD_FILE, generated_files
+from meshwright.crd.structural_schema import SchemaError, structural_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {

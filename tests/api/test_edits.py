@@ -9,11 +9,11 @@ import cel
 import pytest
 
 from meshwright.api.edits import LIVE, NEXT_START, REFUSED, Effect, effect_of, restarting_parts, with_live_fields
-from meshwright.api.rules import TRANSITIONS
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.validation import check_edit
 from meshwright.crd.definition import custom_resource_definition
-from tests.api.test_rules import COMMAND, GOOD, changed
+from meshwright.rules import TRANSITIONS
+from meshwright.rules.validation import check_edit
+from tests.rules.test_rules import COMMAND, GOOD, changed
 
 STARTED = {"observedGeneration": 1, "startTime": "2026-01-02T03:04:05Z"}
 CHECKPOINT = {"checkpoint": {"claimName": "c"}}

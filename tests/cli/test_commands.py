@@ -7,13 +7,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from meshwright.cli.lazy import LazyCommand, LazyGroup
-from meshwright.cli.main import COMMANDS, main
+from meshwright_cli.lazy_group import LazyCommand, LazyGroup
+from meshwright_cli.main import COMMANDS, main
 
 
 def test_help_lists_every_command_without_importing_it():
     code = (
-        "import sys; from click.testing import CliRunner; from meshwright.cli.main import main;"
+        "import sys; from click.testing import CliRunner; from meshwright_cli.main import main;"
         "r = CliRunner().invoke(main, ['--help']); print(r.output);"
         "heavy = {'aiohttp', 'rich', 'yaml', 'pydantic', 'torch'} & set(sys.modules); assert not heavy, heavy"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from meshwright.cli.main import main
+from meshwright_cli.main import main
 
 
 def run(*arguments: object) -> Result:

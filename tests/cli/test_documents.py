@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import COMMANDS
+from meshwright_cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

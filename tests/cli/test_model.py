@@ -10,10 +10,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 from meshwright.api.model import ModelSpec
-from meshwright.cli import manifest
-from meshwright.cli.main import main
+from meshwright.models.huggingface.runtime_config import config_from_architecture
 from meshwright.models.presets import PRESETS, resolve
-from meshwright.models.pretrained import config_of
+from meshwright_cli import manifest
+from meshwright_cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging-face.yaml"
 
@@ -24,7 +24,7 @@ def run(path: Path) -> Result:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "deepseek-v2-lite"])
 def test_fields_that_a_job_takes(tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_of(PRESETS[name])))
+    (tmp_path / "config.json").write_text(json.dumps(config_from_architecture(PRESETS[name])))
     for where in (tmp_path, tmp_path / "config.json"):
         printed = run(where)
         assert printed.exit_code == 0, printed.output
@@ -53,7 +53,7 @@ def test_what_the_example_says(tmp_path: Path) -> None:
 
 def test_what_is_not_built_is_refused_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    config = {**config_of(PRESETS["llama-2-7b"]), "model_type": "mistral", "sliding_window": 4096}
+    config = {**config_from_architecture(PRESETS["llama-2-7b"]), "model_type": "mistral", "sliding_window": 4096}
     path.write_text(json.dumps(config))
     refused = run(path)
     assert refused.exit_code == 1

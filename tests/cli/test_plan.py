@@ -10,11 +10,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from meshwright.api.job import parse_spec
-from meshwright.cli.main import main
-from meshwright.cli.plan.inventory_file import read_nodes
-from meshwright.planner.choose import choose_plan
-from meshwright.planner.inventory import Inventory
+from meshwright.api.parsing import parse_spec
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.plan_and_place import choose_plan
+from meshwright_cli.main import main
+from meshwright_cli.plan.inventory_file import read_nodes
 
 ROOT = Path(__file__).parents[2]
 H100 = "NVIDIA-H100-80GB-HBM3"

@@ -22,12 +22,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from meshwright.local.client import ApiClient
-from meshwright.local.connection import Connection
-from meshwright.local.controllers.garbage import GarbageCollector
-from meshwright.local.controllers.namespaces import NamespaceController
-from meshwright.local.informers import Informers
-from meshwright.local.providers.embedded import EmbeddedProvider
+from meshwright_local.controllers.garbage_collector import GarbageCollector
+from meshwright_local.controllers.namespaces import NamespaceController
+from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.informers import Informers
+from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.providers.embedded import EmbeddedProvider
 
 GROUP = "conformance.example.com"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -251,15 +251,15 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return
     directory = tmp_path_factory.mktemp("server")
     if request.config.getoption("--cluster", "embedded") == "assets":
-        from meshwright.local.providers.assets import AssetsProvider
+        from meshwright_local.providers.assets import AssetsProvider
 
         provider: Any = AssetsProvider(directory)
     else:
         provider = EmbeddedProvider(directory, in_memory=True)
     background = Background()
-    plane = background.wait(provider.start())
-    stop = background.wait(_start_controllers(plane)) if not plane.has_controllers else None
-    connection = plane.connection
+    control_plane = background.wait(provider.start())
+    stop = background.wait(_start_controllers(control_plane)) if not control_plane.has_controllers else None
+    connection = control_plane.connection
     embedded = isinstance(provider, EmbeddedProvider)
     yield Server(connection.url, connection.token or "", connection.ca_pem, embedded, True)
     if stop is not None:
@@ -268,8 +268,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     background.stop()
 
 
-async def _start_controllers(plane: Any) -> Any:
-    client = ApiClient(plane.connection)
+async def _start_controllers(control_plane: Any) -> Any:
+    client = ApiClient(control_plane.connection)
     await client.wait_ready()
     informers = Informers(client)
     tasks = [asyncio.create_task(c.run()) for c in (GarbageCollector(informers), NamespaceController(informers))]

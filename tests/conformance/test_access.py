@@ -6,7 +6,7 @@ import time
 import aiohttp
 import pytest
 
-from meshwright.local.apiserver.identity import Authenticator
+from meshwright_local.apiserver.auth.identity import Authenticator
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 
@@ -160,7 +160,7 @@ def test_forged_and_expired_tokens(monkeypatch):
 
 @pytest.mark.parametrize("header", ["Basic YTpi", "Bearer", "Bearer é", "token"])
 def test_odd_authorization_headers(header):
-    from meshwright.local.apiserver.errors import ApiError
+    from meshwright_local.apiserver.status_errors import ApiError
 
     with pytest.raises(ApiError) as failure:
         Authenticator({}, b"key", lambda *who: True).authenticate(header)

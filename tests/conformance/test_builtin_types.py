@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z0-9$._/#,-]+")
 
 
 def packed(name: str) -> bytes:
-    return files("meshwright.local.apiserver").joinpath("data", name).read_bytes()
+    return files("meshwright_local.apiserver").joinpath("data", name).read_bytes()
 
 
 def content(name: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from meshwright.local.apiserver import certificates
-from meshwright.local.apiserver.chaos import Answer, Match, Rule
-from meshwright.local.apiserver.errors import ApiError
-from meshwright.local.apiserver.server import ApiServer
+from meshwright_local.apiserver.auth import certificates
+from meshwright_local.apiserver.rest.chaos import Answer, Match, Rule
+from meshwright_local.apiserver.rest.server import ApiServer
+from meshwright_local.apiserver.status_errors import ApiError
 
 MAPS = "/api/v1/namespaces/default/configmaps"
 CHAOS = "/debug/chaos"
@@ -101,7 +101,7 @@ async def test_retry_after_and_own_reasons(kit):
         ({"probability": 0}, set()),
     ],
 )
-async def test_matches(kit, match, struck):
+async def test_matches(kit, match, deleted_pod):
     kit.server.chaos.add({"match": match, "effect": {"type": "answer", "code": 500}})
     space = "/api/v1/namespaces/default"
     calls = {
@@ -111,7 +111,7 @@ async def test_matches(kit, match, struck):
         "lease": ("GET", "/apis/coordination.k8s.io/v1/namespaces/default/leases", None, None),
         "status": ("GET", f"{space}/pods/none/status", None, None),
     }
-    assert {name for name, call in calls.items() if (await kit.call(*call))[0] == 500} == struck
+    assert {name for name, call in calls.items() if (await kit.call(*call))[0] == 500} == deleted_pod
 
 
 async def test_delay(kit):

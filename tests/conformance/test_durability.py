@@ -12,13 +12,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from meshwright.local.apiserver.server import ApiServer
-from meshwright.local.apiserver.store import Store, StoreInUseError
+from meshwright_local.apiserver.rest.server import ApiServer
+from meshwright_local.apiserver.store import Store, StoreInUseError
 
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from meshwright.local.apiserver.server import ApiServer
+from meshwright_local.apiserver.rest.server import ApiServer
 async def main():
     server = ApiServer(Path(sys.argv[1]))
     await server.start()

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from meshwright.local.connection import Connection, write_kubeconfig
+from meshwright_local.kube.kubeconfig import Connection, write_kubeconfig
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 

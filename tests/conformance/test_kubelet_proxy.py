@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from meshwright.local.apiserver import certificates
-from meshwright.local.apiserver.server import ApiServer
+from meshwright_local.apiserver.auth import certificates
+from meshwright_local.apiserver.rest.server import ApiServer
 
 PODS = "/api/v1/namespaces/default/pods"
 

@@ -5,18 +5,18 @@ import datetime
 
 import pytest
 
-from meshwright.local.apiserver.apply import decode, encode
-from meshwright.local.apiserver.bodies import merge_patch
-from meshwright.local.apiserver.cel import CelError, check_rule, compile_expression, escape
-from meshwright.local.apiserver.crds import version_rank
-from meshwright.local.apiserver.identity import Attempt
-from meshwright.local.apiserver.printers import first, human_duration
-from meshwright.local.apiserver.routes import parse_target
-from meshwright.local.apiserver.schema import custom_schema
-from meshwright.local.apiserver.server import expired_events
-from meshwright.local.apiserver.store import Event, EventLog, Overrun, Stored
-from meshwright.local.apiserver.validation import compile_pattern, fits_format
-from meshwright.local.quantities import canonical
+from meshwright_local.apiserver.auth.identity import RequestAttributes
+from meshwright_local.apiserver.registry.crds import version_rank
+from meshwright_local.apiserver.registry.server_side_apply import decode, encode
+from meshwright_local.apiserver.rest.printers import first, human_duration
+from meshwright_local.apiserver.rest.request_bodies import merge_patch
+from meshwright_local.apiserver.rest.router import parse_target
+from meshwright_local.apiserver.rest.server import expired_events
+from meshwright_local.apiserver.schema.cel import CelError, check_rule, compile_expression, escape
+from meshwright_local.apiserver.schema.structural import custom_schema
+from meshwright_local.apiserver.schema.validation import compile_pattern, fits_format
+from meshwright_local.apiserver.store import Event, EventLog, RevisionTooOldError, Stored
+from meshwright_local.kube.quantities import canonical
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,17 @@ def test_no_quantities(text):
 @pytest.mark.parametrize(
     ("path", "target"),
     [
-        ("/api/v1/pods", ("v1", Attempt("list", "", "pods", "", "", ""))),
-        ("/api/v1/namespaces", ("v1", Attempt("list", "", "namespaces", "", "", ""))),
-        ("/api/v1/namespaces/a", ("v1", Attempt("get", "", "namespaces", "", "", "a"))),
-        ("/api/v1/namespaces/a/finalize", ("v1", Attempt("get", "", "namespaces", "finalize", "", "a"))),
-        ("/api/v1/namespaces/a/pods", ("v1", Attempt("list", "", "pods", "", "a", ""))),
-        ("/api/v1/namespaces/a/pods/p/log", ("v1", Attempt("get", "", "pods", "log", "a", "p"))),
-        ("/apis/apps/v1/namespaces/a/deployments/d", ("v1", Attempt("get", "apps", "deployments", "", "a", "d"))),
-        ("/apis/g.io/v1/things/t/status", ("v1", Attempt("get", "g.io", "things", "status", "", "t"))),
+        ("/api/v1/pods", ("v1", RequestAttributes("list", "", "pods", "", "", ""))),
+        ("/api/v1/namespaces", ("v1", RequestAttributes("list", "", "namespaces", "", "", ""))),
+        ("/api/v1/namespaces/a", ("v1", RequestAttributes("get", "", "namespaces", "", "", "a"))),
+        ("/api/v1/namespaces/a/finalize", ("v1", RequestAttributes("get", "", "namespaces", "finalize", "", "a"))),
+        ("/api/v1/namespaces/a/pods", ("v1", RequestAttributes("list", "", "pods", "", "a", ""))),
+        ("/api/v1/namespaces/a/pods/p/log", ("v1", RequestAttributes("get", "", "pods", "log", "a", "p"))),
+        (
+            "/apis/apps/v1/namespaces/a/deployments/d",
+            ("v1", RequestAttributes("get", "apps", "deployments", "", "a", "d")),
+        ),
+        ("/apis/g.io/v1/things/t/status", ("v1", RequestAttributes("get", "g.io", "things", "status", "", "t"))),
         ("/apis/apps/v1", None),
         ("/api/v1", None),
         ("/", None),
@@ -197,9 +200,9 @@ def test_event_log_is_bounded():
     position = log.position_after(0)
     for revision in range(1, 101):
         log.append(event(revision))
-    with pytest.raises(Overrun):
+    with pytest.raises(RevisionTooOldError):
         log.read(position)
-    with pytest.raises(Overrun):
+    with pytest.raises(RevisionTooOldError):
         log.position_after(1)
     recent = log.position_after(95)
     assert [e.revision for e in log.read(recent)] == [96, 97, 98, 99, 100]

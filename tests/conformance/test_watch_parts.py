@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from meshwright.local.apiserver import reading
-from meshwright.local.apiserver.discovery import Registry
-from meshwright.local.apiserver.options import list_options
-from meshwright.local.apiserver.printers import negotiate
-from meshwright.local.apiserver.reading import Watch
-from meshwright.local.apiserver.store import Store
+from meshwright_local.apiserver.registry.discovery import Registry
+from meshwright_local.apiserver.rest import list_watch
+from meshwright_local.apiserver.rest.list_watch import Watch
+from meshwright_local.apiserver.rest.printers import negotiate
+from meshwright_local.apiserver.rest.query_options import list_options
+from meshwright_local.apiserver.store import Store
 
 KEY = ("", "configmaps")
 
@@ -81,7 +81,7 @@ async def test_what_happens_during_the_first_part_is_not_lost(store):
 
 
 async def test_bookmarks_come_even_when_all_news_is_for_others(store, monkeypatch):
-    monkeypatch.setattr(reading, "BOOKMARK_SECONDS", 0.1)
+    monkeypatch.setattr(list_watch, "BOOKMARK_SECONDS", 0.1)
     client = Client()
     query = {"labelSelector": "a=b", "allowWatchBookmarks": "true", "resourceVersion": str(store.revision)}
     task = asyncio.create_task(watch(store, timeoutSeconds="1", **query).run(client.send))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, below, matching, open_folder, parted
+from meshwright.data.files import FileEntry, Folder, join_uri, matching_files, open_folder, split_uri
 
 
 def names(folder: Folder) -> list[str]:
@@ -56,9 +56,9 @@ def test_a_link_to_nothing_is_refused_where_it_is_to_be_read(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.md").symlink_to("/nonexistent")
     folder = open_folder(str(tmp_path))
-    assert [entry.name for entry in matching(folder, "*.txt")] == ["a.txt"]
+    assert [entry.name for entry in matching_files(folder, "*.txt")] == ["a.txt"]
     with pytest.raises(DataError, match=r"b\.md cannot be read: No such file.*; mount .*`data.pattern`"):
-        list(matching(folder, "**/*"))
+        list(matching_files(folder, "**/*"))
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(public: Path) -> None:
@@ -106,16 +106,16 @@ def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("".join(f'<a href="{link}">{link}</a>' for link in links))
     with served(tmp_path) as site:
         folder = open_folder(site)
-        found = list(matching(folder, "**/*.txt"))
+        found = list(matching_files(folder, "**/*.txt"))
         assert found == [FileEntry("a.txt", 5), FileEntry("sub/b.txt", 1)]
         assert all(entry.stamp for entry in found)
         with pytest.raises(DataError, match=r"^gone\.md cannot be read: `data.uri` names it, but FileNotFoundError"):
-            list(matching(folder, "**/*"))
+            list(matching_files(folder, "**/*"))
         with pytest.raises(DataError, match=r"a\.txt` is a file: name its folder, and the file in `data.pattern`"):
             open_folder(f"{site}/a.txt").files()
     says = r"^a\.txt cannot be read: `data.uri` does not tell its size"
     with served(tmp_path, tells_sizes=False) as site, pytest.raises(DataError, match=says):
-        list(matching(open_folder(site), "*.txt"))
+        list(matching_files(open_folder(site), "*.txt"))
 
 
 @pytest.mark.parametrize("uri", ["github://x", "zip://::file:///nonexistent.zip"])
@@ -156,16 +156,16 @@ def test_another_stamp_when_a_file_changes(tmp_path: Path) -> None:
     ],
 )
 def test_paths_below(where: str, together: str) -> None:
-    assert below(where, "web") == together
-    folder, name = parted(together)
-    assert (below(folder, name), name) == (together, "web")
+    assert join_uri(where, "web") == together
+    folder, name = split_uri(together)
+    assert (join_uri(folder, name), name) == (together, "web")
 
 
 def test_a_folder_inside_an_archive(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         archive.writestr("web/a.txt", "hello")
         archive.writestr("b.txt", "b")
-    folder = open_folder(below(f"zip://::file://{tmp_path}/z.zip", "web"))
+    folder = open_folder(join_uri(f"zip://::file://{tmp_path}/z.zip", "web"))
     (entry,) = folder.files()
     assert entry == FileEntry("a.txt", 5)
     assert entry.stamp

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.mixture import BLOCK, Mixture
+from meshwright.data.corpus_mixture import BLOCK, Mixture
 
 weights = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 

@@ -11,17 +11,17 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.api.data import DataFormat, OnCorrupt
+from meshwright.data.documents import MAX_EXAMPLES, SkippedRecords, documents
 from meshwright.data.errors import CorruptRecordError, DataError
-from meshwright.data.files import FileEntry, LocalFolder, matching, open_folder
-from meshwright.data.records import KEPT_EXAMPLES, Skipped, documents
+from meshwright.data.files import FileEntry, LocalFolder, matching_files, open_folder
 
 TEXTS = ["one", "two\nlines", "", "drei: ü"]
 
 
 def read(
     path: Path, kind: DataFormat, on_corrupt: OnCorrupt = OnCorrupt.FAIL, key: str = "text"
-) -> tuple[list[str], Skipped]:
-    skipped = Skipped()
+) -> tuple[list[str], SkippedRecords]:
+    skipped = SkippedRecords()
     entry = FileEntry(path.name, path.stat().st_size)
     return list(documents(LocalFolder(path.parent), entry, kind, key, on_corrupt, skipped)), skipped
 
@@ -35,7 +35,7 @@ def test_every_line_of_json_lines_is_a_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
     for name in ("a.jsonl", "b.jsonl.gz"):
-        assert read(tmp_path / name, DataFormat.JSON_LINES) == ([text for text in TEXTS if text], Skipped())
+        assert read(tmp_path / name, DataFormat.JSON_LINES) == ([text for text in TEXTS if text], SkippedRecords())
 
 
 def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_corrupt_line_fails_or_is_told(tmp_path: Path, bad: bytes, reason: str
 
 def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(rb'{"text": "\ud83d\ude00"}')
-    assert read(tmp_path / "a.jsonl", DataFormat.JSON_LINES) == (["😀"], Skipped())
+    assert read(tmp_path / "a.jsonl", DataFormat.JSON_LINES) == (["😀"], SkippedRecords())
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.string()], ids=str)
@@ -94,7 +94,7 @@ def test_a_corrupt_cell_fails_or_is_told(tmp_path: Path, kind: pyarrow.DataType)
 def test_many_corrupt_records_are_counted_and_some_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"broken\n" * 100 + lines({"text": "good"}))
     found, skipped = read(tmp_path / "a.jsonl", DataFormat.JSON_LINES, OnCorrupt.SKIP)
-    assert (found, skipped.count, len(skipped.examples)) == (["good"], 100, KEPT_EXAMPLES)
+    assert (found, skipped.count, len(skipped.examples)) == (["good"], 100, MAX_EXAMPLES)
 
 
 def test_text_that_is_no_utf_8_is_a_corrupt_record(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_folder_behind_a_uri_is_the_same_folder(tmp_path: Path) -> None:
     local = open_folder(str(tmp_path))
     remote = open_folder(f"local://{tmp_path}")
     assert local.files() == remote.files() == [FileEntry("b.md", 1), FileEntry("deep/a.txt", 3)]
-    assert [entry.name for entry in matching(remote, "**/*.txt")] == ["deep/a.txt"]
+    assert [entry.name for entry in matching_files(remote, "**/*.txt")] == ["deep/a.txt"]
     with remote.open("deep/a.txt") as file:
         assert file.read() == b"abc"
     assert open_folder(f"file://{tmp_path}").local("b.md") == tmp_path / "b.md"

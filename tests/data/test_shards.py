@@ -18,9 +18,9 @@ from meshwright.data.checksums import BLOCK
 from meshwright.data.errors import DataError
 from meshwright.data.files import open_folder
 from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards
-from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer, open_tokenizer
-from meshwright.data.verify import verify
+from meshwright.data.verify_shards import verify
 
 
 def write(folder: Path, documents: list[list[int]], shard: int = 7, vocabulary: int = 300) -> None:
@@ -51,7 +51,7 @@ def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(5):
         (tmp_path / "text" / f"{number}.txt").write_text("word " * number)
-    source = Source(open_folder(str(tmp_path / "text")))
+    source = TextSource(open_folder(str(tmp_path / "text")))
     (one, _), (other, _) = (tokenize(source, ByteTokenizer(), tmp_path / name, shard=8) for name in ("a", "b"))
     assert one == other
     assert one.fingerprint == other.fingerprint
@@ -76,7 +76,7 @@ def test_a_vocabulary_counts_holes_between_ids(tmp_path: Path) -> None:
     assert tokenizer.vocabulary == 70_001
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_text("ab")
-    tokenize(Source(open_folder(str(tmp_path / "text"))), tokenizer, tmp_path / "tokens")
+    tokenize(TextSource(open_folder(str(tmp_path / "text"))), tokenizer, tmp_path / "tokens")
     assert open_shards(tmp_path / "tokens").tokens(0, 3).tolist() == [0, 70_000, 5]
 
 
@@ -171,7 +171,7 @@ def test_the_name_of_a_special_token_in_a_document_is_text(tmp_path: Path, bpe_f
     tokenizer = open_tokenizer(Tokenizer.BPE, bpe_file)
     text = "GPT-2 writes <|endoftext|> between documents"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-    tokenize(Source(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES), tokenizer, tmp_path / "tokens")
+    tokenize(TextSource(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES), tokenizer, tmp_path / "tokens")
     shards = open_shards(tmp_path / "tokens")
     row = shards.tokens(0, len(shards)).tolist()
     assert [token == tokenizer.separator for token in row] == [False] * (len(row) - 1) + [True]
@@ -202,7 +202,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     with pytest.raises(DataError, match=r"no file matches `data.pattern: \*\*/\*`"):
-        tokenize(Source(open_folder(str(tmp_path / "text"))), ByteTokenizer(), tmp_path / "out")
+        tokenize(TextSource(open_folder(str(tmp_path / "text"))), ByteTokenizer(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", [Tokenizer.BPE, Tokenizer.SENTENCE_PIECE])
@@ -211,7 +211,7 @@ def test_libraries_tokens_come_back_as_text(
 ) -> None:
     tokenizer = open_tokenizer(kind, bpe_file if kind is Tokenizer.BPE else sentencepiece_file)
     (tmp_path / "text.jsonl").write_text('{"text": "the quick brown fox"}\n{"text": "the lazy dog"}\n')
-    source = Source(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES, "text", OnCorrupt.FAIL)
+    source = TextSource(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES, "text", OnCorrupt.FAIL)
     manifest, _ = tokenize(source, tokenizer, tmp_path / "tokens")
     shards = open_shards(tmp_path / "tokens")
     row = shards.tokens(0, len(shards))

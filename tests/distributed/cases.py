@@ -11,24 +11,24 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import OuterMethod
-from meshwright.protocol import RunConfig
-from meshwright_worker.checkpoint.session import CheckpointSession, blank_manifest
-from meshwright_worker.checkpoint.tensors import checkpoint_tensors
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
+from meshwright_worker.checkpoint.state_dict import checkpoint_tensors
 from meshwright_worker.data.corpus import open_corpus
-from meshwright_worker.data.packing import batch_of
-from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.data.tokenizer import SEPARATOR
-from meshwright_worker.failures import classify, describe
-from meshwright_worker.mesh import Mesh, joined
-from meshwright_worker.outer.asynchronous import AsynchronousSGD
-from meshwright_worker.parallel.shards import Shard
-from meshwright_worker.step import StepResult, Trainer
-from meshwright_worker.task import Outcome, RankTask, StepReport
-from meshwright_worker.train import train, trainer_of
-from meshwright_worker.validate import validate
-from tests.distributed.counting import Counting, Traffic
-from tests.distributed.meshes import kept_mesh, uses_kept_mesh
-from tests.distributed.pool import Last
+from meshwright_worker.data.packing import make_batch
+from meshwright_worker.data.sample_order import SampleStream
+from meshwright_worker.data.tokenizer_record import SEPARATOR
+from meshwright_worker.distributed.mesh import Mesh, join_mesh
+from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.rank.failures import classify, describe
+from meshwright_worker.rank.task import Outcome, RankTask, StepReport
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import build_trainer, train
+from meshwright_worker.trainer.trainer import StepResult, Trainer
+from tests.distributed.comm_counter import Counting, Traffic
+from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
+from tests.distributed.rank_pool import Last
 
 
 @dataclass
@@ -80,7 +80,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def whole_of(shard: Shard, local: torch.Tensor) -> torch.Tensor:
+def whole_of(shard: ParameterShard, local: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which `local` is the part that this rank holds of the shard's parameter."""
     if shard.whole is None:
         return local.detach().clone()
@@ -108,7 +108,7 @@ def in_format(run: RunConfig, precision: Precision) -> RunConfig:
     return run.model_copy(update={"training": run.training.model_copy(update={"precision": precision})})
 
 
-Part = Callable[[Shard, torch.Tensor], torch.Tensor]
+Part = Callable[[ParameterShard, torch.Tensor], torch.Tensor]
 """What is told of a shard's tensor."""
 FEDERATED = (30, 10)
 """Samples of the islands of a federated run."""
@@ -122,9 +122,9 @@ class Training:
     """
 
     def __init__(self, run: RunConfig, mesh: Mesh, part: Part = whole_of, island: int = 0, among: int = 1) -> None:
-        model, self._data, training = validate(run)
+        model, self._data, training = validate_run(run)
         federated = training.outer is not None and training.outer.method is OuterMethod.FED_AVG
-        self.trainer = trainer_of(run, mesh, FEDERATED[mesh.island] if federated else 1)
+        self.trainer = build_trainer(run, mesh, FEDERATED[mesh.island] if federated else 1)
         self._part = part
         self._vocabulary, self._length = model.vocab_size, training.sequence_length
         self._batch = training.global_batch_size * among
@@ -140,7 +140,7 @@ class Training:
     def step(self, number: int) -> None:
         samples = samples_of(number, self._batch, self._length, self._vocabulary)[self._first :][: self._share]
         mine = (number - 1) * self._batch + self._first
-        batch = batch_of(samples, self._data, SEPARATOR, range(mine, mine + self._share))
+        batch = make_batch(samples, self._data, SEPARATOR, range(mine, mine + self._share))
         result = self.trainer.step(number, batch)
         self._results += [result] if result is not None else []
 
@@ -158,7 +158,7 @@ class Training:
     def told(self) -> Trained:
         """After the last step."""
         trainer = self.trainer
-        self._results += trainer.settle()
+        self._results += trainer.drain()
         trainer.close()
         parameters = {shard.name: self._part(shard, shard.local) for shard in trainer.shards}
         parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
@@ -178,12 +178,12 @@ def trained(run: RunConfig, mesh: Mesh, steps: int, part: Part = whole_of) -> Tr
 @uses_kept_mesh
 def count_a_step(task: RankTask) -> Traffic:
     """What this rank communicates in its second step: the first one may set things up."""
-    model, data, training = validate(task.run)
+    model, data, training = validate_run(task.run)
     with kept_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
-        batch = batch_of(samples[mesh.coordinates.data * share :][:share], data, SEPARATOR)
+        batch = make_batch(samples[mesh.coordinates.data * share :][:share], data, SEPARATOR)
         trainer.step(1, batch)
         with Counting() as counting:
             trainer.step(2, batch)
@@ -220,14 +220,14 @@ def lose_a_rank(task: RankTask, lost: int) -> Last:
 
 def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:
     """What a rank of this layout has after loading: the step, and the whole tensors of its stage."""
-    model, data, training = validate(task.run)
+    model, data, training = validate_run(task.run)
     assert task.run.checkpoint is not None
     assert task.checkpoint_dir is not None
-    with joined(task) as mesh:
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
-        blank = blank_manifest(task, model, training, stream.identity, mesh)
-        session = CheckpointSession(task, task.run.checkpoint, task.checkpoint_dir, mesh, Recorder(), blank)
+        blank = manifest_template(task, model, training, stream.identity, mesh)
+        session = CheckpointManager(task, task.run.checkpoint, task.checkpoint_dir, mesh, Recorder(), blank)
         state = session.load(trainer.shards, trainer.optimizer, trainer.buffers)
         tensors = checkpoint_tensors(trainer.shards, trainer.optimizer, trainer.buffers)
         return state.step, {name: whole(tensor) for name, tensor in tensors.items()}

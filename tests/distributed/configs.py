@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.api.data import DataSource, DataSpec, Packing
+from meshwright.api.data_parallel import DataParallelSpec
 from meshwright.api.parallelism import ContextMethod, ParallelismSpec
 from meshwright.api.precision import Precision
-from meshwright.api.replicas import DataParallelSpec
 from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import OptimizerSpec, OuterSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol import RunConfig
-from tests.distributed.mixtures import MIXTURES
+from meshwright.protocol.messages import RunConfig
+from tests.distributed.moe_models import MIXTURES
 
 NUMBERS = {
     "layers": 3,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.conftest import bpe_file, sentencepiece_file
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 __all__ = ["bpe_file", "sentencepiece_file"]
 

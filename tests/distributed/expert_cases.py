@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from meshwright_worker.data.batch import Batch, Places
-from meshwright_worker.mesh import joined
-from meshwright_worker.models.experts import MixtureOfExperts
-from meshwright_worker.parallel.dispatch import AllToAllJourney
-from meshwright_worker.step import Trainer
-from meshwright_worker.task import RankTask
-from meshwright_worker.validate import validate
+from meshwright_worker.data.batch import Batch, TokenMetadata
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.models.moe import MixtureOfExperts
+from meshwright_worker.parallel.expert.dispatch import AllToAllDispatchPlan
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.trainer import Trainer
 
 
 def routed_rows(task: RankTask) -> list[tuple[int, int, int]]:
     """Of each mixture, for one micro-batch: rows that this rank sends, keeps for itself, and computes."""
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         (stage,) = trainer.stages
         found: list[tuple[int, int, int]] = []
-        plan = AllToAllJourney.there
+        plan = AllToAllDispatchPlan.dispatch
 
-        def watched(journey: AllToAllJourney, rows: torch.Tensor) -> torch.Tensor:
-            arrived = plan(journey, rows)
-            kept = journey.out.send[journey.out.group.rank()]
+        def watched(dispatch_plan: AllToAllDispatchPlan, rows: torch.Tensor) -> torch.Tensor:
+            arrived = plan(dispatch_plan, rows)
+            kept = dispatch_plan.out.send[dispatch_plan.out.group.rank()]
             found.append((len(rows), kept, len(arrived)))
             return arrived
 
-        AllToAllJourney.there = watched  # type: ignore[method-assign]
+        AllToAllDispatchPlan.dispatch = watched  # type: ignore[method-assign]
         try:
             generator = torch.Generator().manual_seed(mesh.rank)
             tokens = torch.randint(0, model.vocab_size, (2, training.sequence_length), generator=generator)
-            stage.module(tokens, targets=tokens, places=Places())
+            stage.module(tokens, targets=tokens, token_metadata=TokenMetadata())
         finally:
-            AllToAllJourney.there = plan  # type: ignore[method-assign]
+            AllToAllDispatchPlan.dispatch = plan  # type: ignore[method-assign]
         return found
 
 
@@ -43,8 +43,8 @@ def mixture_by_halves(task: RankTask) -> dict[str, float]:
 
     Returns the largest difference of each gradient between the two.
     """
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         module = next(m for m in trainer.stages[0].module.modules() if isinstance(m, MixtureOfExperts))
         generator = torch.Generator().manual_seed(mesh.rank)
@@ -71,27 +71,27 @@ def _taken(module: MixtureOfExperts, x: torch.Tensor) -> dict[str, torch.Tensor]
 def _halves(module: MixtureOfExperts, x: torch.Tensor, given: torch.Tensor) -> None:
     """As a schedule that overlaps does: autograd ends before each exchange and begins again after it."""
     routed = module.route(x)
-    journey = routed.journey
-    assert isinstance(journey, AllToAllJourney)
-    there = journey.out.begin(routed.rows)
+    dispatch_plan = routed.dispatch_plan
+    assert isinstance(dispatch_plan, AllToAllDispatchPlan)
+    dispatch = dispatch_plan.out.begin(routed.rows)
     # Here a schedule computes another micro-batch.
-    arrived = there.wait().requires_grad_()
-    computed = journey.leave(module.experts(journey.arrive(arrived), journey.counts))
-    back = journey.out.reversed().begin(computed)
+    arrived = dispatch.wait().requires_grad_()
+    computed = dispatch_plan.before_combine(module.experts(dispatch_plan.after_dispatch(arrived), dispatch_plan.counts))
+    back = dispatch_plan.out.reversed().begin(computed)
     returned = back.wait().requires_grad_()
     module.finish(x, routed, returned).backward(given)
     assert returned.grad is not None
-    gradient = journey.out.begin(returned.grad)
+    gradient = dispatch_plan.out.begin(returned.grad)
     computed.backward(gradient.wait())
     assert arrived.grad is not None
-    gradient = journey.out.reversed().begin(arrived.grad)
+    gradient = dispatch_plan.out.reversed().begin(arrived.grad)
     routed.rows.backward(gradient.wait())
 
 
 def biased_batch(task: RankTask, steps: int) -> list[tuple[float, ...]]:
     """The imbalance of each mixture, step by step, on one batch again and again, from biases that leave much to do."""
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         for bias in trainer.buffers.values():
             bias += torch.linspace(0.4, -0.4, len(bias))

@@ -13,15 +13,15 @@ import torch
 
 from meshwright.schedules.actions import Action, Slot
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.parallel.dispatch import Exchange, Pending
-from meshwright_worker.pipeline import scheduled
-from meshwright_worker.pipeline.scheduled import Scheduled
-from meshwright_worker.step import Trainer
-from meshwright_worker.task import RankTask
-from meshwright_worker.validate import validate
+from meshwright_worker.parallel.expert.dispatch import Exchange, PendingExchange
+from meshwright_worker.parallel.pipeline import schedule_executor
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of
-from tests.distributed.every_pass import EveryPass
-from tests.distributed.meshes import kept_mesh, uses_kept_mesh
+from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
+from tests.distributed.op_recorder import EveryPass
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
@@ -56,7 +56,7 @@ class Trace:
 
 
 class _Tracing(EveryPass):
-    """Takes the times of products, and of exchanges from `Exchange.begin` until `Pending.wait` returns."""
+    """Takes the times of products, and of exchanges from `Exchange.begin` until `PendingExchange.wait` returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Tracing(EveryPass):
         self.products: list[Span] = []
         self._passes: dict[int, Action] = {}
         self._issued: dict[int, tuple[Action, float]] = {}
-        self._begin, self._wait = Exchange.begin, Pending.wait
+        self._begin, self._wait = Exchange.begin, PendingExchange.wait
 
     def runs(self, action: Action) -> None:
         """This thread runs the pass from now on."""
@@ -79,12 +79,12 @@ class _Tracing(EveryPass):
             self.products.append(Span(self._now(), began, time.perf_counter()))
         return output
 
-    def begin(self, exchange: Exchange, rows: torch.Tensor) -> Pending:
+    def begin(self, exchange: Exchange, rows: torch.Tensor) -> PendingExchange:
         pending = self._begin(exchange, rows)
         self._issued[id(pending)] = self._now(), time.perf_counter()
         return pending
 
-    def wait(self, pending: Pending) -> torch.Tensor:
+    def wait(self, pending: PendingExchange) -> torch.Tensor:
         received = self._wait(pending)
         action, began = self._issued.pop(id(pending))
         self.exchanges.append(Span(action, began, time.perf_counter()))
@@ -94,7 +94,7 @@ class _Tracing(EveryPass):
         return self._passes[threading.get_ident()]
 
 
-class _Traced(scheduled._Step):
+class _Traced(schedule_executor._Step):
     def __init__(self, tracing: _Tracing, *more: Any) -> None:
         super().__init__(*more)
         self._tracing = tracing
@@ -107,25 +107,25 @@ class _Traced(scheduled._Step):
 @uses_kept_mesh
 def trace_a_step(task: RankTask, apart: bool) -> Trace:
     """The trace; with `apart` the actions of a pair run one after the other."""
-    model, _, training = validate(task.run)
+    model, _, training = validate_run(task.run)
     with kept_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         executor = trainer._executor
-        assert isinstance(executor, Scheduled)
+        assert isinstance(executor, ScheduleExecutor)
         pairs = [slot for slot in executor.schedule.ranks[mesh.coordinates.pipeline] if len(slot) == 2]
         if apart:
-            executor.follow(executor.schedule.apart())
+            executor.set_schedule(executor.schedule.apart())
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
         batch = Batch.of(samples[mesh.coordinates.data * share :][:share])
-        tracing, real = _Tracing(), scheduled._Step
-        scheduled._Step = partial(_Traced, tracing)  # type: ignore[assignment, misc]
+        tracing, real = _Tracing(), schedule_executor._Step
+        schedule_executor._Step = partial(_Traced, tracing)  # type: ignore[assignment, misc]
         Exchange.begin = lambda *given: tracing.begin(*given)  # type: ignore[method-assign]
-        Pending.wait = lambda *given: tracing.wait(*given)  # type: ignore[method-assign]
+        PendingExchange.wait = lambda *given: tracing.wait(*given)  # type: ignore[method-assign]
         try:
             with tracing:
                 executor.run(batch.chunk(task.run.micro_batches))
         finally:
-            scheduled._Step = real  # type: ignore[misc]
-            Exchange.begin, Pending.wait = tracing._begin, tracing._wait  # type: ignore[method-assign]
+            schedule_executor._Step = real  # type: ignore[misc]
+            Exchange.begin, PendingExchange.wait = tracing._begin, tracing._wait  # type: ignore[method-assign]
         return Trace(tracing.exchanges, tracing.products, pairs)

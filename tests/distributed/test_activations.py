@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from meshwright.planner.cost.activations import layer_activations
-from meshwright.planner.cost.halves import left_by_layer, left_by_output
-from meshwright.planner.cost.memory import every_stage
+from meshwright.planner.cost.memory import memory_by_stage
+from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_layer, weight_half_bytes_of_output
 from meshwright.planner.cost.stages import stages_of
-from meshwright.planner.job import Job
-from meshwright.protocol import RunConfig
-from meshwright.schedules.division import divide
-from meshwright.schedules.held import Kept, peaks
+from meshwright.planner.workload import TrainingJob
+from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
+from meshwright.schedules.pipeline_layout import pipeline_layout
+from tests.distributed.activation_cases import most_activations
 from tests.distributed.configs import small_run
-from tests.distributed.held import most_activations
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.parity.cases.pipeline import SCHEDULES
 from tests.tiers import mostly_long
 
@@ -26,13 +26,13 @@ ROUGH = ("automatic zero bubble", "DualPipe")
 which has the model's end too, is counted as the last."""
 
 
-def job_of(run: RunConfig) -> Job:
+def job_of(run: RunConfig) -> TrainingJob:
     assert run.architecture is not None
     assert run.training is not None
-    return Job.made(run.architecture, run.training, run.parallelism, run.data_parallel)
+    return TrainingJob.made(run.architecture, run.training, run.parallelism, run.data_parallel)
 
 
-def kept_in_stages(run: RunConfig) -> list[Kept]:
+def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:
     """Bytes of one micro-batch, from the closed forms that the planner has."""
     job = job_of(run)
     assert run.training is not None
@@ -40,14 +40,16 @@ def kept_in_stages(run: RunConfig) -> list[Kept]:
     tokens = run.training.global_batch_size // run.micro_batches * length
     model, numbers = job.work.model, job.numbers
     layer = layer_activations(model, False, length, 1, False, numbers, job.runtime).kept
-    left = left_by_layer(model, False, 1, numbers)
-    stages = divide(run.parallelism, run.pipeline, run.micro_batches, job.architecture, length).layers
-    kept = [Kept(tokens * len(own) * layer, tokens * len(own) * left) for own in stages]
+    left = weight_half_bytes_of_layer(model, False, 1, numbers)
+    stages = pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, job.architecture, length).layers
+    kept = [SavedPerStage(tokens * len(own) * layer, tokens * len(own) * left) for own in stages]
     # The final norm keeps its input, what it normed and a number a token, the product behind it its own input, and the
     # loss the logarithms of probabilities.
     output = FP32 * (3 * model.hidden + 1 + model.vocab)
     last = kept[-1]
-    kept[-1] = Kept(last.forward + tokens * output, last.halfway + tokens * left_by_output(model, 1, numbers, None))
+    kept[-1] = SavedPerStage(
+        last.forward + tokens * output, last.halfway + tokens * weight_half_bytes_of_output(model, 1, numbers, None)
+    )
     return kept
 
 
@@ -57,7 +59,7 @@ def planned(run: RunConfig) -> list[float]:
     work, choices = job.work, job.choices(run.layout, run.micro_batches)
     logits = FP32 * work.sequence_length * work.model.vocab
     stages = stages_of(work.model, choices).every
-    memories = every_stage(work, choices, job.runtime)
+    memories = memory_by_stage(work, choices, job.runtime)
     return [memory.activations + logits * stage.output for memory, stage in zip(memories, stages, strict=True)]
 
 
@@ -71,9 +73,9 @@ def test_every_rank_holds_as_many_activations_as_its_schedule_says(pool: RankPoo
     run = four_ranks(name)
     job, kept = job_of(run), kept_in_stages(run)
     assert run.training is not None
-    division = divide(run.parallelism, 4, run.micro_batches, job.architecture, run.training.sequence_length)
+    division = pipeline_layout(run.parallelism, 4, run.micro_batches, job.architecture, run.training.sequence_length)
     measured = pool.run(most_activations, run)
-    assert measured == pytest.approx(peaks(division.schedule, kept), rel=0.01)
+    assert measured == pytest.approx(peak_memory(division.schedule, kept), rel=0.01)
     plan = planned(run)
     if name in ROUGH:
         assert max(measured) == pytest.approx(max(plan), rel=0.05)

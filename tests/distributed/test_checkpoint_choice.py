@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from meshwright.models.presets import PRESETS
+from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, CheckpointVolumeError, ForeignCheckpointError
-from meshwright_worker.checkpoint.loader import find_together, newest_intact
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
+from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh, newest_intact
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
-from meshwright_worker.checkpoint.safetensors import checksum_of
-from meshwright_worker.checkpoint.saver import Checkpointer
-from meshwright_worker.checkpoint.whole import find_checkpoint
-from meshwright_worker.failures import classify, describe
-from meshwright_worker.task import RankTask
+from meshwright_worker.checkpoint.safetensors_format import file_checksum
+from meshwright_worker.rank.failures import classify, describe
+from meshwright_worker.rank.task import RankTask
 from tests.distributed.configs import small_run
-from tests.distributed.meshes import kept_mesh, uses_kept_mesh
-from tests.distributed.pool import RankPool
+from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
+from tests.distributed.rank_pool import RankPool
 
 OF_RANK = {0: "a", 1: "b"}
 """The file of a checkpoint that each rank verifies."""
@@ -43,7 +43,7 @@ def save(directory: CheckpointDirectory, step: int) -> None:
     hidden, files = directory.prepare(step), {}
     for name in OF_RANK.values():
         (hidden / name).write_bytes(b"%d" % step)
-        size, checksum = checksum_of(hidden / name)
+        size, checksum = file_checksum(hidden / name)
         files[name] = FileRecord(size=size, crc32=checksum)
     directory.commit(manifest_of(step, files))
 
@@ -85,7 +85,7 @@ def find(task: RankTask, path: str) -> str:
     """The checkpoint that ranks of a split model write text from, or the error."""
     with kept_mesh(task) as mesh:
         try:
-            found, manifest = find_together(Path(path), mesh)
+            found, manifest = find_checkpoint_on_mesh(Path(path), mesh)
         except (OSError, ValueError) as error:
             return describe(error)
         assert manifest.files
@@ -96,10 +96,10 @@ def find(task: RankTask, path: str) -> str:
 def save_together(task: RankTask, root: str, step: int) -> str:
     """Why ranks could not save a step; the empty text if they could."""
     with kept_mesh(task) as mesh:
-        saver = Checkpointer(CheckpointDirectory(Path(root)), 2, mesh)
+        saver = AsyncCheckpointer(CheckpointDirectory(Path(root)), 2, mesh)
         saver.begin({"weight": torch.ones(2)}, manifest_of(step, {}))
         try:
-            saver.finished(wait=True)
+            saver.take_finished(wait=True)
         except CheckpointError as error:
             return str(error)
         return ""

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright_worker.memory import apply
-from meshwright_worker.memory.compiled import compile_layers
-from meshwright_worker.task import RankTask
+from meshwright_worker.memory import memory_options
+from meshwright_worker.parallel.compile_layers import compile_layers
+from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import Trained, trained
 from tests.distributed.configs import small_run
-from tests.distributed.meshes import kept_mesh, uses_kept_mesh
-from tests.distributed.pool import RankPool
+from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
+from tests.distributed.rank_pool import RankPool
 from tests.tiers import mostly_long
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -56,8 +56,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def train_traced(task: RankTask, steps: int) -> Trained:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    whole = apply.compile_layers
-    apply.compile_layers = partial(compile_layers, backend="aot_eager")
+    whole = memory_options.compile_layers
+    memory_options.compile_layers = partial(compile_layers, backend="aot_eager")
     try:
         with kept_mesh(task) as mesh:
             told = trained(task.run, mesh, steps)
@@ -65,7 +65,7 @@ def train_traced(task: RankTask, steps: int) -> Trained:
         assert (traced > 0) == (task.run.training is not None and task.run.training.compile), traced
         return told
     finally:
-        apply.compile_layers = whole
+        memory_options.compile_layers = whole
         torch.compiler.reset()
 
 

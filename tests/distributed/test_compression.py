@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.distributed.cases import train_fully
-from tests.distributed.compressed import compress, power_sgd, sum_of, top_k, true_sums
+from tests.distributed.compression_cases import compress, power_sgd, sum_of, top_k, true_sums
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_recovery import complete, losses, tensors_of
 from tests.tiers import mostly_long
 

@@ -11,18 +11,18 @@ import torch
 
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
-from meshwright.runs.context_slices import Deal
+from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import read_manifest
-from meshwright_worker.data.batch import Places
-from meshwright_worker.mesh import joined
+from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.layers import AttentionCore
-from meshwright_worker.parallel.context import groups_of, share_rows
-from meshwright_worker.task import Outcome, RankTask
+from meshwright_worker.parallel.context.context_parallel import build_context_groups, install_context_attention
+from meshwright_worker.rank.task import Outcome, RankTask
 from tests.distributed.cases import train_fully
+from tests.distributed.comm_counter import Counting, Traffic
 from tests.distributed.configs import small_run
-from tests.distributed.counting import Counting, Traffic
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 BATCH, HEADS, KV_HEADS, SIZE, VALUE_SIZE = 2, 4, 2, 8, 4
 METHODS = [
@@ -51,19 +51,19 @@ def _numbers(length: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tenso
 def attention_errors(task: RankTask, length: int) -> list[float]:
     """Errors of output and gradients against one rank, for causal and full attention, with and without documents."""
     errors = []
-    with joined(task) as mesh:
-        deal, rank = Deal.of(task.run), mesh.coordinates.context
+    with join_mesh(task) as mesh:
+        deal, rank = SequenceSharding.of(task.run), mesh.coordinates.context
         held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[rank]])
         inputs, weights, documents = _numbers(length)
-        groups = groups_of(deal, mesh)
+        groups = build_context_groups(deal, mesh)
         for causal in (True, False):
             plain = AttentionCore(causal=causal, scale=0.4)
             shared = _Model(AttentionCore(causal=causal, scale=0.4))
-            share_rows(shared, deal, groups)
+            install_context_attention(shared, deal, groups)
             for packed in (None, documents):
                 own_documents = None if packed is None else packed[:, held]
-                places = Places(None, own_documents, length, packed)
-                want = _outputs(plain, inputs, weights, Places(documents=packed))
+                places = TokenMetadata(None, own_documents, length, packed)
+                want = _outputs(plain, inputs, weights, TokenMetadata(documents=packed))
                 own = [x[:, held] for x in (*inputs, weights)]
                 got = _outputs(shared.core, own[:3], own[3], places)
                 errors += [float((a - b[:, held]).abs().max()) for a, b in zip(got, want, strict=True)]
@@ -71,7 +71,7 @@ def attention_errors(task: RankTask, length: int) -> list[float]:
 
 
 def _outputs(
-    core: AttentionCore, inputs: list[torch.Tensor], weights: torch.Tensor, places: Places
+    core: AttentionCore, inputs: list[torch.Tensor], weights: torch.Tensor, places: TokenMetadata
 ) -> list[torch.Tensor]:
     leaves = [x.clone().requires_grad_() for x in inputs]
     mixed = core(*leaves, places)
@@ -80,16 +80,16 @@ def _outputs(
 
 def sent(task: RankTask, length: int) -> tuple[Traffic, Traffic]:
     """What this rank communicates in one layer's forward and backward pass."""
-    with joined(task) as mesh:
-        deal = Deal.of(task.run)
+    with join_mesh(task) as mesh:
+        deal = SequenceSharding.of(task.run)
         model = _Model(AttentionCore())
-        share_rows(model, deal, groups_of(deal, mesh))
+        install_context_attention(model, deal, build_context_groups(deal, mesh))
         held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[mesh.rank]])
         inputs, weights, _ = _numbers(length)
         own = [x[:, held].float() for x in (*inputs, weights)]
         with Counting() as forward:
             leaves = [x.clone().requires_grad_() for x in own[:3]]
-            mixed = model.core(*leaves, Places(row_length=length))
+            mixed = model.core(*leaves, TokenMetadata(row_length=length))
         with Counting() as backward:
             (mixed * own[3]).sum().backward()
     return forward.traffic, backward.traffic

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from meshwright.api.model import ModelSpec
+from meshwright.models.huggingface.runtime_config import architecture_from_config, config_from_architecture
 from meshwright.models.presets import resolve
-from meshwright.models.pretrained import architecture_of, config_of
-from meshwright.protocol import RunConfig
+from meshwright.protocol.messages import RunConfig
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 FIELDS: dict[str, Any] = {
     "layers": 4,
@@ -48,7 +48,7 @@ def run_of(layout: dict[str, Any]) -> RunConfig:
 def test_preset_fields_and_published_configuration_are_one_model() -> None:
     preset = resolve(ModelSpec(preset="tiny-deepseek")).model_copy(update={"name": ""})
     assert resolve(ModelSpec.model_validate(FIELDS)) == preset
-    assert architecture_of(config_of(preset)) == preset
+    assert architecture_from_config(config_from_architecture(preset)) == preset
 
 
 @pytest.mark.parametrize(

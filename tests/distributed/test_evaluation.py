@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from meshwright.api.data import DataSpec
-from meshwright.protocol import RunConfig
+from meshwright.protocol.messages import RunConfig
 from meshwright_worker.data.corpus import CorpusError, open_corpus
-from meshwright_worker.data.held_out import trained_and_held_out
-from meshwright_worker.task import StepReport
+from meshwright_worker.data.holdout import split_held_out
+from meshwright_worker.rank.task import StepReport
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.tiers import mostly_long
 
 EVERY = {"evaluation": {"every_steps": 2, "samples": 10}}
@@ -89,10 +89,10 @@ def test_evaluation_leaves_no_trace_in_delayed_scales(pool: RankPool, text: Path
 
 def test_what_is_held_out_is_whole_documents_at_the_end(text: Path) -> None:
     corpus = open_corpus(DataSpec(claim_name="text", pattern="**/*.py"), str(text))
-    trained, held = trained_and_held_out(corpus, 0.3)
+    trained, held = split_held_out(corpus, 0.3)
     assert len(trained) + len(held) == len(corpus)
     assert 0 < len(held) <= 0.3 * len(corpus) + 1
     assert trained.tokens(len(trained) - 1, len(trained))[0] == corpus.separator
     assert bytes(held.tokens(0, 14).astype("uint8")) == b"def function_6"
     with pytest.raises(CorpusError, match="`data.heldOut: 0.0001` holds out nothing"):
-        trained_and_held_out(corpus, 0.0001)
+        split_held_out(corpus, 0.0001)

@@ -11,18 +11,18 @@ import torch
 
 from meshwright.api.data import Packing
 from meshwright.api.precision import Precision
-from meshwright_worker.checkpoint.whole import find_checkpoint
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.generation.model import load_whole
-from meshwright_worker.generation.sample import sample
-from meshwright_worker.mesh import joined
-from meshwright_worker.task import Outcome, RankTask
-from meshwright_worker.train import trainer_of
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.inference.model import load_full_model
+from meshwright_worker.inference.sampling import sample
+from meshwright_worker.rank.task import Outcome, RankTask
+from meshwright_worker.trainer.train import build_trainer
 from tests.distributed.cases import count_a_step, load_only, samples_of, train_fully, train_on_random_tokens
+from tests.distributed.comm_counter import Traffic
 from tests.distributed.configs import small_run
-from tests.distributed.counting import Traffic
 from tests.distributed.expert_cases import biased_batch, mixture_by_halves, routed_rows
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 LAYERS, HIDDEN, LENGTH, BATCH, EXPERTS, PER_TOKEN = 3, 32, 16, 8, 4, 2
 FP32, INT64, FP64 = 4, 8, 8
@@ -38,7 +38,7 @@ def measured(pool: RankPool, **layout: Any) -> list[Traffic]:
 def router_gradient(task: RankTask, predicted: int) -> torch.Tensor:
     """What the balancing losses alone give to a router, when so many tokens of each row have a target."""
     assert task.run.training is not None
-    with joined(task) as mesh:
+    with join_mesh(task) as mesh:
         gradients = []
         for weight in (1.0, 0.0):
             model = task.run.architecture
@@ -46,7 +46,7 @@ def router_gradient(task: RankTask, predicted: int) -> torch.Tensor:
             assert model.mixture is not None
             mixture = model.mixture.model_copy(update={"auxiliary_weight": weight, "z_loss_weight": weight / 10})
             run = task.run.model_copy(update={"architecture": model.model_copy(update={"mixture": mixture})})
-            trainer = trainer_of(run, mesh)
+            trainer = build_trainer(run, mesh)
             seen: dict[str, torch.Tensor] = {}
 
             def keep(found: list[torch.Tensor], rate: float, trainer: Any = trainer, seen: Any = seen) -> None:
@@ -148,7 +148,7 @@ def test_text_is_generated_from_a_mixtures_checkpoint(pool: RankPool, tmp_path: 
     pool.run(train_fully, run, checkpoint_dir=tmp_path, data_dir=text)
     checkpoint, manifest = find_checkpoint(tmp_path)
     assert manifest.architecture == run.architecture
-    assert len(sample(load_whole(checkpoint, manifest, Precision.FP32, 16), [1, 2, 3], 4, 0.0, seed=0)) == 4
+    assert len(sample(load_full_model(checkpoint, manifest, Precision.FP32, 16), [1, 2, 3], 4, 0.0, seed=0)) == 4
 
 
 def whole_tensors(pool: RankPool, root: Path, text: Path, **layout: Any) -> dict[str, torch.Tensor]:

@@ -11,17 +11,17 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec
-from meshwright.models.pretrained import architecture_of
-from meshwright.protocol import RunConfig
-from meshwright_worker.checkpoint.whole import find_checkpoint
+from meshwright.models.huggingface.runtime_config import architecture_from_config
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.data.mixed import open_stream
-from meshwright_worker.pretrained.export import export
-from meshwright_worker.pretrained.files import TensorFiles
-from meshwright_worker.task import Outcome
+from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.pretrained.hf_export import export
+from meshwright_worker.pretrained.tensor_files import TensorFiles
+from meshwright_worker.rank.task import Outcome
 from tests.distributed.cases import Recorder, train_fully
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.pretrained import reference
 from tests.pretrained.published import LLAMA, random_weights, write_model
 from tests.tiers import mostly_long
@@ -41,7 +41,7 @@ def run_of(model: Path, layout: dict[str, Any], lora: dict[str, Any] | None) -> 
     run = small_run(
         **layout, length=LENGTH, batch=BATCH, steps=STEPS, every=4, keep=3, training=training, optimizer=optimizer
     )
-    return run.model_copy(update={"data": DATA, "architecture": architecture_of(LLAMA)})
+    return run.model_copy(update={"data": DATA, "architecture": architecture_from_config(LLAMA)})
 
 
 def losses(recorder: Recorder) -> list[float]:

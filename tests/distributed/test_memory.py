@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.cost.memory import Memory, every_stage
-from meshwright.planner.job import Job
-from meshwright.protocol import RunConfig
+from meshwright.planner.cost.memory import Memory, memory_by_stage
+from meshwright.planner.workload import TrainingJob
+from meshwright.protocol.messages import RunConfig
+from tests.distributed.activation_cases import most_in_a_step, most_versions
 from tests.distributed.configs import small_run
-from tests.distributed.held import most_in_a_step, most_versions
-from tests.distributed.pool import RankPool
-from tests.distributed.replicas import measure_memory
+from tests.distributed.data_parallel_cases import measure_memory
+from tests.distributed.rank_pool import RankPool
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "kv_heads": 4}
 
@@ -24,8 +24,8 @@ def plans(run: RunConfig) -> list[Memory]:
     """Of the ranks of each stage."""
     assert run.architecture is not None
     assert run.training is not None
-    job = Job.made(run.architecture, run.training, run.parallelism, run.data_parallel)
-    return every_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
+    job = TrainingJob.made(run.architecture, run.training, run.parallelism, run.data_parallel)
+    return memory_by_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
 
 
 def planned(run: RunConfig) -> Memory:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.protocol import RunConfig
+from meshwright.protocol.messages import RunConfig
 from tests.distributed.configs import small_run
 from tests.distributed.overlap_trace import Trace, trace_a_step
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 
 def run_of(schedule: str) -> RunConfig:

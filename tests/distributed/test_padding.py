@@ -15,18 +15,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Precision
-from meshwright.models.flops import flops_per_token
-from meshwright.protocol import RunConfig
-from meshwright_worker.data.mixed import open_stream
-from meshwright_worker.data.packing import batch_of
-from meshwright_worker.data.tokenizer import SEPARATOR
-from meshwright_worker.mesh import joined
-from meshwright_worker.task import RankTask, StepReport
-from meshwright_worker.train import trainer_of
-from meshwright_worker.validate import validate
+from meshwright.models.model_flops import flops_per_token
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.data.packing import make_batch
+from meshwright_worker.data.tokenizer_record import SEPARATOR
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.rank.task import RankTask, StepReport
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import build_trainer
 from tests.distributed.cases import train_fully, whole_of
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.tiers import mostly_long
 
 LENGTH, BATCH, STEPS = 16, 8, 2
@@ -48,16 +48,16 @@ def padded_samples(step: int, vocabulary: int) -> torch.Tensor:
 @dataclass
 class Seen:
     losses: list[float]
-    fed: list[tuple[int, int] | None]
+    token_counts: list[tuple[int, int] | None]
     evaluated: float
     operations: int
     gradients: dict[str, torch.Tensor]
 
 
 def train_on_padded_rows(task: RankTask) -> Seen:
-    model, data, training = validate(task.run)
-    with joined(task) as mesh:
-        trainer = trainer_of(task.run, mesh)
+    model, data, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
+        trainer = build_trainer(task.run, mesh)
         gradients: dict[str, torch.Tensor] = {}
         update = trainer.optimizer.step
 
@@ -75,12 +75,14 @@ def train_on_padded_rows(task: RankTask) -> Seen:
             for number in range(1, STEPS + 1):
                 numbers = range((number - 1) * BATCH + first, (number - 1) * BATCH + first + share)
                 samples = padded_samples(number, model.vocab_size)[first : first + share]
-                batch = batch_of(samples, data, SEPARATOR, numbers)
+                batch = make_batch(samples, data, SEPARATOR, numbers)
                 results.append(trainer.step(number, batch))
-            results += trainer.settle()
+            results += trainer.drain()
         told = [result for result in results if result is not None]
         evaluated = trainer.evaluate([batch])
-        return Seen([r.loss for r in told], [r.fed for r in told], evaluated, counter.get_total_flops(), gradients)
+        return Seen(
+            [r.loss for r in told], [r.token_counts for r in told], evaluated, counter.get_total_flops(), gradients
+        )
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -123,8 +125,8 @@ def test_losses_and_gradients_are_the_same_with_less_to_do(pool: RankPool, name:
         assert one.gradients.keys() == other.gradients.keys()
         for parameter, want in one.gradients.items():
             assert float((other.gradients[parameter] - want).abs().max() / want.abs().max()) <= 1e-12, parameter
-        assert one.fed == [None] * STEPS
-        assert other.fed == tokens
+        assert one.token_counts == [None] * STEPS
+        assert other.token_counts == tokens
     assert sum(rank.operations for rank in cut) < 0.8 * sum(rank.operations for rank in whole)
 
 

@@ -9,7 +9,7 @@ import pytest
 from meshwright.api.precision import Precision
 from tests.distributed.cases import Trained, train_on_random_tokens
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 STEPS = 3
 

@@ -15,19 +15,19 @@ import torch
 
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.automatic import automatic
-from meshwright.schedules.generate import NAMES, generate
-from meshwright.schedules.simulate import Costs, simulate
+from meshwright.schedules.registry import NAMES, generate
+from meshwright.schedules.simulator import ActionCosts, simulate
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.mesh import joined
-from meshwright_worker.pipeline.channels import Channels
-from meshwright_worker.pipeline.program import channels
-from meshwright_worker.pipeline.scheduled import Scheduled
-from meshwright_worker.task import RankTask
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels
+from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.rank.task import RankTask
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 RANKS, MICRO_BATCHES = 4, 8
-COSTS = Costs(1.0, 1.2, 0.8)
+COSTS = ActionCosts(1.0, 1.2, 0.8)
 
 
 @dataclass
@@ -65,12 +65,12 @@ class ClockedChunk:
 
 
 def run_on_the_clock(task: RankTask, schedule: Schedule) -> float:
-    with joined(task) as mesh:
+    with join_mesh(task) as mesh:
         clock = Clock()
         rank = mesh.coordinates.pipeline
         held = sorted({action.stage for action in schedule.actions(rank)})
         chunks: list[Any] = [ClockedChunk(index, schedule.stages, clock) for index in held]
-        executor = Scheduled(chunks, schedule, rank, Channels(mesh, channels(schedule)), width=1, slices=1)
+        executor = ScheduleExecutor(chunks, schedule, rank, P2PChannels(mesh, p2p_pairs(schedule)), width=1, slices=1)
         executor.run(Batch.of(torch.zeros(MICRO_BATCHES, 3, dtype=torch.int64)).chunk(MICRO_BATCHES))
         return clock.now
 
@@ -86,7 +86,7 @@ def test_the_executor_runs_the_simulators_timeline(pool: RankPool, name: str) ->
     schedule = made(name)
     run = small_run(pipeline=RANKS, micro_batches=MICRO_BATCHES, layers=8)
     ends = pool.run(run_on_the_clock, run, schedule)
-    simulation = simulate(schedule.apart(), COSTS)
+    simulation = simulate(schedule.serialized(), COSTS)
     assert ends == pytest.approx([ran[-1].end for ran in simulation.timeline], rel=1e-12)
 
 

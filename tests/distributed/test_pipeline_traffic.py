@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases import count_a_step
+from tests.distributed.comm_counter import Traffic
 from tests.distributed.configs import small_run
-from tests.distributed.counting import Traffic
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_traffic import without_agreement
 from tests.parity.cases.pipeline import SCHEDULES
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol import RunConfig
+from meshwright.protocol.messages import RunConfig
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.mesh import joined
-from meshwright_worker.pipeline.scheduled import Scheduled
-from meshwright_worker.step import Trainer
-from meshwright_worker.task import RankTask
-from meshwright_worker.validate import validate
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import load_only, train_fully, whole_of
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankFailedError, RankPool
+from tests.distributed.rank_pool import RankFailedError, RankPool
 from tests.parity.cases.pipeline import SCHEDULES
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
@@ -49,21 +49,21 @@ STEPS_OF_SHAPES = [[(3, 8), (1, 16), (2, 4), (2, 12)], [(1, 4), (1, 4), (5, 20),
 
 
 def varying(task: RankTask) -> Seen:
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         executor = trainer._executor
-        assert isinstance(executor, Scheduled)
+        assert isinstance(executor, ScheduleExecutor)
         total = sum(float(executor.run(parts_of(sizes, model.vocab_size))) for sizes in STEPS_OF_SHAPES)
-        trainer._copies.add_up()
+        trainer._shared_weights.sum_gradients()
         gradients = {shard.name: whole_of(shard, shard.gradient()) for shard in trainer.shards}
         (batch,) = parts_of([(8, 16)], model.vocab_size)
         return Seen(total, float(executor.evaluate(batch.chunk(task.run.micro_batches))), gradients)
 
 
 def alone(task: RankTask) -> Seen:
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         module, total = trainer.stages[0].module, 0.0
         for sizes in STEPS_OF_SHAPES:
@@ -107,8 +107,8 @@ def test_a_checkpoint_of_copies_is_one_of_any_layout(pool: RankPool, name: str, 
 
 
 def fail_in_a_stage(task: RankTask) -> None:
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
         if mesh.rank == 1:
 

@@ -11,7 +11,7 @@ import torch
 from meshwright.api.precision import Precision
 from tests.distributed.cases import Trained, train_fully, train_on_random_tokens
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import largest_error
 from tests.tiers import mostly_long
 

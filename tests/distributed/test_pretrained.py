@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.models.pretrained import architecture_of
-from meshwright.protocol import RunConfig
-from meshwright_worker.checkpoint.whole import CheckpointTensors, find_checkpoint
-from meshwright_worker.mesh import joined
+from meshwright.models.huggingface.runtime_config import architecture_from_config
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
+from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.lora import is_adapter
-from meshwright_worker.pretrained.export import export
-from meshwright_worker.pretrained.files import TensorFiles
-from meshwright_worker.step import Trainer
-from meshwright_worker.task import Outcome, RankTask
-from meshwright_worker.train import begin_from_weights
-from meshwright_worker.validate import validate
+from meshwright_worker.pretrained.hf_export import export
+from meshwright_worker.pretrained.tensor_files import TensorFiles
+from meshwright_worker.rank.task import Outcome, RankTask
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import load_initial_weights
+from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import train_fully, whole_of
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.pretrained.published import DEEPSEEK, DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, QWEN2, random_weights, write_model
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
@@ -30,7 +30,7 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
 
 def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any], **training: Any) -> RunConfig:
     run = small_run(**layout, training={"initial_weights": str(directory), **training})
-    model = architecture_of(config)
+    model = architecture_from_config(config)
     if model.mixture is not None:
         # What was read stays as it was, the routers' biases too.
         model = model.model_copy(update={"mixture": model.mixture.model_copy(update={"bias_rate": 0.0})})
@@ -38,10 +38,10 @@ def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any
 
 
 def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
-    model, _, training = validate(task.run)
-    with joined(task) as mesh:
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
         trainer = Trainer(task.run, model, training, mesh)
-        begin_from_weights(trainer, model, training, mesh)
+        load_initial_weights(trainer, model, training, mesh)
         weights = {shard.name: whole_of(shard, shard.local) for shard in (*trainer.shards, *trainer.frozen)}
         return weights | {name: buffer.clone() for name, buffer in trainer.buffers.items()}
 
@@ -88,7 +88,7 @@ def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Pa
     assert set(written.names) == set(weights)
     assert all(torch.equal(written.find(name).map(), tensor) for name, tensor in weights.items())
     told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert architecture_of(told) == architecture_of(config)
+    assert architecture_from_config(told) == architecture_from_config(config)
     lengths = "max_position_embeddings", "n_positions"
     assert any(told.get(name, 0) >= manifest.sequence_length for name in lengths)
 
@@ -108,7 +108,7 @@ def test_adapters_train_resume_in_another_layout_and_merge(pool: RankPool, tmp_p
     assert [r.loss for r in ranks[0][1].reports] == pytest.approx([r.loss for r in alone[1].reports[4:]], rel=1e-5)
 
     checkpoint, manifest = find_checkpoint(checkpoints)
-    stored = CheckpointTensors(checkpoint)
+    stored = FullTensorReader(checkpoint)
     assert all(is_adapter(name) or is_adapter(name.rpartition(".")[0]) for name in stored.names)
     export(checkpoint, manifest, tmp_path / "out", dtype=torch.float32, file_bytes=1 << 30)
     before, after = TensorFiles(directory), TensorFiles(tmp_path / "out")

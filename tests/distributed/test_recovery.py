@@ -13,20 +13,20 @@ import torch
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.api.precision import Precision
 from meshwright.data.files import open_folder
-from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer
-from meshwright.protocol import FailureKind, RunConfig
+from meshwright.protocol.messages import FailureKind, RunConfig
+from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from meshwright_worker.checkpoint.storage import CheckpointReader
-from meshwright_worker.checkpoint.whole import CheckpointTensors, find_checkpoint
-from meshwright_worker.generation.model import load_whole
-from meshwright_worker.generation.sample import sample
-from meshwright_worker.task import Outcome
+from meshwright_worker.inference.model import load_full_model
+from meshwright_worker.inference.sampling import sample
+from meshwright_worker.rank.task import Outcome
 from tests.distributed.cases import Recorder, load_only, lose_a_rank, train_fully, train_on_own_text
 from tests.distributed.configs import small_run
-from tests.distributed.pool import DEATH, RankFailedError, RankPool
+from tests.distributed.rank_pool import DEATH, RankFailedError, RankPool
 from tests.tiers import mostly_long
 
 
@@ -137,7 +137,7 @@ def test_a_finished_run_is_complete_at_once(pool: RankPool, tmp_path: Path, text
 
 def test_a_flipped_bit_ends_the_run_before_it_is_trained_on(pool: RankPool, tmp_path: Path, text: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokenize(Source(open_folder(str(text)), "**/*.py"), ByteTokenizer(), tokens)
+    tokenize(TextSource(open_folder(str(text)), "**/*.py"), ByteTokenizer(), tokens)
     run = small_run(steps=2)
     run = run.model_copy(update={"data": DataSpec(claim_name="v", format=DataFormat.TOKENS)})
     ((outcome, _),) = pool.run(train_fully, run, data_dir=tokens)
@@ -265,8 +265,10 @@ def test_text_is_written_from_a_checkpoint_of_any_layout(pool: RankPool, tmp_pat
     complete(pool, small_run(tensor=2, pipeline=2, steps=2), tmp_path, text)
     path, manifest = find_checkpoint(tmp_path)
     want = tensors_of(tmp_path, 2)
-    stored = CheckpointTensors(path)
+    stored = FullTensorReader(path)
     assert all(torch.equal(stored.read(name), tensor) for name, tensor in want.items())
-    written = [sample(load_whole(path, manifest, Precision.FP32, 16), [100, 101], 20, 0.8, seed) for seed in (1, 1, 2)]
+    written = [
+        sample(load_full_model(path, manifest, Precision.FP32, 16), [100, 101], 20, 0.8, seed) for seed in (1, 1, 2)
+    ]
     assert written[0] == written[1] != written[2]
     assert all(0 <= token <= 256 for token in written[0])

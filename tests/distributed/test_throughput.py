@@ -12,8 +12,8 @@ from benchmarks._gpu_settings import ENTRIES, Entry
 from benchmarks._gpu_throughput import MODELS, train_for
 from benchmarks._pairs import FEWEST, in_turns, ratio_of
 from meshwright.models.architecture import Architecture
-from meshwright_worker.validate import validate
-from tests.distributed.pool import RankPool
+from meshwright_worker.trainer.run_validation import validate_run
+from tests.distributed.rank_pool import RankPool
 
 TINY = Architecture(layers=2, hidden_size=32, intermediate_size=48, heads=4, kv_heads=2, vocab_size=260)
 SHORT = {"globalBatchSize": 4, "sequenceLength": 16}
@@ -83,4 +83,4 @@ def test_a_shape_is_trained_and_timed(pool: RankPool, plain: bool) -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.model} {entry.label}")
 def test_settings_of_the_gpu_runs_are_valid(entry: Entry) -> None:
     for setting in entry.settings:
-        validate(run_of(MODELS[entry.model], setting.training(), micro_batches=setting.micro_batches))
+        validate_run(run_of(MODELS[entry.model], setting.training(), micro_batches=setting.micro_batches))

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from meshwright.cli.demo import setup
-from meshwright.cli.programs import Programs
-from meshwright.local.client import ApiClient
-from meshwright.local.providers.existing import KubeconfigProvider
-from meshwright.local.resources import JOBS, NODES
-from tests.e2e.stage import NAMESPACE, Stage, operators_kubeconfig, start_operator, tiny
+from meshwright_cli.child_processes import Programs
+from meshwright_cli.demo import setup
+from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.resources import JOBS, NODES
+from meshwright_local.providers.existing import KubeconfigProvider
+from tests.e2e.local_stack import NAMESPACE, Stage, operators_kubeconfig, start_operator, tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,8 +50,8 @@ async def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
 async def existing_cluster() -> Path:
     """The kubeconfig of a cluster that runs already, if the tests can see what its pods do."""
     path = Path(os.environ["KUBECONFIG"])
-    plane = await KubeconfigProvider(path).start()
-    async with ApiClient(plane.connection) as client:
+    control_plane = await KubeconfigProvider(path).start()
+    async with ApiClient(control_plane.connection) as client:
         nodes = (await client.list(NODES)).items
     addresses = {item["address"] for node in nodes for item in node["status"]["addresses"]}
     if "127.0.0.1" not in addresses:

@@ -8,14 +8,14 @@ from meshwright.api import conditions
 from meshwright.api.labels import API_VERSION, KIND
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
-from meshwright.cli import manifest
-from meshwright.cli.manifest import ManifestError
-from meshwright.local.client import APPLY_PATCH, MERGE_PATCH, ApiError
-from meshwright.local.resources import JOBS, NAMESPACES, PODS
-from meshwright_operator.manifests.pods import PodContext, worker_pod
+from meshwright_cli import manifest
+from meshwright_cli.manifest import ManifestError
+from meshwright_local.kube.client import APPLY_PATCH, MERGE_PATCH, ApiError
+from meshwright_local.kube.resources import JOBS, NAMESPACES, PODS
+from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from tests.api.test_edits import FINE_EDITS, REFUSED_EDITS
-from tests.api.test_rules import CASES, COMMAND, GOOD, changed
-from tests.e2e.stage import EXAMPLES, NAMESPACE, holds, tiny
+from tests.e2e.local_stack import EXAMPLES, NAMESPACE, holds, tiny
+from tests.rules.test_rules import CASES, COMMAND, GOOD, changed
 
 CLAIM = {"name": "v", "mountPath": "/v", "claimName": "c"}
 # What the schema alone refuses: (the field named in the error, changes to a good spec).

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.stage import eventually, tiny
+from tests.e2e.local_stack import eventually, tiny
 
-DEMO = [sys.executable, "-c", "from meshwright.cli.main import main; main()", "demo"]
+DEMO = [sys.executable, "-c", "from meshwright_cli.main import main; main()", "demo"]
 
 
 async def start(directory, *options):

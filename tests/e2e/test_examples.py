@@ -4,8 +4,8 @@ import pytest
 
 from meshwright.api import conditions
 from meshwright.api.labels import KIND
-from meshwright.cli import manifest
-from tests.e2e.stage import EXAMPLES, eventually, holds
+from meshwright_cli import manifest
+from tests.e2e.local_stack import EXAMPLES, eventually, holds
 
 
 def job_name(path):

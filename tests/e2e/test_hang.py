@@ -4,8 +4,8 @@ import os
 import re
 import signal
 
-from meshwright.local.resources import EVENTS
-from tests.e2e.stage import NAMESPACE, processes, tiny
+from meshwright_local.kube.resources import EVENTS
+from tests.e2e.local_stack import NAMESPACE, processes, tiny
 from tests.e2e.test_recovery import same, uid_of
 
 

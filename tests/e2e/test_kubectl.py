@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.e2e.stage import EXAMPLES, eventually, tiny
+from tests.e2e.local_stack import EXAMPLES, eventually, tiny
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 

@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.api import conditions, names
 from meshwright.api.conditions import find, is_true
-from meshwright.local.resources import JOBS, SECRETS, SERVICES
-from tests.e2e.stage import NAMESPACE, eventually, holds, processes, tiny
+from meshwright_local.kube.resources import JOBS, SECRETS, SERVICES
+from tests.e2e.local_stack import NAMESPACE, eventually, holds, processes, tiny
 
 
 async def test_apply_to_complete(stage, reference):

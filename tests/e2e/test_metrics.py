@@ -3,8 +3,8 @@
 import re
 
 from meshwright.api import labels
-from meshwright.local.resources import JOBS
-from tests.e2e.stage import NAMESPACE, eventually, tiny
+from meshwright_local.kube.resources import JOBS
+from tests.e2e.local_stack import NAMESPACE, eventually, tiny
 
 
 def series(text, name, *pairs):

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from meshwright.api import conditions
-from meshwright.local.nodeagent.volumes import claim_directory
-from meshwright.local.resources import CLAIMS, JOBS
-from tests.e2e.stage import NAMESPACE, Stage, eventually, holds, processes, tiny
+from meshwright_local.kube.resources import CLAIMS, JOBS
+from meshwright_local.nodeagent.volumes import claim_directory
+from tests.e2e.local_stack import NAMESPACE, Stage, eventually, holds, processes, tiny
 
 KILLS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "3"))
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "7"))

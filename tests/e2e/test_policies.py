@@ -9,8 +9,8 @@ import pytest
 from meshwright.api import conditions
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import API_VERSION, KIND
-from meshwright.local.resources import JOBS
-from tests.e2e.stage import NAMESPACE, Stage, eventually, holds
+from meshwright_local.kube.resources import JOBS
+from tests.e2e.local_stack import NAMESPACE, Stage, eventually, holds
 
 RANK = "import os, sys, time; rank = int(os.environ['RANK'])"
 

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from meshwright.api.labels import LABEL_INCARNATION
-from meshwright.local.resources import JOBS
-from tests.e2e.stage import NAMESPACE, eventually, processes, tiny
+from meshwright_local.kube.resources import JOBS
+from tests.e2e.local_stack import NAMESPACE, eventually, processes, tiny
 
 SAME = ("step", "samples", "digest", "loss")
 

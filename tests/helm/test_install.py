@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from meshwright.local.cluster import ClusterShape, LocalCluster
-from meshwright.local.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, LEASES, NAMESPACES, PODS, Resource
+from meshwright_local.cluster import ClusterShape, LocalCluster
+from meshwright_local.kube.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, LEASES, NAMESPACES, PODS, Resource
 
 CHART = Path(__file__).parents[2] / "helm" / "meshwright"
 HELM = os.environ.get("HELM") or shutil.which("helm")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from meshwright.local.client import ApiClient
-from meshwright.local.cluster import ClusterShape, LocalCluster
-from meshwright.local.connection import Connection
-from meshwright.local.controllers.nodes import NodeTimes
-from meshwright.local.providers.assets import AssetsProvider
-from meshwright.local.providers.base import Provider
-from meshwright.local.providers.existing import KubeconfigProvider
-from meshwright.local.resources import EVENTS, NODES, PODS, Object
+from meshwright_local.cluster import ClusterShape, LocalCluster
+from meshwright_local.controllers.node_lifecycle import NodeTimes
+from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.resources import EVENTS, NODES, PODS, Object
+from meshwright_local.providers.assets import AssetsProvider
+from meshwright_local.providers.base import Provider
+from meshwright_local.providers.existing import KubeconfigProvider
 
 Check = Callable[[Object | None], Any]
 
@@ -125,7 +125,7 @@ async def cluster(shape, request, tmp_path_factory) -> AsyncIterator[LocalCluste
         async with ApiClient(Connection.from_kubeconfig(path)) as client:
             bare = not (await client.list(NODES)).items
         provider = KubeconfigProvider(path, directory=directory, with_nodes=bare)
-    async with LocalCluster(shape, directory, provider=provider, times=times, restart_pause=0.2) as running:
+    async with LocalCluster(shape, directory, provider=provider, times=times, restart_backoff_seconds=0.2) as running:
         yield running
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.local.client import ApiClient, ApiError
-from meshwright.local.connection import Connection, KubeconfigError, write_kubeconfig
-from meshwright.local.providers.embedded import EmbeddedProvider
-from meshwright.local.reflector import ChangeType, Reflector
-from meshwright.local.resources import CONFIG_MAPS, NAMESPACES
+from meshwright_local.kube.client import ApiClient, ApiError
+from meshwright_local.kube.kubeconfig import Connection, KubeconfigError, write_kubeconfig
+from meshwright_local.kube.reflector import ChangeType, Reflector
+from meshwright_local.kube.resources import CONFIG_MAPS, NAMESPACES
+from meshwright_local.providers.embedded import EmbeddedProvider
 
 
 def test_paths():

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from meshwright.local.client import ApiError
-from meshwright.local.resources import CLAIMS, CONFIG_MAPS, CRDS, NAMESPACES, PODS, SECRETS, VOLUMES, Resource
+from meshwright_local.kube.client import ApiError
+from meshwright_local.kube.resources import CLAIMS, CONFIG_MAPS, CRDS, NAMESPACES, PODS, SECRETS, VOLUMES, Resource
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from meshwright.local.client import ApiClient
-from meshwright.local.commands import local
-from meshwright.local.connection import Connection
-from meshwright.local.daemon import holder
-from meshwright.local.resources import NODES, PODS
+from meshwright_local.commands.local import local
+from meshwright_local.daemon import daemon_pid
+from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.resources import NODES, PODS
 
 POD = {
     "metadata": {"name": "p"},
@@ -44,7 +44,7 @@ def wait(look, seconds=20.0):
 def start(directory, *words):
     (directory / "ready").unlink(missing_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright.local.daemon", "--directory", str(directory), "--racks=1", *words],
+        [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(directory), "--racks=1", *words],
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
@@ -76,14 +76,14 @@ async def test_no_process_outlives_the_daemon(tmp_path, number):
     daemon = start(tmp_path)
     try:
         assert (tmp_path / "kubeconfig").stat().st_mode & 0o777 == 0o600
-        assert json.loads((tmp_path / "ready").read_text())["pid"] == daemon.pid == holder(tmp_path)
+        assert json.loads((tmp_path / "ready").read_text())["pid"] == daemon.pid == daemon_pid(tmp_path)
         await create(tmp_path, POD)
         wait(lambda: list(tmp_path.glob("nodes/*/pods/*/home/pid")))
         wait(lambda: len(processes_below(tmp_path)) >= 2)
         daemon.send_signal(number)
         assert daemon.wait(10) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         wait(lambda: not processes_below(tmp_path), 2)
-        assert holder(tmp_path) is None
+        assert daemon_pid(tmp_path) is None
         if number == signal.SIGTERM:
             assert not (tmp_path / "ready").exists()
         # The second start finds the pod that the first one lost.
@@ -101,7 +101,7 @@ def test_one_daemon_per_directory(tmp_path):
     daemon = start(tmp_path)
     try:
         second = subprocess.run(
-            [sys.executable, "-m", "meshwright.local.daemon", "--directory", str(tmp_path)],
+            [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(tmp_path)],
             capture_output=True,
             text=True,
             timeout=30,
@@ -225,7 +225,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, word
 
 def test_a_bad_shape_is_refused(tmp_path):
     refused = subprocess.run(
-        [sys.executable, "-m", "meshwright.local.daemon", "--directory", str(tmp_path), "--racks=0"],
+        [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(tmp_path), "--racks=0"],
         capture_output=True,
         text=True,
         timeout=30,

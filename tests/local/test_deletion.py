@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.local.resources import PODS
+from meshwright_local.kube.resources import PODS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from meshwright.local.resources import DEPLOYMENTS, PODS, REPLICA_SETS
+from meshwright_local.kube.resources import DEPLOYMENTS, PODS, REPLICA_SETS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

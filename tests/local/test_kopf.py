@@ -4,8 +4,8 @@ import asyncio
 
 import kopf
 
-from meshwright.local.cluster import ClusterShape, LocalCluster
-from meshwright.local.resources import CRDS, EVENTS, PODS, Resource
+from meshwright_local.cluster import ClusterShape, LocalCluster
+from meshwright_local.kube.resources import CRDS, EVENTS, PODS, Resource
 
 RUNS = Resource("kopf.example.com", "v1", "runs", "Run")
 FINALIZER = "kopf.example.com/finalizer"

@@ -8,8 +8,8 @@ import aiohttp
 import orjson
 import pytest
 
-from meshwright.local.client import ApiError
-from meshwright.local.resources import NODES, PODS
+from meshwright_local.kube.client import ApiError
+from meshwright_local.kube.resources import NODES, PODS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from meshwright.local.client import ApiClient
-from meshwright.local.nodeagent.addresses import ClusterNetwork
-from meshwright.local.nodeagent.agent import AgentSettings, NodeAgent
-from meshwright.local.nodeagent.isolation import Mount, View
-from meshwright.local.nodeagent.node import FILE_SYSTEM_ANNOTATION, NodeSpec
-from meshwright.local.nodeagent.process import Process, ProcessSpec, StartError
-from meshwright.local.providers.assets import AssetsProvider
-from meshwright.local.providers.base import Provider
-from meshwright.local.providers.embedded import EmbeddedProvider
-from meshwright.local.resources import CONFIG_MAPS, LEASES, NODES, PODS, SERVICES, Resource
+from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.resources import CONFIG_MAPS, LEASES, NODES, PODS, SERVICES, Resource
+from meshwright_local.nodeagent.agent import AgentSettings, NodeAgent
+from meshwright_local.nodeagent.network.addresses import ClusterNetwork
+from meshwright_local.nodeagent.node import FILE_SYSTEM_ANNOTATION, NodeSpec
+from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
+from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, StartError
+from meshwright_local.providers.assets import AssetsProvider
+from meshwright_local.providers.base import Provider
+from meshwright_local.providers.embedded import EmbeddedProvider
 from tests.local.conftest import Kit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,12 +55,12 @@ async def station(tmp_path_factory, request) -> AsyncIterator[Station]:
     directory = tmp_path_factory.mktemp("station")
     real = request.config.getoption("--cluster") == "assets"
     provider: Provider = AssetsProvider(directory) if real else EmbeddedProvider(directory, in_memory=True)
-    plane = await provider.start()
+    control_plane = await provider.start()
     network = ClusterNetwork()
-    async with ApiClient(plane.connection) as client:
+    async with ApiClient(control_plane.connection) as client:
         await client.wait_ready()
         made = Station(client, directory)
-        settings = AgentSettings(directory, plane.kubelet, renew_seconds=0.2, restart_pause=0.2)
+        settings = AgentSettings(directory, control_plane.kubelet, renew_seconds=0.2, restart_backoff_seconds=0.2)
         # The options of a mount end at commas, so on the third node the trial fails, as it does for other users.
         for index, (name, isolate) in enumerate((("mounted", True), ("plain", False), ("comma,", True))):
             own = replace(settings, directory=directory / name, isolate=isolate)
@@ -177,7 +177,7 @@ async def test_commands_beside_see_what_the_container_sees(station, mounted):
 
 
 async def test_a_view_that_cannot_be_made_is_explained(tmp_path, mounted):
-    view = View(str(tmp_path), "x", [Mount("/does/not/exist", "/data")])
+    view = FileSystemView(str(tmp_path), "x", [Mount("/does/not/exist", "/data")])
     with pytest.raises(StartError, match="mount .*/view/data: No such file"):
         await Process.start(ProcessSpec(["true"], {"PATH": os.environ["PATH"]}, Path("/"), view=view))
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.local.nodeagent import names, volumes
-from meshwright.local.nodeagent.addresses import ClusterNetwork, NoAddressError, PodAddresses
-from meshwright.local.nodeagent.environment import downward, expand
-from meshwright.local.nodeagent.isolation import Mount
-from meshwright.local.nodeagent.logs import LogOptions
-from meshwright.local.nodeagent.node import NodeSpec
-from meshwright.local.nodeagent.sandbox import PodSpecError
+from meshwright_local.nodeagent import volumes
+from meshwright_local.nodeagent.network import hosts_files
+from meshwright_local.nodeagent.network.addresses import ClusterNetwork, NoAddressError, PodAddresses
+from meshwright_local.nodeagent.node import NodeSpec
+from meshwright_local.nodeagent.runtime.environment import downward, expand
+from meshwright_local.nodeagent.runtime.mount_namespace import Mount
+from meshwright_local.nodeagent.sandbox import PodSpecError
+from meshwright_local.nodeagent.server.logs import LogOptions
 
 
 @pytest.mark.parametrize(
@@ -90,19 +91,19 @@ def test_addresses_are_distinct_and_reused_last():
     try:
         assert one.number != other.number
         first, second = one.part(0, 4), one.part(3, 4)
-        assert first.take() != second.take()
+        assert first.allocate() != second.allocate()
         with pytest.raises(NoAddressError, match="at most 255"):
             one.part(0, 256)
     finally:
         one.close()
         other.close()
     few = PodAddresses(iter(["127.9.0"]))
-    taken = [few.take() for _ in range(254)]
+    taken = [few.allocate() for _ in range(254)]
     assert len(set(taken)) == 254
     with pytest.raises(NoAddressError):
-        few.take()
-    few.give_back(taken[5])
-    assert few.take() == taken[5]
+        few.allocate()
+    few.release(taken[5])
+    assert few.allocate() == taken[5]
 
 
 def a_service(name: str, **spec: Any) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def a_pod(ip: str | None, *, ready: bool = True, app: str = "a", deleting: bool 
     ],
 )
 def test_names_and_their_addresses(service, pods, found):
-    assert names.records([service], pods).get("n", []) == found
+    assert hosts_files.records([service], pods).get("n", []) == found
 
 
 @pytest.mark.parametrize(("field", "text"), [("tailLines", "-3"), ("sinceSeconds", "x"), ("sinceTime", "yesterday")])

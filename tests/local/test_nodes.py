@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshwright.local.resources import LEASES, NODES, PODS
+from meshwright_local.kube.resources import LEASES, NODES, PODS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

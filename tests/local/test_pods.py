@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.local.resources import CONFIG_MAPS, SECRETS
+from meshwright_local.kube.resources import CONFIG_MAPS, SECRETS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

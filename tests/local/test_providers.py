@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.local.cluster import LEAF_LABEL, ClusterShape, LocalCluster
-from meshwright.local.providers.assets import AssetsProvider, find_binary
-from meshwright.local.providers.base import ProviderError
-from meshwright.local.providers.embedded import EmbeddedProvider
-from meshwright.local.providers.existing import KubeconfigProvider
-from meshwright.local.resources import NODES, PODS
+from meshwright_local.cluster import LEAF_LABEL, ClusterShape, LocalCluster
+from meshwright_local.kube.resources import NODES, PODS
+from meshwright_local.providers.assets import AssetsProvider, find_binary
+from meshwright_local.providers.base import ProviderError
+from meshwright_local.providers.embedded import EmbeddedProvider
+from meshwright_local.providers.existing import KubeconfigProvider
 
 
 def executable(path: Path) -> Path:

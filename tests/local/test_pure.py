@@ -4,11 +4,11 @@ import datetime
 
 import pytest
 
-from meshwright.local import clock
-from meshwright.local.controllers.eviction import NOT_READY, UNREACHABLE, seconds_to_stay
-from meshwright.local.controllers.ownership import Graph, Node, OwnerState, Verdict, judge
-from meshwright.local.quantities import thousandths, whole
-from meshwright.local.resources import CONFIG_MAPS
+from meshwright_local.controllers.owner_graph import DependentDecision, Graph, Node, OwnerState, decide_dependent
+from meshwright_local.controllers.taint_eviction import NOT_READY, UNREACHABLE, seconds_to_stay
+from meshwright_local.kube import timestamps
+from meshwright_local.kube.quantities import integer_value, milli_value
+from meshwright_local.kube.resources import CONFIG_MAPS
 
 SOLID, LEAVING, GONE = OwnerState.SOLID, OwnerState.LEAVING, OwnerState.GONE
 
@@ -30,20 +30,20 @@ def thing(uid, *owners, finalizers=(), deleting=False):
 @pytest.mark.parametrize(
     ("node", "states", "owns", "verdict"),
     [
-        (thing("x"), {}, False, Verdict()),
-        (thing("x", "a"), {"a": SOLID}, False, Verdict()),
-        (thing("x", "a"), {"a": GONE}, False, Verdict(delete="Background")),
-        (thing("x", "a"), {"a": LEAVING}, False, Verdict(delete="Background")),
-        (thing("x", "a"), {"a": LEAVING}, True, Verdict(delete="Foreground")),
-        (thing("x", "a", "b"), {"a": GONE, "b": SOLID}, False, Verdict(drop_owners=frozenset({"a"}))),
-        (thing("x", "a", "b"), {"a": GONE, "b": GONE}, False, Verdict(delete="Background")),
-        (thing("x", "a", finalizers=["orphan"]), {"a": GONE}, False, Verdict(delete="Orphan")),
-        (thing("x", "a", finalizers=["foregroundDeletion"]), {"a": GONE}, True, Verdict(delete="Foreground")),
-        (thing("x", "a", deleting=True), {"a": GONE}, False, Verdict()),
+        (thing("x"), {}, False, DependentDecision()),
+        (thing("x", "a"), {"a": SOLID}, False, DependentDecision()),
+        (thing("x", "a"), {"a": GONE}, False, DependentDecision(delete="Background")),
+        (thing("x", "a"), {"a": LEAVING}, False, DependentDecision(delete="Background")),
+        (thing("x", "a"), {"a": LEAVING}, True, DependentDecision(delete="Foreground")),
+        (thing("x", "a", "b"), {"a": GONE, "b": SOLID}, False, DependentDecision(drop_owners=frozenset({"a"}))),
+        (thing("x", "a", "b"), {"a": GONE, "b": GONE}, False, DependentDecision(delete="Background")),
+        (thing("x", "a", finalizers=["orphan"]), {"a": GONE}, False, DependentDecision(delete="Orphan")),
+        (thing("x", "a", finalizers=["foregroundDeletion"]), {"a": GONE}, True, DependentDecision(delete="Foreground")),
+        (thing("x", "a", deleting=True), {"a": GONE}, False, DependentDecision()),
     ],
 )
 def test_garbage_verdicts(node, states, owns, verdict):
-    assert judge(node, states, owns) == verdict
+    assert decide_dependent(node, states, owns) == verdict
 
 
 def test_the_graph_follows_changes_of_owners():
@@ -99,18 +99,18 @@ def test_seconds_to_stay(taints, tolerations, stay):
     ],
 )
 def test_quantities(text, value):
-    assert thousandths(text) == value
+    assert milli_value(text) == value
 
 
 def test_whole_quantities_round_up():
-    assert whole("100m") == 1
-    assert whole("1.5Gi") == 3 * 2**29
+    assert integer_value("100m") == 1
+    assert integer_value("1.5Gi") == 3 * 2**29
 
 
 @pytest.mark.parametrize("text", ["", "x", "1x", "1 Gi", "--1", "1e", None])
 def test_no_quantities(text):
     with pytest.raises(ValueError, match="is not a quantity"):
-        thousandths(text)
+        milli_value(text)
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_no_quantities(text):
 )
 def test_times(text, microsecond):
     expected = datetime.datetime(2026, 1, 2, 3, 4, 5, microsecond, datetime.UTC)
-    assert clock.parse(text) == expected
+    assert timestamps.parse(text) == expected

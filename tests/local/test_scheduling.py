@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshwright.local.resources import NODES, PODS, Resource
+from meshwright_local.kube.resources import NODES, PODS, Resource
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from meshwright.api import labels
-from meshwright.protocol import (
+from meshwright.protocol.messages import (
     CheckpointCommit,
     Evaluation,
     FailureKind,
@@ -21,8 +21,8 @@ from meshwright.protocol import (
     WorkerReport,
     WorkerState,
 )
-from meshwright.signing import Signer
-from meshwright_operator.clock import format_time, utc_now
+from meshwright.protocol.signing import Signer
+from meshwright_operator.timestamps import format_time, utc_now
 from tests.operator.support import PODS, Api
 
 Object = dict[str, Any]

@@ -6,9 +6,9 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from meshwright.api.job import parse_spec
 from meshwright.api.labels import GANG_GATE
 from meshwright.api.names import pod_name
+from meshwright.api.parsing import parse_spec
 from meshwright.api.status import (
     MeshStatus,
     ParallelTrainingJobStatus,
@@ -16,15 +16,15 @@ from meshwright.api.status import (
     PlanStatus,
     WorkerPlacement,
 )
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.plan import make_plan
-from meshwright.protocol import FailureKind, Progress, WorkerReport
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.clock import format_time
-from meshwright_operator.coordinator.board import Agents, Heard, Hello
+from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.observed import Observed, observe_workers
 from meshwright_operator.decide.revision import revision_of
-from meshwright_operator.pods import Pod
+from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.timestamps import format_time
 from tests.operator.support import job
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -98,13 +98,15 @@ def failed(worker: int, kind: FailureKind, message: str = "", generation: int = 
     return report(worker, AgentState.FAILED, generation, failure=kind, message=message)
 
 
-def agents(reports: list[WorkerReport] | None = None, *, hello: range = range(4), halted_for: float = 0.0) -> Agents:
+def agents(
+    reports: list[WorkerReport] | None = None, *, hello: range = range(4), halted_seconds: float = 0.0
+) -> Agents:
     if reports is None:
         reports = [report(worker, AgentState.RUNNING) for worker in range(4)]
     return Agents(
-        hellos={worker: Hello(0, f"10.0.0.{worker}", 2000 + worker) for worker in hello},
+        waiting_agents={worker: WaitingAgent(0, f"10.0.0.{worker}", 2000 + worker) for worker in hello},
         reports={
-            r.worker: Heard(r, 0.1, halted_for if r.state in (AgentState.FAILED, AgentState.IDLE) else 0.0)
+            r.worker: ReceivedReport(r, 0.1, halted_seconds if r.state in (AgentState.FAILED, AgentState.IDLE) else 0.0)
             for r in reports
         },
         newest_generation=1,
@@ -135,7 +137,7 @@ def observed(
     pods: list[Pod] | None = None,
     status: ParallelTrainingJobStatus | None = None,
     *,
-    heard: Agents | None = None,
+    received: Agents | None = None,
     down: dict[str, bool] | None = None,
     refused: dict[str, str] | None = None,
     now: datetime = NOW,
@@ -150,7 +152,7 @@ def observed(
     plan = make_plan(wanted, Inventory(), kept or plan_status())
     if pods is None:
         pods = [pod(worker) for worker in range(4)]
-    workers, strays = observe_workers(len(plan.workers), status, pods, down or NODES, refused or {})
+    workers, excess_pods = observe_workers(len(plan.workers), status, pods, down or NODES, refused or {})
     return Observed(
         now=now,
         name=JOB,
@@ -161,6 +163,6 @@ def observed(
         status=status,
         plan=plan,
         workers=workers,
-        strays=strays,
-        agents=heard if heard is not None else agents(),
+        excess_pods=excess_pods,
+        agents=received if received is not None else agents(),
     )

@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from meshwright.local.apiserver.server import ApiServer
-from tests.operator import rights
+from meshwright_local.apiserver.rest.server import ApiServer
+from tests.operator import role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
 
@@ -115,9 +115,9 @@ def unused_port() -> int:
 @pytest_asyncio.fixture
 async def operators_token(api: Api) -> str:
     """A token with exactly the rights that the chart gives the operator."""
-    for path, body in rights.objects():
+    for path, body in role_rules.objects():
         await api.call("POST", path, body, ok=False)
-    path, body = rights.token_request()
+    path, body = role_rules.token_request()
     token: str = (await api.create(path, body))["status"]["token"]
     return token
 

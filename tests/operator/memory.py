@@ -8,14 +8,14 @@ from datetime import datetime
 from typing import Any
 
 from meshwright.api.labels import LABEL_JOB, PLURAL
-from meshwright_operator.clock import format_time
-from meshwright_operator.cluster import ApiError, Cluster, Page
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
+from meshwright_operator.timestamps import format_time
 
 Object = dict[str, Any]
 Refuse = Callable[[str, Object], ApiError | None]
 
 
-class MemoryCluster(Cluster):
+class MemoryCluster(KubeClient):
     """Objects by path, optimistic locking, and a watch that tells at once whom it may tell."""
 
     def __init__(self, now: Callable[[], datetime]) -> None:
@@ -56,7 +56,7 @@ class MemoryCluster(Cluster):
             raise error
         return self.put(path, body)
 
-    async def merge(self, path: str, body: Object) -> Object:
+    async def merge_patch(self, path: str, body: Object) -> Object:
         path = path.removesuffix("/status")
         old = self._at(path)
         metadata = body.get("metadata") or {}

@@ -11,8 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from meshwright.local.connection import write_kubeconfig
-from meshwright.local.providers.assets import AssetsProvider
+from meshwright_local.kube.kubeconfig import write_kubeconfig
+from meshwright_local.providers.assets import AssetsProvider
 
 
 async def serve(directory: Path) -> None:
@@ -21,9 +21,9 @@ async def serve(directory: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     provider = AssetsProvider(directory)
     try:
-        plane = await provider.start()
-        write_kubeconfig(directory / "kubeconfig", plane.connection)
-        (directory / "ready").write_text(f"{plane.connection.url} {plane.connection.token}")
+        control_plane = await provider.start()
+        write_kubeconfig(directory / "kubeconfig", control_plane.connection)
+        (directory / "ready").write_text(f"{control_plane.connection.url} {control_plane.connection.token}")
         await stop.wait()
     finally:
         await provider.stop()

@@ -13,7 +13,7 @@ import aiohttp
 import yaml
 
 from meshwright.api import labels
-from meshwright_operator.run import run
+from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
 
 Object = dict[str, Any]

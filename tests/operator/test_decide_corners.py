@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
-from meshwright.protocol import CheckpointCommit, Progress
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.decide import gang, recovery
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.job_metrics import JobRecord
+from meshwright.protocol.messages import CheckpointCommit, Progress
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.decide import failure_detection, gang
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.metrics.job_metrics import JobRecord
 from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
 
 IGNORE_137 = {"recovery": {"exitCodes": [{"action": "Ignore", "values": [137]}]}}
@@ -30,10 +30,10 @@ def one_crashed(status: ParallelTrainingJobStatus, incarnation: int = 0, **how: 
 def test_a_job_that_fails_over_a_stuck_agent_is_not_reconciling() -> None:
     status = running_status(mesh=mesh(generation=2, cause="Hang", started_time=ago(300)))
     stuck = [*(report(w, AgentState.RUNNING, 2) for w in range(3)), report(3, AgentState.STARTING, 1)]
-    heard = replace(agents(stuck), listening_for=1000.0)
+    received = replace(agents(stuck), listening_seconds=1000.0)
     found = {
         c.type: c.status
-        for c in decide(observed(None, status, heard=heard, recovery={"maxRestarts": 0})).status.conditions
+        for c in decide(observed(None, status, received=received, recovery={"maxRestarts": 0})).status.conditions
     }
     assert (found["Failed"], found["Reconciling"], found["Stalled"]) == ("True", "False", "True")
 
@@ -51,7 +51,10 @@ def test_a_crashed_pod_is_replaced_after_its_pause_also_when_the_crash_was_count
 def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
     waits = running_status(mesh=mesh(generation=0, pending_cause="Start", pending_since=ago(100)))
     look = one_crashed(waits, seconds_ago=-ahead)
-    assert recovery.crash_wait(look, recovery.fresh_crashes(look)) <= recovery.LONGEST_BACKOFF_SECONDS
+    assert (
+        failure_detection.crash_backoff_seconds(look, failure_detection.uncounted_crashes(look))
+        <= failure_detection.LONGEST_BACKOFF_SECONDS
+    )
     gathers = running_status(mesh=mesh(pending_cause="RankFailure", pending_since=ago(-ahead), failures=3))
     step = gang.next_step(observed(None, gathers), "RankFailure")
     assert isinstance(step, gang.Wait)
@@ -62,13 +65,13 @@ def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
 def test_a_crash_loop_on_a_node_whose_clock_is_behind_is_counted() -> None:
     status = running_status(mesh=mesh(generation=0, pending_cause="Start", pending_since=ago(100)))
     look = one_crashed(status, 40, seconds_ago=3600, code=1)
-    assert [worker.index for worker in recovery.fresh_crashes(look)] == [3]
+    assert [worker.index for worker in failure_detection.uncounted_crashes(look)] == [3]
 
 
 def test_a_pod_on_a_dead_node_does_not_keep_a_job_from_being_suspended() -> None:
     status = running_status(mesh=mesh(generation=1, pending_cause="Resume", pending_since=ago(80000)))
-    draft = decide(observed([pod(3, deleting=True)], status, down={**NODES, "n3": True}, suspend=True))
-    found = {c.type: c.status for c in draft.status.conditions}
+    decision = decide(observed([pod(3, deleting=True)], status, down={**NODES, "n3": True}, suspend=True))
+    found = {c.type: c.status for c in decision.status.conditions}
     assert found["Suspended"] == "True"
 
 
@@ -80,7 +83,7 @@ def test_a_pod_on_a_dead_node_does_not_keep_a_job_from_being_suspended() -> None
 def test_progress_that_no_run_makes_leaves_metrics_finite(progress: Progress) -> None:
     record = JobRecord("uid")
     for told in (Progress(step=1, loss=1.0, step_seconds=0.5), progress, Progress(step=2, loss=1.0), progress):
-        record.see(running_status(), told, 0.0)
+        record.put(running_status(), told, 0.0)
     assert record.productive < 10.0
     assert float(record.lost_steps) < 10.0
 
@@ -89,5 +92,5 @@ def test_progress_that_no_run_makes_leaves_metrics_finite(progress: Progress) ->
 def test_a_checkpoint_from_before_time_is_one_of_now(time: str) -> None:
     reports = [report(w, AgentState.RUNNING) for w in range(4)]
     reports[0] = reports[0].model_copy(update={"checkpoint": CheckpointCommit(step=5, time=time, path="p")})
-    found = decide(observed(None, running_status(), heard=agents(reports))).status.checkpoint
+    found = decide(observed(None, running_status(), received=agents(reports))).status.checkpoint
     assert found is None or found.time == ago(0)

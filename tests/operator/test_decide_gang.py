@@ -8,15 +8,15 @@ from datetime import timedelta
 import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
-from meshwright_operator.coordinator.board import Agents, Hello
+from meshwright_operator.coordinator.rendezvous import Agents, WaitingAgent
 from meshwright_operator.decide import gang
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.decide.mesh import document
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.placement import not_placed, placed
-from meshwright_operator.pods import Pod, read_pod
+from meshwright_operator.decide.placement_outcome import not_placed, placed
+from meshwright_operator.kube.pod_info import Pod, read_pod
 from tests.operator.builders import NODES, NOW, agents, ago, gated, observed, placement, pod, running_status
 from tests.operator.support import node
 
@@ -46,7 +46,7 @@ def inventory() -> Inventory:
         ([pod(0), gated(1), pod(2), pod(3)], gang.Ungate, ""),
         ([pod(0), pod(1), pod(2, phase="Pending", address=""), pod(3)], gang.Wait, "3 of 4 pods run"),
         ([pod(0), pod(1), pod(2, address=""), pod(3)], gang.Wait, "3 of 4 pods run"),
-        ([pod(0), pod(1), pod(2), pod(3)], gang.Form, ""),
+        ([pod(0), pod(1), pod(2), pod(3)], gang.FormGeneration, ""),
         ([pod(0), pod(0, 1), pod(1), pod(2), pod(3)], gang.Delete, ""),
         ([pod(w) for w in range(5)], gang.Delete, ""),
         ([pod(0), pod(1), pod(2, revision="other"), pod(3)], gang.Delete, ""),
@@ -65,7 +65,7 @@ def test_workers_that_live_are_kept_where_they_are() -> None:
     found = step(observed([pod(0), pod(2, node="n7"), pod(3)], pending()))
     assert isinstance(found, gang.Place)
     assert [w.index for w in found.workers] == [1]
-    assert found.keep == {0: "n0", 2: "n7", 3: "n3"}
+    assert found.assigned_nodes == {0: "n0", 2: "n7", 3: "n3"}
 
 
 def test_a_gated_pod_whose_node_is_cordoned_is_given_up() -> None:
@@ -80,7 +80,7 @@ def test_a_gated_pod_whose_node_is_cordoned_is_given_up() -> None:
 
 
 def test_a_pod_that_runs_stays_when_its_node_is_cordoned() -> None:
-    assert isinstance(step(observed(status=pending(), refused={"n2": "cordoned"})), gang.Form)
+    assert isinstance(step(observed(status=pending(), refused={"n2": "cordoned"})), gang.FormGeneration)
 
 
 def test_an_agent_must_say_hello_as_the_current_incarnation() -> None:
@@ -88,12 +88,12 @@ def test_an_agent_must_say_hello_as_the_current_incarnation() -> None:
     pods = [pod(0), pod(1), pod(2, 1), pod(3)]
     found = step(observed(pods, status))
     assert found == gang.Wait("3 of 4 agents are ready")
-    hellos = {**agents().hellos, 2: Hello(1, "10.0.0.2", 2102)}
-    assert isinstance(step(observed(pods, status, heard=Agents(hellos=hellos))), gang.Form)
+    waiting_agents = {**agents().waiting_agents, 2: WaitingAgent(1, "10.0.0.2", 2102)}
+    assert isinstance(step(observed(pods, status, received=Agents(waiting_agents=waiting_agents))), gang.FormGeneration)
 
 
 def test_an_absent_agent_on_a_dead_node_is_given_up() -> None:
-    found = step(observed(status=pending(), heard=agents(hello=range(3)), down={**NODES, "n3": True}))
+    found = step(observed(status=pending(), received=agents(hello=range(3)), down={**NODES, "n3": True}))
     assert isinstance(found, gang.Delete)
     assert [p.name for p in found.pods] == ["train-w3-0"]
 
@@ -106,22 +106,22 @@ def test_a_pod_that_cannot_start_is_told_after_a_minute(age: float, reason: str)
     found = step(observed([pod(0), stuck, pod(2), pod(3)], pending()))
     assert isinstance(found, gang.Wait)
     assert found.reason == reason
-    draft = decide(observed([pod(0), stuck, pod(2), pod(3)], pending()))
-    ready = next(c for c in draft.status.conditions if c.type == "Ready")
+    decision = decide(observed([pod(0), stuck, pod(2), pod(3)], pending()))
+    ready = next(c for c in decision.status.conditions if c.type == "Ready")
     assert ready.reason == (reason or "Restarting")
     assert ("no such image" in ready.message) == bool(reason)
 
 
 def test_a_new_job_is_placed_with_first_incarnations() -> None:
-    draft = decide(observed([], NEW, heard=Agents()))
-    assert draft.place is not None
-    placed(draft, place(draft.observed.plan, inventory(), draft.place.keep))
-    assert draft.create == [0, 1, 2, 3]
-    assert draft.status.placement is not None
-    assert [entry.incarnation for entry in draft.status.placement.workers] == [0, 0, 0, 0]
-    assert draft.status.start_time == draft.status.active_since == ago(0)
-    assert (draft.mesh.generation, draft.mesh.pending_cause) == (0, "Start")
-    found = {c.type: c.status for c in draft.status.conditions}
+    decision = decide(observed([], NEW, received=Agents()))
+    assert decision.place is not None
+    placed(decision, place(decision.observed.plan, inventory(), decision.place.assigned_nodes))
+    assert decision.create == [0, 1, 2, 3]
+    assert decision.status.placement is not None
+    assert [entry.incarnation for entry in decision.status.placement.workers] == [0, 0, 0, 0]
+    assert decision.status.start_time == decision.status.active_since == ago(0)
+    assert (decision.mesh.generation, decision.mesh.pending_cause) == (0, "Start")
+    found = {c.type: c.status for c in decision.status.conditions}
     assert found == {
         "Ready": "False", "Reconciling": "True", "Stalled": "False", "Placed": "True",
         "Complete": "False", "Failed": "False", "Suspended": "False",
@@ -129,54 +129,56 @@ def test_a_new_job_is_placed_with_first_incarnations() -> None:
 
 
 def test_only_the_lost_worker_gets_a_new_incarnation() -> None:
-    draft = decide(observed([pod(0), pod(1), pod(3)], pending()))
-    assert draft.place is not None
-    placed(draft, place(draft.observed.plan, inventory(), draft.place.keep))
-    assert draft.status.placement is not None
-    assert [entry.incarnation for entry in draft.status.placement.workers] == [0, 0, 1, 0]
-    assert draft.create == [2]
+    decision = decide(observed([pod(0), pod(1), pod(3)], pending()))
+    assert decision.place is not None
+    placed(decision, place(decision.observed.plan, inventory(), decision.place.assigned_nodes))
+    assert decision.status.placement is not None
+    assert [entry.incarnation for entry in decision.status.placement.workers] == [0, 0, 1, 0]
+    assert decision.create == [2]
 
 
 def test_after_another_spec_no_incarnation_comes_again() -> None:
     status = pending("SpecChanged", placement=placement({0: 2, 3: 5}))
-    draft = decide(observed([], status, heard=Agents()))
-    assert draft.place is not None
-    placed(draft, place(draft.observed.plan, inventory(), draft.place.keep))
-    assert draft.status.placement is not None
-    assert {entry.incarnation for entry in draft.status.placement.workers} == {6}
+    decision = decide(observed([], status, received=Agents()))
+    assert decision.place is not None
+    placed(decision, place(decision.observed.plan, inventory(), decision.place.assigned_nodes))
+    assert decision.status.placement is not None
+    assert {entry.incarnation for entry in decision.status.placement.workers} == {6}
 
 
 def test_no_room_is_told_once_and_holds_nothing() -> None:
-    draft = decide(observed([], NEW, heard=Agents()))
-    not_placed(draft, "short by 2 workers", because_of_kept=False)
-    assert [note.reason for note in draft.notes] == ["PlacementFailed"]
-    again = decide(observed([], draft.status, heard=Agents()))
-    not_placed(again, "short by 1 worker", because_of_kept=False)
+    decision = decide(observed([], NEW, received=Agents()))
+    not_placed(decision, "short by 2 workers", blocked_by_kept_workers=False)
+    assert [note.reason for note in decision.notes] == ["PlacementFailed"]
+    again = decide(observed([], decision.status, received=Agents()))
+    not_placed(again, "short by 1 worker", blocked_by_kept_workers=False)
     assert again.notes == []
     placed_condition = next(c for c in again.status.conditions if c.type == "Placed")
     assert (placed_condition.status, placed_condition.message) == ("False", "short by 1 worker")
-    assert again.requeue == 15
+    assert again.requeue_after == 15
 
 
 @pytest.mark.parametrize(("seconds", "because_of_kept", "released"), [(5, False, 0), (40, False, 3), (5, True, 3)])
-def test_survivors_are_held_for_a_while_and_then_let_go(seconds: float, because_of_kept: bool, released: int) -> None:
-    draft = decide(observed([pod(0), pod(1), pod(3)], pending(seconds=seconds)))
-    not_placed(draft, "short by 1 worker", because_of_kept=because_of_kept)
-    assert len(draft.delete) == released
+def test_survivors_are_held_for_a_while_and_then_let_go(
+    seconds: float, blocked_by_kept_workers: bool, released: int
+) -> None:
+    decision = decide(observed([pod(0), pod(1), pod(3)], pending(seconds=seconds)))
+    not_placed(decision, "short by 1 worker", blocked_by_kept_workers=blocked_by_kept_workers)
+    assert len(decision.delete) == released
 
 
 def test_the_generation_follows_the_highest_any_agent_named() -> None:
-    heard = Agents(hellos=agents().hellos, newest_generation=41)
-    assert decide(observed(status=pending(), heard=heard)).mesh.generation == 42
+    received = Agents(waiting_agents=agents().waiting_agents, newest_generation=41)
+    assert decide(observed(status=pending(), received=received)).mesh.generation == 42
 
 
 def test_forming_a_generation_persists_master_and_cause() -> None:
-    draft = decide(observed(status=pending()))
-    assert draft.mesh.model_dump() == {
+    decision = decide(observed(status=pending()))
+    assert decision.mesh.model_dump() == {
         "generation": 2, "master": "10.0.0.0:2000", "started_time": ago(0), "cause": "PodLost",
         "pending_cause": "", "pending_since": None, "attempts": 0, "retry_time": None, "failures": 0,
     }  # fmt: skip
-    told = document(draft.observed, draft.mesh)
+    told = document(decision.observed, decision.mesh)
     assert told is not None
     assert (told.generation, told.world_size, told.master_address, told.master_port) == (2, 8, "10.0.0.0", 2000)
     assert [(m.worker, m.first_rank, m.ranks) for m in told.members] == [(0, 0, 2), (1, 2, 2), (2, 4, 2), (3, 6, 2)]
@@ -198,8 +200,8 @@ def test_an_absent_agent_is_given_the_time_in_which_it_could_have_come(
 ) -> None:
     long_ago = NOW - timedelta(seconds=1000)
     late = pod(3, created=long_ago, started=NOW - timedelta(seconds=ran))
-    heard = replace(agents(hello=range(3)), listening_for=listening)
-    found = step(observed([pod(0), pod(1), pod(2), late], pending(seconds=waited), heard=heard))
+    received = replace(agents(hello=range(3)), listening_seconds=listening)
+    found = step(observed([pod(0), pod(1), pod(2), late], pending(seconds=waited), received=received))
     assert isinstance(found, gang.Delete if gives_up else gang.Wait)
     if isinstance(found, gang.Delete):
         assert [p.name for p in found.pods] == ["train-w3-0"]

@@ -7,49 +7,49 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
-from meshwright.protocol import CheckpointCommit, Evaluation, Progress
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.coordinator.board import Agents
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.decide.draft import Draft
+from meshwright.protocol.messages import CheckpointCommit, Evaluation, Progress
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.rejected_job import rejected, unplannable
 from meshwright_operator.decide.revision import revision_of
-from meshwright_operator.decide.undecided import rejected, unplannable
 from tests.operator.builders import NOW, agents, ago, observed, pod, report, running_status, spec
 
 NAN = float("nan")
 SUCCEEDED = [pod(worker, phase="Succeeded") for worker in range(4)]
 
 
-def conditions(draft: Draft | ParallelTrainingJobStatus) -> dict[str, tuple[str, str]]:
-    status = draft.status if isinstance(draft, Draft) else draft
+def conditions(decision: Decision | ParallelTrainingJobStatus) -> dict[str, tuple[str, str]]:
+    status = decision.status if isinstance(decision, Decision) else decision
     return {c.type: (c.status, c.reason) for c in status.conditions}
 
 
 def test_a_generation_that_trains_is_ready() -> None:
-    draft = decide(observed())
-    assert conditions(draft)["Ready"] == ("True", "Running")
-    assert conditions(draft)["Reconciling"][0] == conditions(draft)["Stalled"][0] == "False"
-    assert draft.status.ready_ranks == "8/8"
-    assert not draft.notes
-    assert decide(observed(status=draft.status)).status == draft.status, "seen twice, it changes nothing"
+    decision = decide(observed())
+    assert conditions(decision)["Ready"] == ("True", "Running")
+    assert conditions(decision)["Reconciling"][0] == conditions(decision)["Stalled"][0] == "False"
+    assert decision.status.ready_ranks == "8/8"
+    assert not decision.notes
+    assert decide(observed(status=decision.status)).status == decision.status, "seen twice, it changes nothing"
 
 
 def test_a_generation_that_starts_is_reconciling() -> None:
     reports = [report(0, AgentState.RUNNING), *(report(w, AgentState.STARTING) for w in range(1, 4))]
-    draft = decide(observed(heard=agents(reports)))
-    assert conditions(draft)["Ready"] == ("False", "Starting")
-    assert draft.status.ready_ranks == "2/8"
+    decision = decide(observed(received=agents(reports)))
+    assert conditions(decision)["Ready"] == ("False", "Starting")
+    assert decision.status.ready_ranks == "2/8"
 
 
 def test_pods_that_all_ended_well_complete_the_job() -> None:
-    draft = decide(observed(SUCCEEDED))
-    assert conditions(draft)["Complete"] == ("True", "Completed")
-    assert conditions(draft)["Ready"] == ("True", "Completed")
-    assert draft.status.completion_time == ago(0)
-    assert (draft.status.step, draft.status.tokens_per_second, draft.status.eta_seconds) == (7, None, None)
-    assert draft.status.active_seconds == 90
-    done = decide(observed(SUCCEEDED, draft.status))
-    assert done.status == draft.status
+    decision = decide(observed(SUCCEEDED))
+    assert conditions(decision)["Complete"] == ("True", "Completed")
+    assert conditions(decision)["Ready"] == ("True", "Completed")
+    assert decision.status.completion_time == ago(0)
+    assert (decision.status.step, decision.status.tokens_per_second, decision.status.eta_seconds) == (7, None, None)
+    assert decision.status.active_seconds == 90
+    done = decide(observed(SUCCEEDED, decision.status))
+    assert done.status == decision.status
 
 
 def test_suspension_deletes_pods_and_is_true_when_they_are_gone() -> None:
@@ -57,48 +57,48 @@ def test_suspension_deletes_pods_and_is_true_when_they_are_gone() -> None:
     assert len(first.delete) == 4
     assert conditions(first)["Ready"] == ("False", "Suspending")
     assert first.mesh.pending_cause == "Resume"
-    second = decide(observed([], first.status, heard=Agents(), suspend=True))
+    second = decide(observed([], first.status, received=Agents(), suspend=True))
     assert conditions(second)["Suspended"] == ("True", "SuspendedByUser")
     assert conditions(second)["Ready"] == ("True", "Suspended")
     assert second.status.ready_ranks == "0/8"
     assert second.status.active_seconds == 90
-    third = decide(observed([], second.status, heard=Agents()))
+    third = decide(observed([], second.status, received=Agents()))
     assert conditions(third)["Suspended"][0] == "False"
     assert third.place is not None
 
 
 @pytest.mark.parametrize(("deadline", "fails"), [(80, True), (91, False)])
 def test_deadline(deadline: int, fails: bool) -> None:
-    draft = decide(observed(activeDeadlineSeconds=deadline))
-    assert (conditions(draft)["Failed"] == ("True", "DeadlineExceeded")) == fails
-    assert (len(draft.delete) == 4) == fails
+    decision = decide(observed(activeDeadlineSeconds=deadline))
+    assert (conditions(decision)["Failed"] == ("True", "DeadlineExceeded")) == fails
+    assert (len(decision.delete) == 4) == fails
     if not fails:
-        assert draft.requeue == 1
+        assert decision.requeue_after == 1
 
 
 def test_suspended_time_does_not_count_toward_the_deadline() -> None:
     status = running_status(active_seconds=10, active_since=None)
-    draft = decide(observed([], status, heard=Agents(), suspend=True, activeDeadlineSeconds=20))
-    assert conditions(draft)["Failed"][0] == "False"
+    decision = decide(observed([], status, received=Agents(), suspend=True, activeDeadlineSeconds=20))
+    assert conditions(decision)["Failed"][0] == "False"
 
 
 @pytest.mark.parametrize(("ttl", "deleted"), [(None, False), (50, True), (70, False)])
 def test_time_to_live(ttl: int | None, deleted: bool) -> None:
     done = decide(observed(SUCCEEDED)).status
     done.completion_time = ago(60)
-    draft = decide(observed(SUCCEEDED, done, **({} if ttl is None else {"ttlSecondsAfterFinished": ttl})))
-    assert draft.delete_job is deleted
-    assert draft.requeue == (None if ttl is None else ttl - 60)
+    decision = decide(observed(SUCCEEDED, done, **({} if ttl is None else {"ttlSecondsAfterFinished": ttl})))
+    assert decision.delete_job is deleted
+    assert decision.requeue_after == (None if ttl is None else ttl - 60)
 
 
 def test_an_edit_that_changes_the_run_restarts_the_workers() -> None:
     training = {"steps": 99, "globalBatchSize": 8, "sequenceLength": 64}
-    draft = decide(observed(training=training))
-    assert draft.mesh.pending_cause == "SpecChanged"
-    assert len(draft.delete) == 4
-    assert draft.status.restarts_toward_limit == 0
-    assert draft.status.plan is not None
-    assert draft.status.plan.revision == revision_of(spec(training=training))
+    decision = decide(observed(training=training))
+    assert decision.mesh.pending_cause == "SpecChanged"
+    assert len(decision.delete) == 4
+    assert decision.status.restarts_toward_limit == 0
+    assert decision.status.plan is not None
+    assert decision.status.plan.revision == revision_of(spec(training=training))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_an_edit_that_changes_the_run_restarts_the_workers() -> None:
     [{"recovery": {"maxRestarts": 3}}, {"activeDeadlineSeconds": 9999}, {"ttlSecondsAfterFinished": 5}],
 )
 def test_an_edit_that_takes_effect_at_once_restarts_nobody(edit: dict[str, Any]) -> None:
-    draft = decide(observed(**edit))
-    assert not draft.delete
-    assert conditions(draft)["Ready"] == ("True", "Running")
+    decision = decide(observed(**edit))
+    assert not decision.delete
+    assert conditions(decision)["Ready"] == ("True", "Running")
 
 
 def test_the_revision_ignores_defaults_written_out() -> None:
@@ -121,7 +121,7 @@ def test_the_revision_ignores_defaults_written_out() -> None:
 def test_progress_is_taken_from_rank_zero() -> None:
     commit = CheckpointCommit(step=5, time="2026-01-02T03:04:00.5+00:00", path="/ckpt/5")
     reports = [report(0, AgentState.RUNNING, checkpoint=commit), *(report(w, AgentState.RUNNING) for w in (1, 2, 3))]
-    status = decide(observed(heard=agents(reports))).status
+    status = decide(observed(received=agents(reports))).status
     assert (status.step, status.total_steps, status.loss) == (7, 50, "2.25")
     assert (status.tokens_per_second, status.eta_seconds) == (1000, 21)
     assert status.checkpoint == CheckpointStatus(step=5, time="2026-01-02T03:04:00Z", path="/ckpt/5")
@@ -137,15 +137,15 @@ def test_progress_is_taken_from_rank_zero() -> None:
 )
 def test_numbers_out_of_bounds_do_not_reach_status(progress: Progress, commit: CheckpointCommit | None) -> None:
     reports = [report(0, AgentState.RUNNING, progress=progress, checkpoint=commit)]
-    status = decide(observed(heard=agents(reports))).status
+    status = decide(observed(received=agents(reports))).status
     ParallelTrainingJobStatus.model_validate(status.wire())
 
 
 def test_the_newest_evaluation_stays_in_status_when_its_generation_is_over() -> None:
     told = Evaluation(step=6, loss=2.302585093)
-    status = decide(observed(heard=agents([report(0, AgentState.RUNNING, evaluation=told)]))).status
+    status = decide(observed(received=agents([report(0, AgentState.RUNNING, evaluation=told)]))).status
     assert status.evaluation == EvaluationStatus(step=6, loss="2.30259", perplexity="10")
-    later = decide(observed(status=status, heard=agents([report(0, AgentState.RUNNING)]))).status
+    later = decide(observed(status=status, received=agents([report(0, AgentState.RUNNING)]))).status
     assert later.evaluation == status.evaluation
 
 
@@ -158,14 +158,14 @@ def test_the_newest_evaluation_stays_in_status_when_its_generation_is_over() -> 
     ],
 )
 def test_an_evaluation_is_told_within_the_bounds_of_status(told: Evaluation, perplexity: str | None) -> None:
-    status = decide(observed(heard=agents([report(0, AgentState.RUNNING, evaluation=told)]))).status
+    status = decide(observed(received=agents([report(0, AgentState.RUNNING, evaluation=told)]))).status
     assert (status.evaluation.perplexity if status.evaluation else None) == perplexity
     ParallelTrainingJobStatus.model_validate(status.wire())
 
 
 def test_progress_of_an_old_generation_is_not_taken() -> None:
-    draft = decide(observed(heard=agents([report(0, AgentState.RUNNING, generation=0)])))
-    assert draft.status.step is None
+    decision = decide(observed(received=agents([report(0, AgentState.RUNNING, generation=0)])))
+    assert decision.status.step is None
 
 
 def test_a_rejected_spec_is_stalled_and_never_reconciling_too() -> None:

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
-from meshwright.protocol import FailureKind, RankProcess, WorkerReport
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.coordinator.board import Agents
-from meshwright_operator.decide.applied import encode, running_spec
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.decide.draft import Draft
-from meshwright_operator.decide.held import Held
-from meshwright_operator.decide.observed import Refusal
-from meshwright_operator.decide.placement import not_placed, placed
-from meshwright_operator.decide.undecided import rejected, unplannable
-from meshwright_operator.job_metrics import phase_of
-from meshwright_operator.status import urgent
-from meshwright_operator.words import counted, with_remarks
+from meshwright.protocol.messages import FailureKind, RankProcess, WorkerReport
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.controller.status_patch import is_urgent
+from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.applied_spec import encode_spec, running_spec
+from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.observed import Rejection
+from meshwright_operator.decide.placement_outcome import not_placed, placed
+from meshwright_operator.decide.rejected_job import rejected, unplannable
+from meshwright_operator.metrics.job_metrics import phase_of
+from meshwright_operator.text import counted, with_warnings
 from tests.operator.builders import (
     NOW,
     agents,
@@ -49,8 +49,8 @@ COMMAND: dict[str, Any] = {
 }
 
 
-def conditions(draft: Draft) -> dict[str, tuple[str, str]]:
-    return {c.type: (c.status, c.reason) for c in draft.status.conditions}
+def conditions(decision: Decision) -> dict[str, tuple[str, str]]:
+    return {c.type: (c.status, c.reason) for c in decision.status.conditions}
 
 
 def ended(worker: int, *codes: int, kind: FailureKind = FailureKind.ERROR) -> WorkerReport:
@@ -73,38 +73,38 @@ def ended(worker: int, *codes: int, kind: FailureKind = FailureKind.ERROR) -> Wo
     ids=["named", "killed", "named beside killed", "own code before a kill", "unnamed", "only a peer", "peers alone"],
 )
 def test_an_exit_code_of_a_rank_can_fail_the_job_at_once(reports: list[WorkerReport], fails: bool) -> None:
-    draft = decide(observed(heard=agents(reports, halted_for=30), **FAIL_ON_42))
-    assert (conditions(draft).get("Failed") == ("True", "FailurePolicy")) == fails
+    decision = decide(observed(received=agents(reports, halted_seconds=30), **FAIL_ON_42))
+    assert (conditions(decision).get("Failed") == ("True", "FailurePolicy")) == fails
     if fails:
-        message = next(c.message for c in draft.status.conditions if c.type == "Failed")
+        message = next(c.message for c in decision.status.conditions if c.type == "Failed")
         assert "recovery.exitCodes" in message
-        assert len(draft.delete) == 4
+        assert len(decision.delete) == 4
     else:
-        assert (draft.mesh.generation, draft.mesh.cause) == (2, "RankFailure")
-        assert draft.status.restarts_toward_limit == 1
+        assert (decision.mesh.generation, decision.mesh.cause) == (2, "RankFailure")
+        assert decision.status.restarts_toward_limit == 1
 
 
 @pytest.mark.parametrize("policy", [{}, {"recovery": {"exitCodes": [{"values": [1], "action": "Ignore"}]}}])
 def test_a_run_that_ranks_refuse_is_not_tried_again(policy: dict[str, Any]) -> None:
     reports = [ended(0, 1, -9, kind=FailureKind.PEER_LOST), ended(1, -9), ended(2, 1, 1, kind=FailureKind.REFUSED)]
-    draft = decide(observed(heard=agents(reports, halted_for=30), **policy))
-    failed = next(c for c in draft.status.conditions if c.type == "Failed")
+    decision = decide(observed(received=agents(reports, halted_seconds=30), **policy))
+    failed = next(c for c in decision.status.conditions if c.type == "Failed")
     assert (failed.status, failed.reason) == ("True", "RunRefused")
     assert "worker 2 failed" in failed.message
-    assert draft.status.restart_count == 0
-    assert len(draft.delete) == 4
+    assert decision.status.restart_count == 0
+    assert len(decision.delete) == 4
 
 
 def test_an_exit_code_of_a_pod_can_fail_the_job_at_once() -> None:
-    draft = decide(observed([pod(0), crashed(1, code=137), pod(2), pod(3)], **FAIL_ON_42))
-    assert conditions(draft)["Failed"] == ("True", "FailurePolicy")
+    decision = decide(observed([pod(0), crashed(1, code=137), pod(2), pod(3)], **FAIL_ON_42))
+    assert conditions(decision)["Failed"] == ("True", "FailurePolicy")
 
 
 def test_an_ignored_exit_code_uses_up_no_budget() -> None:
-    draft = decide(observed(heard=agents([ended(1, 42)], halted_for=30), **IGNORE_42))
-    assert (draft.mesh.generation, draft.mesh.cause) == (2, "RankFailure")
-    assert (draft.status.restart_count, draft.status.restarts_toward_limit) == (1, 0)
-    counted = decide(observed(heard=agents([ended(1, 43)], halted_for=30), **IGNORE_42))
+    decision = decide(observed(received=agents([ended(1, 42)], halted_seconds=30), **IGNORE_42))
+    assert (decision.mesh.generation, decision.mesh.cause) == (2, "RankFailure")
+    assert (decision.status.restart_count, decision.status.restarts_toward_limit) == (1, 0)
+    counted = decide(observed(received=agents([ended(1, 43)], halted_seconds=30), **IGNORE_42))
     assert conditions(counted)["Failed"] == ("True", "RestartLimitReached")
 
 
@@ -113,40 +113,42 @@ def test_the_pause_grows_with_ignored_failures_until_training_holds(trained: int
     """Ten minutes of training end a row; the budget stays as it was."""
     mesh = MeshStatus(generation=1, started_time=ago(trained), failures=3)
     status = running_status(mesh=mesh)
-    failing = decide(observed(status=status, heard=agents([ended(1, 42)], halted_for=30), **IGNORE_42))
+    failing = decide(observed(status=status, received=agents([ended(1, 42)], halted_seconds=30), **IGNORE_42))
     assert failing.mesh.failures == row
     assert failing.status.restarts_toward_limit == 0
     pending = MeshStatus(generation=1, pending_cause="RankFailure", pending_since=ago(1), failures=row)
-    after = decide(observed(status=running_status(mesh=pending), heard=agents(), **IGNORE_42))
+    after = decide(observed(status=running_status(mesh=pending), received=agents(), **IGNORE_42))
     if row == 1:
         assert (after.mesh.generation, after.mesh.failures) == (2, 1)
     else:
         assert after.mesh.generation == 1, "it waits"
-        assert after.requeue is not None
-        assert 5 < after.requeue <= 8
+        assert after.requeue_after is not None
+        assert 5 < after.requeue_after <= 8
 
 
 def test_the_first_rule_that_names_the_code_decides() -> None:
     rules = [{"values": [42], "action": "Count"}, {"values": [42], "action": "FailJob"}]
-    draft = decide(observed(heard=agents([ended(1, 42)], halted_for=30), recovery={"exitCodes": rules}))
-    assert draft.status.restarts_toward_limit == 1
+    decision = decide(observed(received=agents([ended(1, 42)], halted_seconds=30), recovery={"exitCodes": rules}))
+    assert decision.status.restarts_toward_limit == 1
 
 
 @pytest.mark.parametrize(("age", "fails"), [(500, True), (700, False)])
 def test_only_restarts_of_the_window_count(age: int, fails: bool) -> None:
     recovery = {"maxRestarts": 2, "restartWindowSeconds": 600}
     status = running_status(restart_times=[ago(age), ago(100)], restarts_toward_limit=2)
-    draft = decide(observed(status=status, heard=agents([ended(1, 1)], halted_for=30), recovery=recovery))
-    assert (conditions(draft).get("Failed") == ("True", "RestartLimitReached")) == fails
+    decision = decide(observed(status=status, received=agents([ended(1, 1)], halted_seconds=30), recovery=recovery))
+    assert (conditions(decision).get("Failed") == ("True", "RestartLimitReached")) == fails
     if not fails:
-        assert draft.status.restarts_toward_limit == 2
-        assert draft.status.restart_times == [ago(100), ago(0)]
+        assert decision.status.restarts_toward_limit == 2
+        assert decision.status.restart_times == [ago(100), ago(0)]
 
 
 def test_a_budget_without_a_window_forgets_nothing() -> None:
     status = running_status(restarts_toward_limit=2)
-    draft = decide(observed(status=status, heard=agents([ended(1, 1)], halted_for=30), recovery={"maxRestarts": 3}))
-    assert (draft.status.restarts_toward_limit, draft.status.restart_times) == (3, [])
+    decision = decide(
+        observed(status=status, received=agents([ended(1, 1)], halted_seconds=30), recovery={"maxRestarts": 3})
+    )
+    assert (decision.status.restarts_toward_limit, decision.status.restart_times) == (3, [])
 
 
 @pytest.mark.parametrize(
@@ -167,66 +169,70 @@ def test_success_policy(policy: str, pods: list[Any], complete: bool) -> None:
     status = running_status()
     assert status.plan is not None
     status.plan.revision = seen.revision
-    draft = decide(replace(seen, status=status))
-    assert (conditions(draft).get("Complete") == ("True", "Completed")) == complete
+    decision = decide(replace(seen, status=status))
+    assert (conditions(decision).get("Complete") == ("True", "Completed")) == complete
     if complete:
-        assert [p.name for p in draft.delete] == [p.name for p in pods if p.phase == "Running"]
-        assert decide(replace(seen, status=draft.status)).delete == draft.delete, "until they are gone"
+        assert [p.name for p in decision.delete] == [p.name for p in pods if p.phase == "Running"]
+        assert decide(replace(seen, status=decision.status)).delete == decision.delete, "until they are gone"
 
 
-def held(**changes: Any) -> Draft:
-    return decide(replace(observed(**changes), held=Held("InvalidSpec", "spec.x: must be y", waits=False)))
+def blocked_edit(**changes: Any) -> Decision:
+    return decide(
+        replace(observed(**changes), blocked_edit=BlockedEdit("InvalidSpec", "spec.x: must be y", retryable=False))
+    )
 
 
 def test_an_edit_that_is_held_back_is_told_once_and_stops_nobody() -> None:
-    first = held()
+    first = blocked_edit()
     assert conditions(first)["Stalled"] == ("True", "InvalidSpec")
     assert conditions(first)["Ready"][0] == conditions(first)["Reconciling"][0] == "False"
     assert (first.delete, first.status.ready_ranks, first.mesh.pending_cause) == ([], "8/8", "")
     assert [note.reason for note in first.notes] == ["InvalidSpec"]
-    second = held(status=first.status)
+    second = blocked_edit(status=first.status)
     assert second.status == first.status
     assert second.notes == []
 
 
 def test_the_time_of_ranks_that_train_behind_a_held_edit_counts_as_training() -> None:
-    assert phase_of(held().status) == "training"
+    assert phase_of(blocked_edit().status) == "training"
     assert phase_of(decide(observed()).status) == "training"
-    assert phase_of(held(pods=[pod(0), pod(1, deleting=True), pod(2), pod(3)]).status) == "restarting"
+    assert phase_of(blocked_edit(pods=[pod(0), pod(1, deleting=True), pod(2), pod(3)]).status) == "restarting"
     assert phase_of(rejected(ParallelTrainingJobStatus(), 1, NOW, "InvalidSpec", "spec.x: must be y")) == ""
 
 
 def test_that_all_ranks_train_or_not_is_written_at_once_even_behind_a_held_edit() -> None:
-    all_train = held().status.wire()
+    all_train = blocked_edit().status.wire()
     none_train = {**all_train, "readyRanks": "0/8"}
-    assert urgent(all_train, none_train)
-    assert urgent(none_train, all_train)
-    assert not urgent(none_train, {**all_train, "readyRanks": "4/8"})
+    assert is_urgent(all_train, none_train)
+    assert is_urgent(none_train, all_train)
+    assert not is_urgent(none_train, {**all_train, "readyRanks": "4/8"})
 
 
 def test_a_gang_behind_a_held_edit_recovers_and_may_end() -> None:
-    lost = held(pods=[pod(0), pod(1), pod(3)])
+    lost = blocked_edit(pods=[pod(0), pod(1), pod(3)])
     assert lost.mesh.pending_cause == "PodLost"
     assert lost.place is not None
-    not_placed(lost, "short by 1 worker", because_of_kept=False)
+    not_placed(lost, "short by 1 worker", blocked_by_kept_workers=False)
     assert conditions(lost)["Stalled"] == ("True", "InvalidSpec")
-    ended_well = held(pods=[pod(worker, phase="Succeeded") for worker in range(4)])
+    ended_well = blocked_edit(pods=[pod(worker, phase="Succeeded") for worker in range(4)])
     assert conditions(ended_well)["Complete"] == conditions(ended_well)["Ready"] == ("True", "Completed")
     assert conditions(ended_well)["Stalled"][0] == "False"
 
 
 def test_an_edit_that_waits_for_room_is_looked_at_again() -> None:
-    draft = decide(replace(observed(), held=Held("EditDoesNotFit", "short by 4 workers", waits=True)))
-    assert conditions(draft)["Reconciling"] == ("True", "EditDoesNotFit")
-    assert conditions(draft)["Stalled"][0] == "False"
-    assert draft.requeue is not None
-    assert draft.requeue <= 15
+    decision = decide(
+        replace(observed(), blocked_edit=BlockedEdit("EditDoesNotFit", "short by 4 workers", retryable=True))
+    )
+    assert conditions(decision)["Reconciling"] == ("True", "EditDoesNotFit")
+    assert conditions(decision)["Stalled"][0] == "False"
+    assert decision.requeue_after is not None
+    assert decision.requeue_after <= 15
 
 
 def test_what_runs_is_found_again_in_status() -> None:
-    draft = decide(observed())
-    assert draft.status.applied_spec == encode(spec())
-    assert running_spec(ParallelTrainingJobStatus.model_validate(draft.status.wire())) == spec()
+    decision = decide(observed())
+    assert decision.status.applied_spec == encode_spec(spec())
+    assert running_spec(ParallelTrainingJobStatus.model_validate(decision.status.wire())) == spec()
 
 
 @pytest.mark.parametrize(
@@ -235,21 +241,21 @@ def test_what_runs_is_found_again_in_status() -> None:
         {"applied_spec": ""},
         {"applied_spec": "{"},
         {"applied_spec": '{"replicas": -1}'},
-        {"applied_spec": encode(spec(replicas=1))},
+        {"applied_spec": encode_spec(spec(replicas=1))},
         {"plan": None},
         {"placement": None, "mesh": None},
     ],
     ids=["missing", "no JSON", "invalid", "another revision", "no plan", "not started"],
 )
 def test_a_damaged_record_of_what_runs_is_not_believed(damage: dict[str, Any]) -> None:
-    status = running_status(applied_spec=encode(spec()))
+    status = running_status(applied_spec=encode_spec(spec()))
     assert running_spec(status) == spec()
     assert running_spec(status.model_copy(update=damage)) is None
 
 
 def test_a_spec_too_large_to_be_kept_is_left_out() -> None:
     env = [{"name": f"V{n}", "value": "x" * 4096} for n in range(64)]
-    assert encode(spec(workers={"image": "i", "gpusPerWorker": 2, "env": env})) == ""
+    assert encode_spec(spec(workers={"image": "i", "gpusPerWorker": 2, "env": env})) == ""
 
 
 def test_a_suspended_job_without_a_layout_is_settled() -> None:
@@ -271,34 +277,34 @@ def test_a_suspended_job_without_a_layout_is_settled() -> None:
     ],
 )
 def test_what_only_somebody_can_solve_is_stalled_between_attempts(reason: str, state: str) -> None:
-    fresh = observed([], ParallelTrainingJobStatus(), heard=Agents())
-    draft = decide(replace(fresh, refusal=Refusal(reason, "pod train-w0-0: no secret hub")))
-    obj = {"metadata": {"generation": 1}, "status": draft.status.wire()}
+    fresh = observed([], ParallelTrainingJobStatus(), received=Agents())
+    decision = decide(replace(fresh, rejection=Rejection(reason, "pod train-w0-0: no secret hub")))
+    obj = {"metadata": {"generation": 1}, "status": decision.status.wire()}
     assert kstatus(obj) == state
-    message = next(c.message for c in draft.status.conditions if c.type == "Ready")
+    message = next(c.message for c in decision.status.conditions if c.type == "Ready")
     assert "no secret hub" in message
-    waiting = decide(observed([], draft.status, heard=Agents(), now=NOW + timedelta(seconds=5)))
+    waiting = decide(observed([], decision.status, received=Agents(), now=NOW + timedelta(seconds=5)))
     assert kstatus({**obj, "status": waiting.status.wire()}) == state
-    trying = decide(observed([], draft.status, heard=Agents(), now=NOW + timedelta(seconds=60)))
+    trying = decide(observed([], decision.status, received=Agents(), now=NOW + timedelta(seconds=60)))
     assert trying.place is not None
 
 
 def test_what_was_strange_about_the_nodes_is_told_with_the_placement() -> None:
-    draft = decide(observed([], ParallelTrainingJobStatus(), heard=Agents()))
-    assert draft.place is not None
+    decision = decide(observed([], ParallelTrainingJobStatus(), received=Agents()))
+    assert decision.place is not None
     inventory = Inventory.from_objects([node(f"n{number}", "") for number in range(4)], [])
-    found = place(draft.observed.plan, inventory, {})
-    placed(draft, found, inventory.warnings)
-    message = next(c.message for c in draft.status.conditions if c.type == "Placed")
+    found = place(decision.observed.plan, inventory, {})
+    placed(decision, found, inventory.warnings)
+    message = next(c.message for c in decision.status.conditions if c.type == "Placed")
     assert message.startswith("4 workers on 4 nodes")
     assert "4 of 4 GPU nodes carry no rack label" in message
 
 
 def test_sentences_count_right() -> None:
     assert (counted(1, "pod"), counted(0, "pod"), counted(2, "pod")) == ("1 pod", "0 pods", "2 pods")
-    assert with_remarks("fits", ["a", "b", "c", "d", "e"]) == "fits; a; b; c; and 2 more remarks"
+    assert with_warnings("fits", ["a", "b", "c", "d", "e"]) == "fits; a; b; c; and 2 more remarks"
     one = {"replicas": 1, "parallelism": {"tensor": 1, "pipeline": 1}, "workers": {"image": "i", "gpusPerWorker": 1}}
-    draft = decide(observed([], ParallelTrainingJobStatus(), heard=Agents(), **one))
+    decision = decide(observed([], ParallelTrainingJobStatus(), received=Agents(), **one))
     inventory = Inventory.from_objects([node("n0", "r0")], [])
-    placed(draft, place(draft.observed.plan, inventory, {}))
-    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in draft.notes)
+    placed(decision, place(decision.observed.plan, inventory, {}))
+    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in decision.notes)

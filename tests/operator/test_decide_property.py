@@ -17,19 +17,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from meshwright.api.labels import GANG_GATE
 from meshwright.api.names import pod_name
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import DoesNotFitError
-from meshwright.planner.inventory import Inventory
 from meshwright.planner.placement import place
-from meshwright.protocol import FailureKind, MeshDocument, RankProcess, WorkerReport
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.coordinator.board import Agents, Heard, Hello
-from meshwright_operator.decide import placement
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.decide.draft import Draft
-from meshwright_operator.decide.mesh import document
-from meshwright_operator.decide.observed import Observed, Refusal
+from meshwright.protocol.messages import FailureKind, MeshDocument, RankProcess, WorkerReport
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport, WaitingAgent
+from meshwright_operator.decide import placement_outcome
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.mesh_generation import document
+from meshwright_operator.decide.observed import Observed, Rejection
 from meshwright_operator.decide.revision import revision_of
-from meshwright_operator.pods import Pod
+from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import JOB, NOW, observed, spec
 from tests.operator.builders import pod as make_pod
 from tests.operator.support import node
@@ -50,8 +50,8 @@ class Life(RuleBasedStateMachine):
         self.made: set[str] = set()
         self.down: set[str] = set()
         self.image, self.suspended = "one", False
-        self.refusal: Refusal | None = None
-        self.hellos: dict[int, Hello] = {}
+        self.rejection: Rejection | None = None
+        self.waiting_agents: dict[int, WaitingAgent] = {}
         self.reports: dict[int, WorkerReport] = {}
         self.documents: dict[int, MeshDocument] = {}
         self.generation = 0
@@ -108,7 +108,7 @@ class Life(RuleBasedStateMachine):
     @rule(chosen=st.sets(workers))
     def agents_say_hello(self, chosen: set[int]) -> None:
         for pod in self._running(chosen):
-            self.hellos[pod.worker] = Hello(pod.incarnation, pod.address, 20000 + self.generation % 1000)
+            self.waiting_agents[pod.worker] = WaitingAgent(pod.incarnation, pod.address, 20000 + self.generation % 1000)
 
     @rule(chosen=st.sets(workers), state=st.sampled_from(list(AgentState)), idle=st.sampled_from([0.0, 1000.0]))
     def agents_report(self, chosen: set[int], state: AgentState, idle: float) -> None:
@@ -134,7 +134,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def the_operator_forgets_what_agents_said(self) -> None:
-        self.hellos, self.reports, self.refusal = {}, {}, None
+        self.waiting_agents, self.reports, self.rejection = {}, {}, None
 
     # What the operator does.
 
@@ -142,34 +142,34 @@ class Life(RuleBasedStateMachine):
     def the_operator_decides(self, actions: int, quota: int) -> None:
         """Only the first `actions` are carried out after the status is written; pods beyond `quota` are refused."""
         seen = self._observed()
-        draft = decide(seen)
-        if draft.place is not None:
-            self._place(draft)
-        self.status = ParallelTrainingJobStatus.model_validate(draft.status.wire())
-        self._announce(seen, draft)
-        self.refusal = None
-        steps = [("create", worker) for worker in draft.create]
-        steps += [("ungate", pod) for pod in draft.ungate] + [("delete", pod) for pod in draft.delete]
+        decision = decide(seen)
+        if decision.place is not None:
+            self._place(decision)
+        self.status = ParallelTrainingJobStatus.model_validate(decision.status.wire())
+        self._announce(seen, decision)
+        self.rejection = None
+        steps = [("create", worker) for worker in decision.create]
+        steps += [("ungate", pod) for pod in decision.ungate] + [("delete", pod) for pod in decision.delete]
         for kind, what in steps[:actions]:
             getattr(self, f"_{kind}")(what, *([quota] if kind == "create" else []))
 
-    def _place(self, draft: Draft) -> None:
-        wanted = draft.place
+    def _place(self, decision: Decision) -> None:
+        wanted = decision.place
         assert wanted is not None
         objects = [node(f"n{n}", f"r{n // 2}") for n in range(NODES) if f"n{n}" not in self.down]
         try:
-            found = place(draft.observed.plan, Inventory.from_objects(objects, []), wanted.keep)
+            found = place(decision.observed.plan, Inventory.from_objects(objects, []), wanted.assigned_nodes)
         except DoesNotFitError as error:
-            placement.not_placed(draft, str(error), error.because_of_kept)
+            placement_outcome.not_placed(decision, str(error), error.blocked_by_kept_workers)
         else:
-            placement.placed(draft, found)
+            placement_outcome.placed(decision, found)
 
-    def _announce(self, seen: Observed, draft: Draft) -> None:
-        told = document(seen, draft.mesh)
-        assert draft.mesh.generation >= self.generation, "a generation came again"
-        if draft.mesh.generation > self.generation:
-            self.hellos = {}
-        self.generation = draft.mesh.generation
+    def _announce(self, seen: Observed, decision: Decision) -> None:
+        told = document(seen, decision.mesh)
+        assert decision.mesh.generation >= self.generation, "a generation came again"
+        if decision.mesh.generation > self.generation:
+            self.waiting_agents = {}
+        self.generation = decision.mesh.generation
         if told is None:
             return
         assert self.status.mesh is not None
@@ -182,7 +182,7 @@ class Life(RuleBasedStateMachine):
         assert self.status.placement is not None
         entry = next(e for e in self.status.placement.workers if e.worker == worker)
         if len([pod for pod in self.pods.values() if not pod.terminal]) >= quota:
-            self.refusal = Refusal("QuotaExceeded", "exceeded quota")
+            self.rejection = Rejection("QuotaExceeded", "exceeded quota")
             return
         assert entry.pod not in self.made, f"{entry.pod} is made a second time"
         for other in self._of(worker):
@@ -231,14 +231,19 @@ class Life(RuleBasedStateMachine):
 
     def _observed(self) -> Observed:
         down = {f"n{n}": f"n{n}" in self.down for n in range(NODES)}
-        heard = Agents(
-            hellos=dict(self.hellos),
-            reports={w: Heard(r, 0.1, 30.0 if r.state is AgentState.FAILED else 0.0) for w, r in self.reports.items()},
+        received = Agents(
+            waiting_agents=dict(self.waiting_agents),
+            reports={
+                w: ReceivedReport(r, 0.1, 30.0 if r.state is AgentState.FAILED else 0.0)
+                for w, r in self.reports.items()
+            },
             newest_generation=self.generation,
-            listening_for=1000.0,
+            listening_seconds=1000.0,
         )
-        seen = observed(list(self.pods.values()), self.status, heard=heard, down=down, now=self.now, **self._fields())
-        return replace(seen, refusal=self.refusal)
+        seen = observed(
+            list(self.pods.values()), self.status, received=received, down=down, now=self.now, **self._fields()
+        )
+        return replace(seen, rejection=self.rejection)
 
     def _of(self, worker: int) -> list[Pod]:
         return [pod for pod in self.pods.values() if pod.worker == worker]
@@ -248,7 +253,7 @@ class Life(RuleBasedStateMachine):
 
     def _remove(self, pod: Pod) -> None:
         del self.pods[pod.name]
-        self.hellos.pop(pod.worker, None)
+        self.waiting_agents.pop(pod.worker, None)
 
     def _is_lost(self, pod: Pod) -> bool:
         return pod.deleting and pod.bound and pod.node in self.down

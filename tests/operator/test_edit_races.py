@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright_operator.pods import read_pod
+from meshwright_operator.kube.pod_info import read_pod
 from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus
 from tests.operator.support import JOBS
 from tests.operator.test_gang_races import small

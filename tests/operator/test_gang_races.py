@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright_operator.cluster import ApiError
+from meshwright_operator.kube.client import ApiError
 from tests.operator.support import job
 from tests.operator.world import World
 from tests.tiers import mostly_long

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshwright_operator.actions import refusal_reason
-from meshwright_operator.cluster import ApiError
-from meshwright_operator.decide.placement import retry_pause
+from meshwright_operator.controller.pod_control import rejection_reason
+from meshwright_operator.decide.placement_outcome import retry_pause
+from meshwright_operator.kube.client import ApiError
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
 
@@ -34,7 +34,7 @@ LIMIT = 'pods "x" is forbidden: maximum cpu usage per Pod is 1, but limit is 8'
     ],
 )
 def test_a_refusal_is_told_in_one_word(code: int, message: str, reason: str | None) -> None:
-    assert refusal_reason(ApiError(code, "", message)) == reason
+    assert rejection_reason(ApiError(code, "", message)) == reason
 
 
 def test_the_pause_between_attempts_doubles_to_ten_minutes() -> None:

@@ -17,22 +17,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
-from meshwright.api.job import parse_status
 from meshwright.api.labels import GANG_GATE
+from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
 from meshwright.planner.plan import make_plan
-from meshwright.protocol import FailureKind, Progress, WorkerReport
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.coordinator.board import Agents, Heard, Hello
-from meshwright_operator.decide import placement as placing
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.decide.held import Held
+from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport, WaitingAgent
+from meshwright_operator.decide import placement_outcome as placing
+from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers
+from meshwright_operator.decide.rejected_job import rejected, unplannable
 from meshwright_operator.decide.revision import revision_of
-from meshwright_operator.decide.undecided import rejected, unplannable
-from meshwright_operator.pods import Pod
+from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import NODES, NOW, pod, spec
 from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus
 from tests.operator.support import node
@@ -50,13 +50,13 @@ class History(RuleBasedStateMachine):
         self.now = NOW
         self.generation = 1
         self.fields: dict[str, Any] = {}
-        self.held: Held | None = None
+        self.blocked_edit: BlockedEdit | None = None
         self.room = True
         self.status: dict[str, Any] = {"observedGeneration": -1}
         self.pods: dict[str, Pod] = {}
         self.failed: dict[int, FailureKind] = {}
-        self.heard = True
-        self.halted_for = 20.0
+        self.received = True
+        self.halted_seconds = 20.0
         self.trained = False
         """Whether all ranks trained when the agents were heard last."""
         self.truth = IN_PROGRESS
@@ -69,23 +69,23 @@ class History(RuleBasedStateMachine):
 
     @rule(image=st.sampled_from(["a", "b"]))
     def edits_the_image(self, image: str) -> None:
-        if self.held is None:
+        if self.blocked_edit is None:
             self._edit(workers={"image": image, "gpusPerWorker": 2})
 
     @rule(limit=st.integers(0, 3))
     def edits_the_budget(self, limit: int) -> None:
         self._edit(recovery={"maxRestarts": limit})
 
-    @rule(waits=st.booleans())
-    def edits_into_what_cannot_be(self, waits: bool) -> None:
+    @rule(retryable=st.booleans())
+    def edits_into_what_cannot_be(self, retryable: bool) -> None:
         if has_started(self._parsed()):
-            self.held = Held("EditDoesNotFit" if waits else "InvalidSpec", "it cannot be", waits)
+            self.blocked_edit = BlockedEdit("EditDoesNotFit" if retryable else "InvalidSpec", "it cannot be", retryable)
             self._edit()
 
     @rule()
     def puts_the_edit_right(self) -> None:
-        if self.held is not None:
-            self.held = None
+        if self.blocked_edit is not None:
+            self.blocked_edit = None
             self._edit()
 
     @rule(seconds=st.sampled_from([300, 100_000]))
@@ -96,7 +96,7 @@ class History(RuleBasedStateMachine):
 
     @rule()
     def all_goes_well_for_a_while(self) -> None:
-        self.room = self.heard = True
+        self.room = self.received = True
         for _ in range(8):
             self.time_passes(1)
             self.pods_go_on()
@@ -138,17 +138,17 @@ class History(RuleBasedStateMachine):
                 if p.phase == "Running":
                     self.pods[name] = replace(p, phase="Succeeded", exit_code=0, ended=self.now)
 
-    @rule(heard=st.booleans())
-    def the_operator_restarts(self, heard: bool) -> None:
-        self.heard = heard
+    @rule(received=st.booleans())
+    def the_operator_restarts(self, received: bool) -> None:
+        self.received = received
 
-    @rule(waits=st.booleans())
-    def cannot_be_understood_before_it_started(self, waits: bool) -> None:
+    @rule(retryable=st.booleans())
+    def cannot_be_understood_before_it_started(self, retryable: bool) -> None:
         status = self._parsed()
         if has_started(status) or is_true(status.conditions, names.FAILED):
             return
         suspended = bool(self.fields.get("suspend"))
-        if waits:
+        if retryable:
             status = unplannable(status, self.generation, self.now, "no node", suspended=suspended)
             self.truth = CURRENT if suspended else IN_PROGRESS
         else:
@@ -168,21 +168,23 @@ class History(RuleBasedStateMachine):
 
     def _reconcile(self) -> None:
         observed = self._observed()
-        draft = decide(observed)
-        if draft.place is not None and self.room:
-            placing.placed(draft, place(observed.plan, INVENTORY, draft.place.keep))
-        elif draft.place is not None:
-            placing.not_placed(draft, "short by 4 workers", because_of_kept=False)
-        self.status = draft.status.wire()
-        self.truth = self._truth(observed, draft.status)
-        entries = {entry.worker: entry for entry in (draft.status.placement.workers if draft.status.placement else [])}
-        for worker in draft.create:
+        decision = decide(observed)
+        if decision.place is not None and self.room:
+            placing.placed(decision, place(observed.plan, INVENTORY, decision.place.assigned_nodes))
+        elif decision.place is not None:
+            placing.not_placed(decision, "short by 4 workers", blocked_by_kept_workers=False)
+        self.status = decision.status.wire()
+        self.truth = self._truth(observed, decision.status)
+        entries = {
+            entry.worker: entry for entry in (decision.status.placement.workers if decision.status.placement else [])
+        }
+        for worker in decision.create:
             made = pod(worker, entries[worker].incarnation, node=entries[worker].node, created=self.now)
             made = replace(made, gates=(GANG_GATE,), bound=False, phase="Pending", address="")
             self.pods[made.name] = replace(made, revision=observed.revision)
-        for p in draft.ungate:
+        for p in decision.ungate:
             self.pods[p.name] = replace(self.pods[p.name], gates=())
-        for p in draft.delete:
+        for p in decision.delete:
             self.pods[p.name] = replace(self.pods[p.name], deleting=True)
 
     def _observed(self) -> Observed:
@@ -191,7 +193,7 @@ class History(RuleBasedStateMachine):
         revision = revision_of(wanted)
         kept = status.plan if status.plan is not None and status.plan.revision == revision else None
         plan = make_plan(wanted, INVENTORY, kept)
-        workers, strays = observe_workers(len(plan.workers), status, list(self.pods.values()), NODES, {})
+        workers, excess_pods = observe_workers(len(plan.workers), status, list(self.pods.values()), NODES, {})
         return Observed(
             now=self.now,
             name="train",
@@ -202,20 +204,22 @@ class History(RuleBasedStateMachine):
             status=status,
             plan=plan,
             workers=workers,
-            strays=strays,
+            excess_pods=excess_pods,
             agents=self._agents(status),
-            held=self.held,
+            blocked_edit=self.blocked_edit,
         )
 
     def _agents(self, status: ParallelTrainingJobStatus) -> Agents:
         mesh = status.mesh
         generation = mesh.generation if mesh is not None else 0
         running = [p for p in self.pods.values() if p.phase == "Running"]
-        hellos = {p.worker: Hello(p.incarnation, p.address, 2000 + p.worker) for p in running}
+        waiting_agents = {p.worker: WaitingAgent(p.incarnation, p.address, 2000 + p.worker) for p in running}
         reports = (
-            {p.worker: Heard(self._report(p, generation), 0.1, self.halted_for) for p in running} if self.heard else {}
+            {p.worker: ReceivedReport(self._report(p, generation), 0.1, self.halted_seconds) for p in running}
+            if self.received
+            else {}
         )
-        return Agents(hellos=hellos, reports=reports, newest_generation=generation)
+        return Agents(waiting_agents=waiting_agents, reports=reports, newest_generation=generation)
 
     def _report(self, p: Pod, generation: int) -> WorkerReport:
         failure = self.failed.get(p.worker)
@@ -236,8 +240,8 @@ class History(RuleBasedStateMachine):
             return CURRENT
         if is_true(after.conditions, names.FAILED):
             return FAILED
-        if self.held is not None:
-            return IN_PROGRESS if self.held.waits else FAILED
+        if self.blocked_edit is not None:
+            return IN_PROGRESS if self.blocked_edit.retryable else FAILED
         if observed.spec.suspend:
             return IN_PROGRESS if observed.live_pods else CURRENT
         return CURRENT if self.trained else IN_PROGRESS
@@ -254,7 +258,7 @@ class History(RuleBasedStateMachine):
             for w in observed.workers
         )
         # Agents that were not heard yet since the operator began: what was true before is not taken back.
-        return mesh.generation > 0 and runs and (self.heard or self.trained)
+        return mesh.generation > 0 and runs and (self.received or self.trained)
 
     def _edit(self, **fields: Any) -> None:
         self.fields |= fields
@@ -306,23 +310,23 @@ def test_an_edit_seen_by_an_operator_that_has_not_heard_the_agents_yet(edit: str
     life = History()
     life.all_goes_well_for_a_while()
     life.sets_a_deadline(300) if edit == "sets_a_deadline" else life.edits_into_what_cannot_be(False)
-    life.the_operator_restarts(heard=False)
+    life.the_operator_restarts(received=False)
     life.reconciles()
     life.kstatus_reads_the_truth()
     life.conditions_are_whole()
     assert life.status["readyRanks"] == "8/8"
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_an_edit_seen_while_a_failure_waits_to_be_judged(held: bool) -> None:
+@pytest.mark.parametrize("blocked_edit", [False, True])
+def test_an_edit_seen_while_a_failure_waits_to_be_judged(blocked_edit: bool) -> None:
     life = History()
     life.all_goes_well_for_a_while()
     life.ranks_fail(1, FailureKind.ERROR)
-    life.halted_for = 0.5
-    life.edits_into_what_cannot_be(False) if held else life.sets_a_deadline(300)
+    life.halted_seconds = 0.5
+    life.edits_into_what_cannot_be(False) if blocked_edit else life.sets_a_deadline(300)
     life.reconciles()
     life.conditions_are_whole()
-    assert kstatus(life._object()) == (FAILED if held else CURRENT)
+    assert kstatus(life._object()) == (FAILED if blocked_edit else CURRENT)
 
 
 TestHistory = History.TestCase

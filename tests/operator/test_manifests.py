@@ -6,9 +6,9 @@ from typing import Any
 
 from meshwright.api import labels
 from meshwright.api.status import WorkerPlacement
-from meshwright_operator.manifests.children import service, token_secret
-from meshwright_operator.manifests.pods import PodContext, worker_pod
-from meshwright_operator.pods import read_pod
+from meshwright_operator.kube.pod_info import read_pod
+from meshwright_operator.manifests.owned_objects import service, token_secret
+from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from tests.operator.builders import spec
 
 UID = "0f1e2d3c-0000-4000-8000-000000000000"

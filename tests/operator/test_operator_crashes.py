@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright_operator.cluster import Cluster
+from meshwright_operator.kube.client import KubeClient
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import StartOperator
 from tests.operator.support import JOBS, PODS, Api, condition, job, until
@@ -29,10 +29,10 @@ class Saboteur:
 
     def __init__(self, number: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = number
-        self.dead: Cluster | None = None
-        original = Cluster._call
+        self.dead: KubeClient | None = None
+        original = KubeClient._call
 
-        async def call(cluster: Cluster, verb: str, path: str, *rest: Any) -> Any:
+        async def call(cluster: KubeClient, verb: str, path: str, *rest: Any) -> Any:
             if cluster is self.dead:
                 raise Died
             if self.dead is None and verb != "GET" and "/leases" not in path and "/events" not in path:
@@ -44,7 +44,7 @@ class Saboteur:
                     raise Died
             return await original(cluster, verb, path, *rest)
 
-        monkeypatch.setattr(Cluster, "_call", call)
+        monkeypatch.setattr(KubeClient, "_call", call)
 
 
 @pytest.mark.parametrize(("number", "when"), POINTS)

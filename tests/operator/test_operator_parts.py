@@ -14,23 +14,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.aio.client import Configuration
 
-from meshwright.api.job import parse_status
-from meshwright.protocol import Phase
-from meshwright.protocol import WorkerState as AgentState
+from meshwright.api.parsing import parse_status
+from meshwright.protocol.messages import Phase
+from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator import settings
-from meshwright_operator.cache import Cache, JobKey
-from meshwright_operator.chronicle import Chronicle
-from meshwright_operator.cluster import ApiError, Cluster, core_path, jobs_path, lease_path, pods_path, resource_of
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.events import EventRecorder, Note
-from meshwright_operator.metrics import OperatorMetrics
-from meshwright_operator.pods import read_pod
-from meshwright_operator.resync import Resync
-from meshwright_operator.serving import serving
+from meshwright_operator.controller.http_server import serve_application
+from meshwright_operator.controller.start_timeline import StartTimeline
+from meshwright_operator.controller.status_patch import is_urgent, merge_diff
+from meshwright_operator.coordinator.tokens import KeyFileError, Tokens, load_key
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.client import (
+    ApiError,
+    KubeClient,
+    core_path,
+    jobs_path,
+    lease_path,
+    pods_path,
+    resource_of,
+)
+from meshwright_operator.kube.pod_info import read_pod
+from meshwright_operator.kube.recorder import EventRecorder, Note
+from meshwright_operator.kube.resync import Resync
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
-from meshwright_operator.status import difference, urgent
-from meshwright_operator.tokens import KeyFileError, Tokens, load_key
-from meshwright_operator.workqueue import WorkQueue
 from tests.operator.builders import agents, observed, pod, report, running_status
 
 
@@ -107,7 +115,7 @@ trees = st.dictionaries(
 
 @given(trees, trees)
 def test_the_patch_of_a_difference_gives_the_new_status(old: dict[str, Any], new: dict[str, Any]) -> None:
-    patch = difference(old, new)
+    patch = merge_diff(old, new)
     assert apply_merge(old, patch) == new
     assert bool(patch) == (old != new)
 
@@ -117,11 +125,11 @@ def test_progress_and_wording_are_not_urgent() -> None:
     new = old.model_copy(deep=True)
     new.step, new.loss, new.tokens_per_second = 99, "1.0", 5
     new.conditions[0].message = "other words"
-    assert not urgent(old.wire(), new.wire())
+    assert not is_urgent(old.wire(), new.wire())
     new.conditions[0].reason = "Restarting"
-    assert urgent(old.wire(), new.wire())
+    assert is_urgent(old.wire(), new.wire())
     renewed = old.model_copy(update={"restart_count": 1})
-    assert urgent(old.wire(), renewed.wire())
+    assert is_urgent(old.wire(), renewed.wire())
 
 
 json_values = st.recursive(
@@ -260,10 +268,10 @@ class Server:
 
 
 async def with_cluster(server: Server, use: Any) -> Any:
-    async with serving(server.application(), Address("127.0.0.1", 0)) as port:
+    async with serve_application(server.application(), Address("127.0.0.1", 0)) as port:
         configuration = Configuration()
         configuration.host = f"http://127.0.0.1:{port}"
-        cluster = Cluster(configuration, OperatorMetrics(), timeout=5)
+        cluster = KubeClient(configuration, OperatorMetrics(), timeout=5)
         try:
             return await use(cluster)
         finally:
@@ -279,7 +287,7 @@ async def test_the_client_is_patient_when_asked_to_be() -> None:
 async def test_the_client_pages_and_preconditions() -> None:
     server = Server((200, {"items": [1], "metadata": {"continue": "next"}}), (200, {"items": [2], "metadata": {}}))
 
-    async def collect(cluster: Cluster) -> list[Any]:
+    async def collect(cluster: KubeClient) -> list[Any]:
         return [item async for page in cluster.pages("/api/v1/pods") for item in page.items]
 
     assert await with_cluster(server, collect) == [1, 2]
@@ -311,11 +319,11 @@ async def test_a_resync_drops_ghosts_and_keeps_what_came_meanwhile() -> None:
         (200, {"items": [{"metadata": {"name": "train", "namespace": "default", "uid": "job-uid"}}]}),
     )
 
-    async def sync(cluster: Cluster) -> None:
+    async def sync(cluster: KubeClient) -> None:
         resync = Resync(cluster, cache, queue, metrics, (), 60)
-        assert not resync.fresh()
-        await resync.once()
-        assert resync.fresh()
+        assert not resync.is_fresh()
+        await resync.relist()
+        assert resync.is_fresh()
 
     await with_cluster(server, sync)
     assert set(cache.nodes) == {"n0"}
@@ -328,7 +336,7 @@ async def test_repeated_events_are_counted_up() -> None:
     server = Server((201, {}), (200, {}), (201, {}))
     job = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
 
-    async def post(cluster: Cluster) -> None:
+    async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", OperatorMetrics())
         for message in ("same", "same", "other"):
             recorder.post(job, Note("PodLost", message))
@@ -341,33 +349,33 @@ async def test_repeated_events_are_counted_up() -> None:
 
 
 def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
-    chronicle = Chronicle()
-    assert chronicle.follow(decide(observed()), 100.0) == []
+    timeline = StartTimeline()
+    assert timeline.update(decide(observed()), 100.0) == []
     broken = decide(observed([pod(0), pod(1), pod(2, deleting=True), pod(3)]))
-    assert chronicle.follow(broken, 200.0) == []
+    assert timeline.update(broken, 200.0) == []
     replaced = replace_draft(decide(observed([pod(0), pod(1), pod(3)], broken.status)), create=[2])
-    assert chronicle.follow(replaced, 201.5) == []
+    assert timeline.update(replaced, 201.5) == []
     formed = decide(observed(status=broken.status))
     assert formed.mesh.generation == 2
-    assert chronicle.follow(formed, 203.5) == []
+    assert timeline.update(formed, 203.5) == []
     phases = [Phase(name="rendezvous", seconds=0.4), Phase(name="first-step", seconds=0.9)]
     reports = [report(0, AgentState.RUNNING, 2, phases=phases)]
-    trains = decide(observed(status=formed.status, heard=agents(reports)))
-    (note,) = chronicle.follow(trains, 205.0)
+    trains = decide(observed(status=formed.status, received=agents(reports)))
+    (note,) = timeline.update(trains, 205.0)
     assert note.reason == "Recovered"
     assert note.message == (
         "recovered in 4.8 s: detect 0.0, drain 1.5, replace pod 2.0, rendezvous 0.4, first step 0.9 "
         "(generation 2, PodLost)"
     )
-    assert chronicle.follow(trains, 206.0) == []
+    assert timeline.update(trains, 206.0) == []
 
 
-def replace_draft(draft: Any, **changes: Any) -> Any:
-    return replace(draft, **changes)
+def replace_draft(decision: Any, **changes: Any) -> Any:
+    return replace(decision, **changes)
 
 
 def test_times_are_written_as_kubernetes_does() -> None:
-    from meshwright_operator.clock import format_micro_time, format_time, parse_time, seconds_since
+    from meshwright_operator.timestamps import format_micro_time, format_time, parse_time, seconds_since
 
     moment = datetime(2026, 1, 2, 3, 4, 5, 678900, tzinfo=UTC)
     assert format_time(moment) == "2026-01-02T03:04:05Z"

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from meshwright.api.labels import LABEL_JOB
-from meshwright.protocol import FailureKind
+from meshwright.protocol.messages import FailureKind
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, PODS, Api, condition, job, until

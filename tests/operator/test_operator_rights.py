@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from meshwright_operator.settings import Address
-from tests.operator import rights
+from tests.operator import role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, condition, job, until, write_kubeconfig
 
@@ -23,9 +23,9 @@ async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
     free_port: int,
     namespaces: tuple[str, ...],
 ) -> None:
-    for path, body in rights.objects(namespaces):
+    for path, body in role_rules.objects(namespaces):
         await api.call("POST", path, body, ok=False)
-    path, body = rights.token_request()
+    path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, token)
     operator = OperatorThread(

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from meshwright.protocol import Evaluation
+from meshwright.protocol.messages import Evaluation
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, Api, condition, job, node, put_node, until

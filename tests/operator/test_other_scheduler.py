@@ -13,17 +13,17 @@ import pytest_asyncio
 
 from meshwright.api import labels
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlacementStatus, WorkerPlacement
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import map_ranks
-from meshwright_operator.coordinator.board import Hello
+from meshwright_operator.coordinator.rendezvous import WaitingAgent
 from meshwright_operator.decide import gang
-from meshwright_operator.decide.decision import decide
-from meshwright_operator.decide.draft import Draft
-from meshwright_operator.decide.handover import mapped
-from meshwright_operator.decide.mesh import document
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.external_scheduler import ranks_mapped
+from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.revision import revision_of
-from meshwright_operator.pods import Pod
+from meshwright_operator.kube.pod_info import Pod
 from tests.operator.agents import Kubelet, bind
 from tests.operator.builders import JOB, NOW, agents, ago, observed, plan_status, pod, running_status, spec
 from tests.operator.conftest import Settled, StartOperator
@@ -75,11 +75,11 @@ def test_pods_are_left_to_the_scheduler_with_what_it_reads() -> None:
 
 
 def test_pods_are_made_without_nodes_or_ranks() -> None:
-    draft = decide(observed([], ParallelTrainingJobStatus(), workers=VOLCANO))
-    assert (draft.place, draft.create) == (None, [0, 1, 2, 3])
-    assert draft.status.placement is not None
-    assert [(e.node, e.ranks, e.incarnation) for e in draft.status.placement.workers] == [("", "", 0)] * 4
-    placed = next(c for c in draft.status.conditions if c.type == "Placed")
+    decision = decide(observed([], ParallelTrainingJobStatus(), workers=VOLCANO))
+    assert (decision.place, decision.create) == (None, [0, 1, 2, 3])
+    assert decision.status.placement is not None
+    assert [(e.node, e.ranks, e.incarnation) for e in decision.status.placement.workers] == [("", "", 0)] * 4
+    placed = next(c for c in decision.status.conditions if c.type == "Placed")
     assert (placed.status, placed.reason) == ("False", "WaitsForScheduler")
 
 
@@ -105,39 +105,41 @@ def test_the_wait_for_a_scheduler_is_bounded(pods: list[Pod], kind: type, words:
 
 
 def test_giving_up_lets_go_of_all_pods_and_says_why() -> None:
-    draft = decide(seen([pod(0, **old(310)), pod(1), unbound(2, problem="Unschedulable: no"), unbound(3)], since=400))
-    assert len(draft.delete) == 4
-    placed = next(c for c in draft.status.conditions if c.type == "Placed")
+    decision = decide(
+        seen([pod(0, **old(310)), pod(1), unbound(2, problem="Unschedulable: no"), unbound(3)], since=400)
+    )
+    assert len(decision.delete) == 4
+    placed = next(c for c in decision.status.conditions if c.type == "Placed")
     assert (placed.status, placed.reason) == ("False", "NotScheduled")
     assert "volcano has bound 2 of 4 pods" in placed.message
     assert "Unschedulable: no" in placed.message
-    assert draft.mesh.retry_time is not None
+    assert decision.mesh.retry_time is not None
 
 
 def test_ranks_are_mapped_once_all_pods_are_bound_and_told_only_then() -> None:
     scattered = {0: "n0", 1: "n2", 2: "n1", 3: "n3"}
     found = seen([pod(w, node=name) for w, name in scattered.items()])
     step = gang.next_step(found, "Start")
-    assert step == gang.Map(scattered, {})
+    assert step == gang.MapRanks(scattered, {})
     assert document(found, MeshStatus(generation=1, master="10.0.0.0:2000")) is None, "nobody knows its ranks yet"
-    draft = Draft.of(found)
+    decision = Decision.of(found)
     placement, slots = map_ranks(found.plan, inventory(), scattered, {})
-    mapped(draft, placement, slots)
-    status = draft.status.placement
+    ranks_mapped(decision, placement, slots)
+    status = decision.status.placement
     assert status is not None
     assert (status.straddling_replicas, status.gap) == (0, "0")
     # Pipelines of two stages: workers 0 and 2, which share a rack, are one, 1 and 3 the other.
     assert {e.worker: e.ranks for e in status.workers} == {0: "0-1", 1: "4-5", 2: "2-3", 3: "6-7"}
-    assert gang.next_step(replace(found, status=draft.status), "Start") == gang.Form()
+    assert gang.next_step(replace(found, status=decision.status), "Start") == gang.FormGeneration()
 
 
 def test_the_mesh_is_formed_around_the_worker_of_rank_zero() -> None:
     entries = [entry(w, f"n{w}", ranks) for w, ranks in enumerate(("4-5", "0-1", "6-7", "2-3"))]
     found = seen([pod(w) for w in range(4)], entries=entries)
-    hellos = {w: Hello(0, f"10.0.0.{w}", 2000 + w) for w in range(4)}
-    draft = decide(replace(found, agents=replace(agents(), hellos=hellos)))
-    assert (draft.mesh.generation, draft.mesh.master) == (2, "10.0.0.1:2001")
-    told = document(replace(found, status=draft.status), draft.mesh)
+    waiting_agents = {w: WaitingAgent(0, f"10.0.0.{w}", 2000 + w) for w in range(4)}
+    decision = decide(replace(found, agents=replace(agents(), waiting_agents=waiting_agents)))
+    assert (decision.mesh.generation, decision.mesh.master) == (2, "10.0.0.1:2001")
+    told = document(replace(found, status=decision.status), decision.mesh)
     assert told is not None
     assert [(m.worker, m.first_rank) for m in told.members] == [(1, 0), (3, 2), (0, 4), (2, 6)]
 
@@ -151,7 +153,7 @@ def test_a_lost_pod_is_scheduled_again_and_the_others_keep_their_ranks() -> None
     assert [lost.status.placement.workers[w] for w in (0, 2, 3)] == [entries[w] for w in (0, 2, 3)]
     again = [pod(0), pod(1, 1, node="n5"), pod(2), pod(3)]
     step = gang.next_step(seen(again, entries=lost.status.placement.workers, generation=1), "PodLost")
-    assert step == gang.Map({0: "n0", 1: "n5", 2: "n2", 3: "n3"}, {0: 2, 2: 3, 3: 1})
+    assert step == gang.MapRanks({0: "n0", 1: "n5", 2: "n2", 3: "n3"}, {0: 2, 2: 3, 3: 1})
 
 
 def test_a_cordoned_node_is_left_to_the_scheduler() -> None:
@@ -159,11 +161,11 @@ def test_a_cordoned_node_is_left_to_the_scheduler() -> None:
     found = seen([pod(w) for w in range(4)], entries=entries, generation=1)
     mesh = MeshStatus(generation=1, master="10.0.0.0:2000", cause="Start", started_time=ago(60))
     status = found.status.model_copy(update={"mesh": mesh})
-    leaving = [replace(w, node_leaving="cordoned") for w in found.workers]
+    leaving = [replace(w, node_drain_reason="cordoned") for w in found.workers]
     checkpoint = found.spec.model_copy(update={"checkpoint": spec(checkpoint={"claimName": "c"}).checkpoint})
-    draft = decide(replace(found, status=status, workers=leaving, spec=checkpoint, revision=found.revision))
-    assert draft.move is None
-    assert draft.delete == []
+    decision = decide(replace(found, status=status, workers=leaving, spec=checkpoint, revision=found.revision))
+    assert decision.move is None
+    assert decision.delete == []
 
 
 class Volcano:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from meshwright.api.base import ApiModel
-from meshwright.protocol import Evaluation, MeshRequest, ReportReply
-from meshwright.protocol import WorkerState as AgentState
-from meshwright.protocol_schema import protocol_schema
+from meshwright.protocol.json_schema import protocol_schema
+from meshwright.protocol.messages import Evaluation, MeshRequest, ReportReply
+from meshwright.protocol.messages import WorkerState as AgentState
 from tests.operator.builders import report
 from tests.operator.test_coordinator import mesh_document
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cli.plan.answer import answer
 from meshwright.layout import Layout
+from meshwright_cli.plan.report import plan_report
 from tests.operator.support import Object, job, node
 from tests.operator.world import World
 
@@ -216,7 +216,7 @@ async def test_what_is_left_out_is_chosen_by_what_is_free_as_the_dry_run_does() 
         parallelism={"zeroStage": 2, "schedule": "1F1B"},
         workers={"image": "worker", "gpusPerWorker": 1},
     )
-    told = answer(copy.deepcopy(wanted), list(world.nodes.values()), pods)
+    told = plan_report(copy.deepcopy(wanted), list(world.nodes.values()), pods)
     assert told.placement is not None
     assert told.plan.layout == Layout(1, 2, 4)
     world.submit(wanted)

@@ -11,21 +11,29 @@ from email.utils import format_datetime
 
 import pytest
 
-from meshwright_operator import logs
-from meshwright_operator.cache import JobKey
-from meshwright_operator.cluster import ApiError, Cluster, FencedError, core_path, jobs_path, lease_path, pods_path
-from meshwright_operator.events import COMBINED, DIFFERENT_MESSAGES, EventRecorder, Note
-from meshwright_operator.fence import Fence
-from meshwright_operator.lease import SURE, Lease, LeaseLostError
-from meshwright_operator.metrics import OperatorMetrics
-from meshwright_operator.pulse import Pulse
-from meshwright_operator.workqueue import WorkQueue
+from meshwright_operator import logging_config
+from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.kube.client import (
+    ApiError,
+    FencedError,
+    KubeClient,
+    core_path,
+    jobs_path,
+    lease_path,
+    pods_path,
+)
+from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.leader_election import RENEW_DEADLINE_FRACTION, LeaderElector, LeaseLostError
+from meshwright_operator.kube.recorder import COMBINED_PREFIX, MAX_DISTINCT_MESSAGES, EventRecorder, Note
+from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.operator.test_operator_parts import Server, with_cluster
 
 ASKED = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
 
 
-def fenced(cluster: Cluster, fence: Fence) -> Cluster:
+def fenced(cluster: KubeClient, fence: Fence) -> KubeClient:
     cluster._fence = fence
     return cluster
 
@@ -34,12 +42,12 @@ async def test_a_write_passes_only_an_open_fence_and_ends_with_it() -> None:
     fence = Fence()
     server = Server((200, {}), (201, {}), (200, {}))
 
-    async def use(cluster: Cluster) -> None:
+    async def use(cluster: KubeClient) -> None:
         fenced(cluster, fence)
         await cluster.get("/api/v1/x")
         with pytest.raises(FencedError, match="may be another operator's"):
             await cluster.create("/api/v1/pods", {})
-        fence.move(time.monotonic() + 5)
+        fence.extend(time.monotonic() + 5)
         await cluster.create("/api/v1/pods", {})
         fence.close()
         with pytest.raises(FencedError):
@@ -53,9 +61,9 @@ async def test_a_write_passes_only_an_open_fence_and_ends_with_it() -> None:
 async def test_a_write_that_hangs_is_given_up_at_the_deadline_of_the_lease() -> None:
     fence = Fence()
 
-    async def use(cluster: Cluster) -> float:
+    async def use(cluster: KubeClient) -> float:
         fenced(cluster, fence).__dict__["_timeout"] = 60.0
-        fence.move(time.monotonic() + 0.3)
+        fence.extend(time.monotonic() + 0.3)
         started = time.monotonic()
         with pytest.raises(ApiError):
             await cluster.create("/api/v1/pods", {})
@@ -73,14 +81,14 @@ async def test_renewals_move_the_fence_and_a_leader_that_cannot_renew_gives_up_f
     mine = {"metadata": {"name": "l"}, "spec": {"holderIdentity": "me", "leaseDurationSeconds": 1}}
     server = Server((404, {}), (201, mine))
 
-    async def use(cluster: Cluster) -> None:
-        lease = Lease(cluster, fence, "default", "l", "me", 1.0)
-        await lease.acquire()
-        assert 0 < fence.left() <= SURE
+    async def use(cluster: KubeClient) -> None:
+        elector = LeaderElector(cluster, fence, "default", "l", "me", 1.0)
+        await elector.acquire()
+        assert 0 < fence.seconds_left() <= RENEW_DEADLINE_FRACTION
         server.answers += [(500, {})] * 50
         with pytest.raises(LeaseLostError, match="not renewed"):
-            await lease.keep()
-        assert fence.left() <= 0
+            await elector.renew_until_lost()
+        assert fence.seconds_left() <= 0
 
     await with_cluster(server, use)
 
@@ -91,10 +99,10 @@ async def test_the_server_says_how_long_to_wait_and_every_call_waits(form: str) 
     server = Server((429, {}), (200, {}), (200, {}))
     server.headers = {"Retry-After": text}
 
-    async def use(cluster: Cluster) -> list[float]:
+    async def use(cluster: KubeClient) -> list[float]:
         started = time.monotonic()
         first = asyncio.create_task(cluster.get("/api/v1/x"))
-        while cluster._patient_until == 0:  # noqa: ASYNC110 - a moment
+        while cluster._backoff_until == 0:  # noqa: ASYNC110 - a moment
             await asyncio.sleep(0.01)
         await cluster.get("/api/v1/y")
         second = time.monotonic() - started
@@ -141,21 +149,21 @@ async def test_draining_does_not_wait_for_ever() -> None:
 
 async def test_a_flood_of_similar_events_becomes_one() -> None:
     flood = 5
-    server = Server(*[(201, {})] * (DIFFERENT_MESSAGES + 1), *[(200, {})] * (flood - 1))
+    server = Server(*[(201, {})] * (MAX_DISTINCT_MESSAGES + 1), *[(200, {})] * (flood - 1))
     metrics = OperatorMetrics()
 
-    async def post(cluster: Cluster) -> None:
+    async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", metrics)
-        for number in range(DIFFERENT_MESSAGES + flood):
+        for number in range(MAX_DISTINCT_MESSAGES + flood):
             recorder.post(ASKED, Note("PodLost", f"pod {number} is gone"))
         await recorder.flush(10)
 
     await with_cluster(server, post)
     methods = [method for method, _, _ in server.requests]
-    assert methods == ["POST"] * (DIFFERENT_MESSAGES + 1) + ["PATCH"] * (flood - 1)
+    assert methods == ["POST"] * (MAX_DISTINCT_MESSAGES + 1) + ["PATCH"] * (flood - 1)
     last = server.requests[-1][2]
     assert last["count"] == flood
-    assert last["message"] == f"{COMBINED}pod {DIFFERENT_MESSAGES + flood - 1} is gone"
+    assert last["message"] == f"{COMBINED_PREFIX}pod {MAX_DISTINCT_MESSAGES + flood - 1} is gone"
     assert 'ptj_events_total{result="posted"} 15.0' in metrics.exposition().decode()
 
 
@@ -163,7 +171,7 @@ async def test_an_event_that_cannot_be_posted_is_counted_and_harms_nothing() -> 
     server = Server((403, {"message": "no"}), (201, {}))
     metrics = OperatorMetrics()
 
-    async def post(cluster: Cluster) -> None:
+    async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", metrics)
         recorder.post(ASKED, Note("Placed", "one"))
         recorder.post(ASKED, Note("Placed", "two"))
@@ -177,22 +185,22 @@ async def test_an_event_that_cannot_be_posted_is_counted_and_harms_nothing() -> 
 
 def test_a_silent_watch_is_stale_and_a_bookmark_is_a_sign_of_life() -> None:
     metrics = OperatorMetrics()
-    pulse = Pulse(metrics, bound=0.05)
+    liveness = WatchLiveness(metrics, stale_after=0.05)
     watches = [core_path(None, "nodes"), jobs_path(None), pods_path("red")]
-    pulse.expect(watches)
-    assert pulse.stale() == []
+    liveness.track(watches)
+    assert liveness.stale() == []
     time.sleep(0.06)
-    assert pulse.stale() == watches
-    pulse.beat(jobs_path(None))
-    assert pulse.stale() == [watches[0], watches[2]]
+    assert liveness.stale() == watches
+    liveness.seen(jobs_path(None))
+    assert liveness.stale() == [watches[0], watches[2]]
     assert 'last_contact_timestamp_seconds{resource="paralleltrainingjobs"}' in metrics.exposition().decode()
 
 
 def test_every_line_of_a_reconcile_says_which_job_it_is_about() -> None:
     record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": "a pod is gone", "reason": "PodLost"})
-    with logs.about(job=str(JobKey("default", "train")), generation=3):
-        line = logs.JsonFormatter().format(record)
-        text = logs.TextFormatter().format(record)
+    with logging_config.log_context(job=str(JobKey("default", "train")), generation=3):
+        line = logging_config.JsonFormatter().format(record)
+        text = logging_config.TextFormatter().format(record)
     parsed = json.loads(line)
     assert {key: parsed[key] for key in ("level", "message", "job", "generation", "reason")} == {
         "level": "info",
@@ -203,7 +211,7 @@ def test_every_line_of_a_reconcile_says_which_job_it_is_about() -> None:
     }
     assert "\n" not in line
     assert text.endswith("info    a pod is gone job=default/train generation=3 reason=PodLost")
-    assert "job" not in json.loads(logs.JsonFormatter().format(record))
+    assert "job" not in json.loads(logging_config.JsonFormatter().format(record))
 
 
 def test_a_traceback_stays_inside_of_its_json_line() -> None:
@@ -211,7 +219,7 @@ def test_a_traceback_stays_inside_of_its_json_line() -> None:
         raise ValueError("broken")
     except ValueError as error:
         info = (type(error), error, error.__traceback__)
-    line = logs.JsonFormatter().format(logging.makeLogRecord({"msg": "failed", "exc_info": info}))
+    line = logging_config.JsonFormatter().format(logging.makeLogRecord({"msg": "failed", "exc_info": info}))
     assert "\n" not in line
     assert "ValueError: broken" in json.loads(line)["traceback"]
 

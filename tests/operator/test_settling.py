@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from meshwright.protocol import FailureKind, WorkerState
-from meshwright_operator.cluster import ApiError
-from meshwright_operator.metrics import OperatorMetrics
-from meshwright_operator.watch import Watch
+from meshwright.protocol.messages import FailureKind, WorkerState
+from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.watches import EventHandlers
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.operator.support import JOBS, PODS, Object, job
 from tests.operator.world import Operator, World
 
@@ -65,7 +65,7 @@ class Cluster:
         self.world.nodes[obj["metadata"]["name"]] = obj
         for operator in self.world.operators:
             if not operator.blind:
-                watch = Watch(operator.cache, operator.queue, OperatorMetrics())
+                watch = EventHandlers(operator.cache, operator.queue, OperatorMetrics())
                 self.do(watch.node({"type": "MODIFIED", "object": copy.deepcopy(obj)}))
 
     def edit(self, name: str, **spec: Any) -> None:

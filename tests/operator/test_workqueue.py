@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from meshwright_operator.workqueue import WorkQueue
+from meshwright_operator.kube.workqueue import WorkQueue
 
 
 async def drain(queue: WorkQueue[str], handler, seconds: float = 0.2, workers: int = 4) -> None:  # type: ignore[no-untyped-def]

@@ -13,20 +13,20 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import GANG_GATE
-from meshwright.protocol import FailureKind, MeshRequest, Progress, RankProcess, WorkerReport, WorkerState
-from meshwright_operator.cache import Cache, JobKey, key_of
-from meshwright_operator.clock import format_time, parse_time
-from meshwright_operator.cluster import ApiError
+from meshwright.protocol.messages import FailureKind, MeshRequest, Progress, RankProcess, WorkerReport, WorkerState
+from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.coordinator.server import Coordinator
-from meshwright_operator.events import EventRecorder, Note
-from meshwright_operator.job_metrics import JobsCollector
-from meshwright_operator.metrics import OperatorMetrics
-from meshwright_operator.placing import Placer
-from meshwright_operator.pods import Pod, read_pod
-from meshwright_operator.reconcile import Reconciler
-from meshwright_operator.tokens import Tokens
-from meshwright_operator.watch import waits_for_room
-from meshwright_operator.workqueue import WorkQueue
+from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.kube.cache import Cache, JobKey, key_of
+from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.pod_info import Pod, read_pod
+from meshwright_operator.kube.recorder import EventRecorder, Note
+from meshwright_operator.kube.watches import awaits_placement
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.scheduler import JobScheduler
+from meshwright_operator.timestamps import format_time, parse_time
 from tests.operator.builders import NOW
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, PODS, node
@@ -81,7 +81,7 @@ class Operator:
         """Whether an event ever passed it by."""
         metrics, tokens = OperatorMetrics(), Tokens(b"k" * 32)
         self.coordinator = Coordinator(self.cache, tokens, metrics, self.notify, world.seconds)
-        self.placer = Placer(world.cluster, self.cache, metrics, ())
+        self.scheduler = JobScheduler(world.cluster, self.cache, metrics, ())
         self.reconciler = Reconciler(
             cluster=world.cluster,
             cache=self.cache,
@@ -91,7 +91,7 @@ class Operator:
             events=self.notes,
             metrics=metrics,
             jobs=JobsCollector(),
-            placer=self.placer,
+            scheduler=self.scheduler,
             coordinator_url=lambda: "http://coordinator",
             now=lambda: world.now,
         )
@@ -138,7 +138,7 @@ class Operator:
 
     def room_changed(self) -> None:
         for key, job in self.cache.jobs.items():
-            if waits_for_room(job):
+            if awaits_placement(job):
                 self.queue.add(key)
 
     async def run_due(self, random: random.Random) -> int:
@@ -182,17 +182,17 @@ class Agent:
         """One round with the coordinator."""
         if self.silent:
             return
-        board, key = operator.coordinator.board(self.uid), JobKey(self.pod.namespace, self.pod.job)
-        if board.superseded(self._hello()):
+        rendezvous, key = operator.coordinator.rendezvous(self.uid), JobKey(self.pod.namespace, self.pod.job)
+        if rendezvous.superseded(self._hello()):
             self.state = WorkerState.DRAINING
             return
-        document = board.offer(self._hello())
+        document = rendezvous.document_for(self._hello())
         if document is not None:
             self.generation, self.state, self.trained, self.idle = document.generation, WorkerState.RUNNING, 0.0, 0.0
             self.failure, self.hung = None, False
-        with board.polling(self._hello()):
+        with rendezvous.polling(self._hello()):
             operator.notify(key, urgent=True)
-        operator.notify(key, board.hear(self.report()))
+        operator.notify(key, rendezvous.receive_report(self.report()))
 
     def _hello(self) -> MeshRequest:
         return MeshRequest(

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from tests.distributed.pool import RankFailedError, RankPool
+from tests.distributed.rank_pool import RankFailedError, RankPool
 from tests.parity import losses
 from tests.parity.case import Case, meshes_of
 from tests.parity.losses import Recorded

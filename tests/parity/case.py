@@ -8,10 +8,10 @@ from typing import Any
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import OuterMethod
-from meshwright.protocol import RunConfig
-from meshwright.schedules.division import ASYNCHRONOUS
+from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.pipeline_layout import ASYNCHRONOUS
 from tests.distributed.configs import small_run
-from tests.distributed.meshes import can_be_kept
+from tests.distributed.mesh_cache import can_be_kept
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol import RunConfig
-from meshwright_worker.outer.asynchronous import AsynchronousSGD
-from meshwright_worker.outer.staleness import Event
-from meshwright_worker.parallel.shards import Shard
-from meshwright_worker.task import RankTask
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
+from meshwright_worker.local_sgd.bounded_staleness import Event
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import Trained, Training, in_format, trained
-from tests.distributed.meshes import kept_mesh, uses_kept_mesh
+from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
 from tests.parity.definitions import as_defined
 from tests.parity.losses import RankNumbers, digest, hexadecimal
 
@@ -128,7 +128,7 @@ def train_and_tell(task: RankTask, steps: Mapping[Precision, int]) -> dict[Preci
     return told
 
 
-def _local(_: Shard, local: torch.Tensor) -> torch.Tensor:
+def _local(_: ParameterShard, local: torch.Tensor) -> torch.Tensor:
     return local.detach().clone()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.training import OptimizerSpec
-from meshwright.protocol import RunConfig
+from meshwright.protocol.messages import RunConfig
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 
 STEPS = 300
 LIMIT = 0.01

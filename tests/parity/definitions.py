@@ -16,13 +16,13 @@ from torch import nn
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import OuterMethod, OuterSpec
-from meshwright.protocol import RunConfig
-from meshwright.schedules.division import ASYNCHRONOUS, layers_of_stages
-from meshwright_worker.mesh import Mesh
-from meshwright_worker.optimizer import AdamW
-from meshwright_worker.outer.outer import Rounds
-from meshwright_worker.outer.staleness import Event
-from meshwright_worker.validate import validate
+from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.pipeline_layout import ASYNCHRONOUS, layers_of_stages
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.local_sgd.bounded_staleness import Event
+from meshwright_worker.local_sgd.outer_optimizer import RoundSchedule
+from meshwright_worker.optimizers.optimizer import AdamW
+from meshwright_worker.trainer.run_validation import validate_run
 from tests.distributed.cases import FEDERATED, Trained, Training, trained
 
 Weights = dict[str, torch.Tensor]
@@ -82,7 +82,7 @@ class Late(Training):
 
 
 def _late(run: RunConfig) -> dict[str, int]:
-    model, _, training = validate(run)
+    model, _, training = validate_run(run)
     stages = layers_of_stages(run.parallelism, run.pipeline, model, training.sequence_length)
     double = run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW
     late = [2 if double else run.pipeline - stage for stage in range(run.pipeline)]
@@ -102,15 +102,15 @@ def _in_rounds(islands: list[Training], run: RunConfig, outer: OuterSpec, steps:
     weights = [1 / len(islands)] * len(islands)
     if outer.method is OuterMethod.FED_AVG:
         weights = [samples / sum(FEDERATED) for samples in FEDERATED]
-    _, _, training = validate(run)
-    rounds = Rounds(outer.every_steps, training.steps)
+    _, _, training = validate_run(run)
+    rounds = RoundSchedule(outer.every_steps, training.steps)
     shared = [shard.local.detach().clone() for shard in islands[0].trainer.shards]
     rate, momentum = (outer.learning_rate, outer.momentum) if outer.method is OuterMethod.DILOCO else (1.0, 0.0)
     sgd = torch.optim.SGD(shared, lr=rate, momentum=momentum, nesterov=momentum > 0)
     for number in range(1, steps + 1):
         for island in islands:
             island.step(number)
-        if rounds.over(number):
+        if rounds.ends_round(number):
             for index, value in enumerate(shared):
                 value.grad = value - _mean([island.trainer.shards[index].local for island in islands], weights)
             sgd.step()
@@ -124,7 +124,7 @@ def _replayed(
     islands: list[Training], run: RunConfig, outer: OuterSpec, steps: int, events: Sequence[Event]
 ) -> list[Trained]:
     """The reads and writes of a server one after the other."""
-    _, _, training = validate(run)
+    _, _, training = validate_run(run)
     server = islands[0].trainer.shards
     parameters = [shard.local.detach().clone() for shard in server]
     copies = [
@@ -143,7 +143,7 @@ def _replayed(
         else:
             optimizer.step(*taken.pop(event.island))
     assert begun == [steps] * len(islands)
-    if Rounds(outer.every_steps, training.steps).over(steps):
+    if RoundSchedule(outer.every_steps, training.steps).ends_round(steps):
         for island in islands:
             _fill(island, parameters)
         _average_buffers(islands, [1 / len(islands)] * len(islands))

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from meshwright.api.precision import Precision
-from meshwright_worker.validate import InvalidRunError, validate
-from tests.distributed.pool import RankPool
+from meshwright_worker.trainer.run_validation import InvalidRunError, validate_run
+from tests.distributed.rank_pool import RankPool
 from tests.parity.case import Case
 from tests.parity.compare import (
     Compared,
@@ -136,7 +136,7 @@ def check_refused(case: Case) -> str:
     """Hold an illegal combination to its error, raised before any process group forms; the whole text of it."""
     assert case.refused is not None
     with pytest.raises(InvalidRunError, match=re.escape(case.refused)) as raised:
-        validate(case.run())
+        validate_run(case.run())
     return str(raised.value)
 
 

@@ -11,9 +11,9 @@ from itertools import combinations
 from pathlib import Path
 
 from tests.parity.case import Case
-from tests.parity.covering import Pair, Row, cover, pairs_of
+from tests.parity.combination import FEW_RANKS, RANKS, case_of, ranks_of, verdict
+from tests.parity.covering_array import Pair, Row, cover, pairs_of
 from tests.parity.techniques import TECHNIQUES
-from tests.parity.together import FEW_RANKS, RANKS, case_of, ranks_of, verdict
 
 ROWS = Path(__file__).with_name("pairs.txt")
 _AND, _REFUSED = " + ", " : "

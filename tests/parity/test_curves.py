@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.parity import curves
 
 

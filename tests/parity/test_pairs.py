@@ -6,11 +6,11 @@ from itertools import combinations
 
 import pytest
 
-from meshwright_worker.validate import validate
-from tests.parity.covering import cover, pairs_of
+from meshwright_worker.trainer.run_validation import validate_run
+from tests.parity.combination import RANKS
+from tests.parity.covering_array import cover, pairs_of
 from tests.parity.matrix import all_cases
 from tests.parity.pairs import ROWS, factors, generate, holds
-from tests.parity.together import RANKS
 
 ROWS_OF_PAIRS = [case for case in all_cases() if case.together]
 LEGAL = [case for case in ROWS_OF_PAIRS if case.refused is None]
@@ -30,8 +30,8 @@ def test_every_pair_is_in_a_row_or_refused() -> None:
 def test_rows_can_be_run() -> None:
     for case in LEGAL:
         run = case.run()
-        validate(run)
-        validate(case.reference())
+        validate_run(run)
+        validate_run(case.reference())
         assert run.layout.world_size <= RANKS
         assert case.reference().layout.world_size == 1
 

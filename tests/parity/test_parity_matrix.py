@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import RankPool
+from tests.distributed.rank_pool import RankPool
 from tests.parity.case import Case, meshes_of
 from tests.parity.matrix import all_cases
 from tests.parity.measure import Oracle, check_refused, measure

@@ -12,11 +12,11 @@ from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.errors import PlanError
 from meshwright.planner.placement import place
+from meshwright.planner.placement.placed_cost import placed_group_spans
 from meshwright.planner.plan import make_plan
-from meshwright.planner.recost import groups_as_placed
-from meshwright.planner.show import placement_lines
-from meshwright.planner.topology.place import Place
-from meshwright_worker.validate import validate
+from meshwright.planner.render import render_placement
+from meshwright.planner.topology.location import Location
+from meshwright_worker.trainer.run_validation import validate_run
 from tests.planner.builders import inventory, racks, spec_of
 from tests.planner.test_memory import first
 
@@ -35,7 +35,7 @@ def test_the_degree_is_part_of_the_world_and_is_told_to_everyone() -> None:
     assert (status.context, status.world_size, status.workers) == (2, 8, 4)
     run = plan.run_config(spec)
     assert (run.context, run.layout.world_size) == (2, 8)
-    validate(run)
+    validate_run(run)
     assert make_plan(spec, CLUSTER, status).layout == plan.layout
 
 
@@ -78,7 +78,7 @@ def test_ranks_that_share_a_row_keep_their_part_of_activations_and_share_states(
 
 def test_the_drawing_names_the_context_coordinate() -> None:
     plan = make_plan(spec_of(parallelism={**SHARED, "pipeline": 2}, replicas=1), inventory(*racks(1, 1, 8)))
-    lines = placement_lines(plan.to_status(), place(plan, inventory(*racks(1, 1, 8))).to_status("lm", {}))
+    lines = render_placement(plan.to_status(), place(plan, inventory(*racks(1, 1, 8))).to_status("lm", {}))
     assert "[2 d0p0c1t0]" in lines[1]
     assert "[5 d0p1c0t1]" in lines[1]
 
@@ -86,10 +86,12 @@ def test_the_drawing_names_the_context_coordinate() -> None:
 @pytest.mark.parametrize(
     ("where", "sharing", "replicas"), [("aabb", (2, 2), (2, 4)), ("abab", (1, 2), (2, 4)), ("abcd", (1, 2), (1, 4))]
 )
-def test_placed_groups_have_the_spans_they_got(where: str, sharing: tuple[int, int], replicas: tuple[int, int]) -> None:
+def test_placed_groups_have_the_spans_they_got(
+    where: str, context_or_default: tuple[int, int], replicas: tuple[int, int]
+) -> None:
     fabric = Fabric.of(ACCELERATORS["H100-SXM5-80GB"])
-    places = {worker: Place((name, "rack"), ("domain", "rack")) for worker, name in enumerate(where)}
-    groups = groups_as_placed(Layout(tensor=2, data=2, context=2), 2, places, fabric)
+    places = {worker: Location((name, "rack"), ("domain", "rack")) for worker, name in enumerate(where)}
+    groups = placed_group_spans(Layout(tensor=2, data=2, context=2), 2, places, fabric)
     assert groups.tensor.members == (2, 2)
-    assert groups.context.members == sharing
+    assert groups.context.members == context_or_default
     assert groups.replicas.members == replicas

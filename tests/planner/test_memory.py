@@ -15,21 +15,23 @@ from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.adapters import adapter_parameters
 from meshwright.models.architecture import Architecture
+from meshwright.models.lora import adapter_parameters
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.activations import layer_activations
-from meshwright.planner.cost.memory import Memory, every_stage
+from meshwright.planner.cost.memory import Memory, memory_by_stage
 from meshwright.planner.errors import PlanError
-from meshwright.planner.job import Job
 from meshwright.planner.plan import make_plan
-from meshwright_worker.models.llama import DecoderStage
+from meshwright.planner.workload import TrainingJob
+from meshwright_worker.models.decoder import DecoderStage
 from tests.planner.builders import inventory, racks, spec_of
 
 SEVEN = PRESETS["llama-2-7b"]
 
 
-def job(model: Architecture = SEVEN, layout: Layout | None = None, micro_batches: int = 1, **changes: Any) -> Job:
+def job(
+    model: Architecture = SEVEN, layout: Layout | None = None, micro_batches: int = 1, **changes: Any
+) -> TrainingJob:
     """A job with one sequence a micro-batch; `parallelism` and fields of `training` by keyword."""
     parallelism = ParallelismSpec(**changes.pop("parallelism", {}))
     length, rows = changes.pop("sequence_length", 2048), changes.pop("rows", 1)
@@ -40,7 +42,7 @@ def job(model: Architecture = SEVEN, layout: Layout | None = None, micro_batches
         sequence_length=length,
         **{"precision": "fp32"} | changes,
     )
-    return Job.made(model, training, parallelism, data)
+    return TrainingJob.made(model, training, parallelism, data)
 
 
 def stages(
@@ -48,14 +50,16 @@ def stages(
 ) -> list[Memory]:
     layout = layout or Layout()
     asked = job(model, layout, micro_batches, **changes)
-    return every_stage(asked.work, asked.choices(layout, micro_batches), asked.runtime)
+    return memory_by_stage(asked.work, asked.choices(layout, micro_batches), asked.runtime)
 
 
 def first(*args: Any, **changes: Any) -> Memory:
     return stages(*args, **changes)[0]
 
 
-def activations_of_a_layer(asked: Job, tensor: int = 1, *, mixture: bool = False, spread: bool = False) -> float:
+def activations_of_a_layer(
+    asked: TrainingJob, tensor: int = 1, *, mixture: bool = False, spread: bool = False
+) -> float:
     """Bytes that one layer keeps of one token."""
     model, split = asked.work.model, asked.parallelism.sequence and tensor > 1
     rest = (asked.work.sequence_length, tensor, split, asked.numbers, asked.runtime, spread)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.described import explicit
+from meshwright.models.huggingface.runtime_config import config_from_architecture
+from meshwright.models.model_spec import to_model_spec
 from meshwright.models.presets import PRESETS
-from meshwright.models.pretrained import config_of
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
-from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import make_plan
-from meshwright.planner.savings import checkpointings
-from meshwright.planner.search.shapes import divisors
-from meshwright_worker.validate import validate
+from meshwright.planner.search.degrees import divisors
+from meshwright.planner.search.search_space import checkpointing_options
+from meshwright_worker.trainer.run_validation import validate_run
 from tests.planner.builders import inventory, node, racks, spec_of
 
 TRAINING = {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128}
@@ -43,9 +43,9 @@ def test_what_the_spec_says_is_what_runs() -> None:
 
 
 def test_a_configuration_is_planned_as_its_fields_are() -> None:
-    config = config_of(PRESETS["llama-3-8b"])
+    config = config_from_architecture(PRESETS["llama-3-8b"])
     told = make_plan(spec_of(model={"huggingFace": json.dumps(config)}, **LARGE), H100)
-    fields = make_plan(spec_of(model=explicit(PRESETS["llama-3-8b"]).wire(), **LARGE), H100)
+    fields = make_plan(spec_of(model=to_model_spec(PRESETS["llama-3-8b"]).wire(), **LARGE), H100)
     assert (told.layout, told.micro_batches, told.memory) == (fields.layout, fields.micro_batches, fields.memory)
 
 
@@ -62,14 +62,14 @@ def test_a_configuration_is_planned_as_its_fields_are() -> None:
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_by_name(change: dict[str, Any], named: str) -> None:
-    config = {**config_of(PRESETS["llama-3-8b"]), **change}
+    config = {**config_from_architecture(PRESETS["llama-3-8b"]), **change}
     with pytest.raises(PlanError, match=named) as refused:
         make_plan(spec_of(model={"huggingFace": json.dumps(config)}, **LARGE), H100)
     assert refused.value.reason == "InvalidSpec"
 
 
 def test_a_configurations_positions_hold_the_sequence() -> None:
-    config = {**config_of(PRESETS["gpt2"]), "n_positions": 64}
+    config = {**config_from_architecture(PRESETS["gpt2"]), "n_positions": 64}
     with pytest.raises(PlanError, match="spec.model.positions: must be at least `training.sequenceLength`"):
         make_plan(spec_of(model={"huggingFace": json.dumps(config)}), DEMO)
 
@@ -297,7 +297,7 @@ def test_every_plan_is_one_the_runtime_accepts(
         plan = make_plan(spec, H100)
     except PlanError:
         return
-    validate(plan.run_config(spec))
+    validate_run(plan.run_config(spec))
     assert make_plan(spec, Inventory(), plan.to_status()).layout == plan.layout
 
 
@@ -308,8 +308,8 @@ def test_divisors_are_all_and_ascending(number: int) -> None:
 
 def test_selective_checkpointing_of_compiled_layers_is_left_to_who_asks_for_it() -> None:
     spec = TrainingSpec(steps=1, global_batch_size=8, sequence_length=64)
-    assert ActivationCheckpointing.SELECTIVE in checkpointings(spec)
+    assert ActivationCheckpointing.SELECTIVE in checkpointing_options(spec)
     compiled = spec.model_copy(update={"compile": True})
-    assert ActivationCheckpointing.SELECTIVE not in checkpointings(compiled)
+    assert ActivationCheckpointing.SELECTIVE not in checkpointing_options(compiled)
     asked = compiled.model_copy(update={"activation_checkpointing": ActivationCheckpointing.SELECTIVE})
-    assert checkpointings(asked) == (ActivationCheckpointing.SELECTIVE,)
+    assert checkpointing_options(asked) == (ActivationCheckpointing.SELECTIVE,)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.validation import check_spec
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
-from meshwright.planner.inventory import Inventory
 from meshwright.planner.plan import Plan, make_plans
-from meshwright_worker.validate import validate
+from meshwright.rules.validation import check_spec
+from meshwright_worker.trainer.run_validation import validate_run
 from tests.planner.builders import inventory, racks, spec_of
 
 PRODUCT = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
@@ -49,7 +49,7 @@ def chosen(spec: ParallelTrainingJobSpec, nodes: Inventory = CLUSTER) -> list[Pl
     """What may be chosen, every one of which ranks run."""
     plans = make_plans(spec, nodes)
     for plan in plans:
-        validate(plan.run_config(spec))
+        validate_run(plan.run_config(spec))
     return plans
 
 

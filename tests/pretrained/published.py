@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright_worker.checkpoint.safetensors import write_tensors
+from meshwright_worker.checkpoint.safetensors_format import write_tensors
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

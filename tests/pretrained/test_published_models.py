@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from meshwright.api.mixture import Balancing
-from meshwright.models.huggingface import ConfigError, from_config
+from meshwright.models.huggingface.planner_config import ConfigError, from_config
+from meshwright.models.huggingface.runtime_config import architecture_from_config, config_from_architecture
 from meshwright.models.presets import PRESETS
-from meshwright.models.pretrained import architecture_of, config_of
-from meshwright_worker.models.initialize import materialize
-from meshwright_worker.models.llama import DecoderStage
-from meshwright_worker.parallel.shards import Shard
-from meshwright_worker.pretrained.check import check_pretrained
-from meshwright_worker.pretrained.files import PretrainedError, TensorFiles
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import materialize
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.pretrained.header_check import check_pretrained
 from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.pretrained.tensor_files import PretrainedError, TensorFiles
 from tests.pretrained import reference
 from tests.pretrained.published import (
     DEEPSEEK,
@@ -58,11 +58,11 @@ MIXED_PRESETS = [name for name, model in PRESETS.items() if model.mixture is not
 
 
 def loaded(directory: Path, config: dict[str, Any]) -> DecoderStage:
-    model = architecture_of(config)
+    model = architecture_from_config(config)
     with torch.device("meta"):
         stage = DecoderStage(model, torch.float64).double()
     materialize(stage, torch.device("cpu"))
-    shards = [Shard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
+    shards = [ParameterShard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
     load_pretrained(shards, model, directory, dict(stage.named_buffers()))
     return stage
 
@@ -97,8 +97,8 @@ def test_transformers_computes_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [config for config, _ in MODELS.values()], ids=MODELS)
 def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> None:
-    model = architecture_of(config)
-    assert architecture_of(config_of(model)) == model
+    model = architecture_from_config(config)
+    assert architecture_from_config(config_from_architecture(model)) == model
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> Non
 )
 def test_a_preset_survives_both_directions(name: str) -> None:
     model = PRESETS[name].model_copy(update={"name": ""})
-    assert architecture_of(config_of(model)) == model
+    assert architecture_from_config(config_from_architecture(model)) == model
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_a_preset_survives_both_directions(name: str) -> None:
     ],
 )
 def test_a_configuration_tells_the_longest_sequence(name: str, length: int, told: int | None) -> None:
-    assert config_of(PRESETS[name], length).get("max_position_embeddings") == told
+    assert config_from_architecture(PRESETS[name], length).get("max_position_embeddings") == told
 
 
 @pytest.mark.parametrize("length", [0, 128, 100_000])
 def test_with_yarn_the_length_tells_transformers_its_factor(length: int) -> None:
-    told = config_of(architecture_of(QWEN3_YARN), length)
+    told = config_from_architecture(architecture_from_config(QWEN3_YARN), length)
     assert told["max_position_embeddings"] / told["rope_scaling"]["original_max_position_embeddings"] == 4.0
 
 
@@ -146,22 +146,22 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 )
 def test_the_rotary_base_is_found_wherever_it_stands(rotary: dict[str, Any], theta: float) -> None:
     plain = {name: value for name, value in LLAMA.items() if not name.startswith("rope_")}
-    assert architecture_of({**plain, **rotary}).rope_theta == theta
+    assert architecture_from_config({**plain, **rotary}).rope_theta == theta
 
 
 def test_what_a_configuration_leaves_out_is_what_its_type_says() -> None:
     shape = {name: LLAMA[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     shape |= {"hidden_size": 256, "num_attention_heads": 16}
     mistral = {**shape, "model_type": "mistral", "sliding_window": None}
-    assert architecture_of(mistral).kv_heads == from_config(mistral).kv_heads == 8
-    assert architecture_of({**mistral, "num_key_value_heads": None}).kv_heads == 16
+    assert architecture_from_config(mistral).kv_heads == from_config(mistral).kv_heads == 8
+    assert architecture_from_config({**mistral, "num_key_value_heads": None}).kv_heads == 16
     with pytest.raises(ConfigError, match="`sliding_window`"):
-        architecture_of({**shape, "model_type": "mistral"})
-    mixtral = architecture_of({**shape, "model_type": "mixtral"})
+        architecture_from_config({**shape, "model_type": "mistral"})
+    mixtral = architecture_from_config({**shape, "model_type": "mixtral"})
     assert (mixtral.kv_heads, mixtral.norm_epsilon) == (8, 1e-5)
-    assert architecture_of({**shape, "model_type": "qwen3", "num_key_value_heads": 4}).head_size == 128
+    assert architecture_from_config({**shape, "model_type": "qwen3", "num_key_value_heads": 4}).head_size == 128
     newer = {**shape, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    found = architecture_of({**newer, "num_local_experts": 6})
+    found = architecture_from_config({**newer, "num_local_experts": 6})
     assert (found.kv_heads, found.mixture and found.mixture.experts) == (4, 6)
 
 
@@ -180,7 +180,7 @@ def test_what_a_configuration_leaves_out_is_what_its_type_says() -> None:
 )
 def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        architecture_of({**LLAMA, **change})
+        architecture_from_config({**LLAMA, **change})
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], name
 )
 def test_a_deepseek_that_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        architecture_of({**DEEPSEEK_V3, **change})
+        architecture_from_config({**DEEPSEEK_V3, **change})
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_a_mixture_that_no_published_type_has_is_not_written(name: str, change: 
     mixture = PRESETS[name].mixture
     assert mixture is not None
     with pytest.raises(ConfigError, match="no Hugging Face model type"):
-        config_of(PRESETS[name].model_copy(update={"mixture": mixture.model_copy(update=change)}))
+        config_from_architecture(PRESETS[name].model_copy(update={"mixture": mixture.model_copy(update=change)}))
 
 
 def test_weights_chosen_by_biases_need_a_model_with_biases(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", DEEPSEEK_V3, random_weights(DEEPSEEK_V3))
-    model = architecture_of(DEEPSEEK_V3)
+    model = architecture_from_config(DEEPSEEK_V3)
     assert model.mixture is not None
     without = model.mixture.model_copy(update={"balancing": Balancing.AUXILIARY})
     with pytest.raises(PretrainedError, match=r"`mixture.balancing` Bias there"):
@@ -263,7 +263,7 @@ def test_a_tensor_with_more_rows_than_the_model_is_not_cut(tmp_path: Path, confi
     with pytest.raises(PretrainedError, match=tensor.partition(".")[2]):
         loaded(directory, config)
     with pytest.raises(PretrainedError, match=tensor.partition(".")[2]):
-        check_pretrained(architecture_of(config), directory)
+        check_pretrained(architecture_from_config(config), directory)
 
 
 @pytest.mark.parametrize("damage", ["short", "garbage", "empty"])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipeline_bubble import TWO_A_RANK, predicted, schedule_of
-from meshwright.schedules.generate import NAMES
-from meshwright.schedules.validate import problems
+from meshwright.schedules.registry import NAMES
+from meshwright.schedules.validate import schedule_problems
 from tests.schedules.test_schedules import EXACT
 
 
 @pytest.mark.parametrize("name", [*NAMES, "automatic"])
 def test_a_row_has_the_schedule_that_its_predictions_are_of(name: str) -> None:
     schedule, found = schedule_of(name, 4, 8), predicted(name, 4, 8)
-    assert problems(schedule) == []
+    assert schedule_problems(schedule) == []
     assert schedule.stages == (8 if name in TWO_A_RANK else 4)
     assert set(found) == {"simulated", "closed form"}
     if name in (*EXACT, "automatic"):

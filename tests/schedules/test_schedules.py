@@ -12,15 +12,15 @@ from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageB
 from meshwright.models.counts import forward_flops
 from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
-from meshwright.schedules.actions import Action, Kind, Schedule
+from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright.schedules.automatic import _search, automatic
 from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, halfway, in_flight
-from meshwright.schedules.division import divide, schedule_of
-from meshwright.schedules.generate import NAMES, generate
-from meshwright.schedules.held import Kept, peaks
-from meshwright.schedules.profile import stage_costs
-from meshwright.schedules.simulate import Costs, first_idle, simulate
-from meshwright.schedules.validate import problems
+from meshwright.schedules.flop_costs import stage_costs
+from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
+from meshwright.schedules.pipeline_layout import pipeline_layout, schedule_of
+from meshwright.schedules.registry import NAMES, generate
+from meshwright.schedules.simulator import ActionCosts, idle_intervals, simulate
+from meshwright.schedules.validate import schedule_problems
 
 CHUNKED = ("interleaved", "looped-bfs")
 EXACT = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1")
@@ -43,7 +43,7 @@ shapes = st.tuples(st.sampled_from(NAMES), st.sampled_from([2, 4, 6]), st.intege
 
 @given(shapes)
 def test_every_schedule_is_complete_and_runs(shape: tuple[str, int, int]) -> None:
-    assert problems(made(*shape)[0]) == []
+    assert schedule_problems(made(*shape)[0]) == []
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "looped-bfs"])
@@ -53,10 +53,10 @@ def test_steps_of_few_micro_batches_run_too(name: str, ranks: int) -> None:
         if name == "interleaved" and micro_batches % ranks:
             continue
         schedule = generate(name, ranks, micro_batches, 3)
-        assert problems(schedule) == []
-        peaks = simulate(schedule).in_flight
+        assert schedule_problems(schedule) == []
+        peak_memory = simulate(schedule).in_flight
         chunks = {"zb-v": 2, "interleaved": 3, "looped-bfs": 3}.get(name, 1)
-        for rank, peak in enumerate(peaks):
+        for rank, peak in enumerate(peak_memory):
             assert peak / chunks <= in_flight(name, ranks, micro_batches, chunks, rank) + 1e-9
 
 
@@ -64,10 +64,10 @@ def test_steps_of_few_micro_batches_run_too(name: str, ranks: int) -> None:
 def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> None:
     name, ranks, rounds = shape
     schedule, chunks = made(*shape)
-    peaks = simulate(schedule).in_flight
+    peak_memory = simulate(schedule).in_flight
     expected = [in_flight(name, ranks, schedule.micro_batches, chunks, rank) for rank in range(ranks)]
     # ZB-V's and DualPipe's closed forms are those of the worst rank.
-    held = [peak / held_chunks(name) for peak in peaks]
+    held = [peak / held_chunks(name) for peak in peak_memory]
     if name in ("zb-v", "dualpipe", "dualpipe-v"):
         assert max(held) == max(expected)
     else:
@@ -76,7 +76,7 @@ def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> No
 
 @given(st.sampled_from(["zb-h1", "zb-h2"]), st.integers(2, 6), st.integers(1, 30), st.floats(0.0, 2.0))
 def test_what_is_left_between_halves_has_a_closed_form(name: str, ranks: int, micro_batches: int, left: float) -> None:
-    held = peaks(generate(name, ranks, micro_batches), Kept(1.0, left))
+    held = peak_memory(generate(name, ranks, micro_batches), SavedPerStage(1.0, left))
     for rank, most in enumerate(held):
         half = halfway(name, ranks, micro_batches, rank)
         whole = in_flight(name, ranks, micro_batches, 1, rank) - half
@@ -87,24 +87,26 @@ def test_what_is_left_between_halves_has_a_closed_form(name: str, ranks: int, mi
 
 def test_halves_hold_what_the_zero_bubble_paper_says() -> None:
     forward, left, ranks = 10.0, 3.0, 4
-    one, two = (peaks(generate(name, ranks, 12), Kept(forward, left)) for name in ("zb-h1", "zb-h2"))
+    one, two = (peak_memory(generate(name, ranks, 12), SavedPerStage(forward, left)) for name in ("zb-h1", "zb-h2"))
     assert one == tuple((ranks - rank) * forward + rank * left for rank in range(ranks))
     assert two == tuple((2 * (ranks - rank) - 1) * forward + 2 * rank * left for rank in range(ranks))
 
 
 def test_stages_may_keep_different_amounts() -> None:
     schedule = generate("zb-v", 2, 4)
-    kept = [Kept(float(stage + 1), 0.5) for stage in range(4)]
+    kept = [SavedPerStage(float(stage + 1), 0.5) for stage in range(4)]
     # F0.0 F0.1 F0.2 F3.0 there, F1.0 F2.0 F1.1 F2.1 here.
-    assert peaks(schedule, kept) == (3 * 1.0 + 4.0, 2 * 2.0 + 2 * 3.0)
+    assert peak_memory(schedule, kept) == (3 * 1.0 + 4.0, 2 * 2.0 + 2 * 3.0)
     with pytest.raises(ValueError, match="1 stages, for 4"):
-        peaks(schedule, kept[:1])
+        peak_memory(schedule, kept[:1])
 
 
 def test_the_forward_pass_of_a_pair_may_end_first() -> None:
-    pair = (Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 1))
-    schedule = Schedule("pair", 1, 2, (((Action(Kind.FORWARD, 0, 0),), pair, (Action(Kind.BACKWARD, 0, 1),)),))
-    assert peaks(schedule) == (2.0,)
+    pair = (Action(ActionKind.BACKWARD, 0, 0), Action(ActionKind.FORWARD, 0, 1))
+    schedule = Schedule(
+        "pair", 1, 2, (((Action(ActionKind.FORWARD, 0, 0),), pair, (Action(ActionKind.BACKWARD, 0, 1),)),)
+    )
+    assert peak_memory(schedule) == (2.0,)
 
 
 @given(shapes)
@@ -112,7 +114,7 @@ def test_ranks_wait_as_long_as_the_closed_form_says(shape: tuple[str, int, int])
     name, ranks, _ = shape
     schedule, chunks = made(*shape)
     parts = held_chunks(name)
-    run = simulate(schedule, Costs(1 / parts, 1 / parts, 1 / parts))
+    run = simulate(schedule, ActionCosts(1 / parts, 1 / parts, 1 / parts))
     expected = bubble(name, ranks, schedule.micro_batches, chunks, StageTimes(1.0, 1.0, 1.0))
     assert run.longest - 3 * schedule.micro_batches == pytest.approx(expected, abs=1e-9)
 
@@ -130,7 +132,7 @@ def test_closed_forms_hold_for_unequal_halves(
 ) -> None:
     schedule, chunks = made(name, ranks, rounds)
     parts = held_chunks(name)
-    run = simulate(schedule, Costs(forward / parts, backward / parts, weight / parts))
+    run = simulate(schedule, ActionCosts(forward / parts, backward / parts, weight / parts))
     times = StageTimes(forward, backward, weight)
     waited = run.longest - schedule.micro_batches * times.total
     assert waited == pytest.approx(bubble(name, ranks, schedule.micro_batches, chunks, times), rel=1e-6)
@@ -148,7 +150,7 @@ def test_the_textbook_bubble(name: str, ranks: int, micro_batches: int) -> None:
 def test_other_closed_forms_are_close(name: str, costs: tuple[float, float, float]) -> None:
     ranks, parts = 8, held_chunks(name)
     schedule, chunks = made(name, ranks, 4)
-    run = simulate(schedule, Costs(*(seconds / parts for seconds in costs)))
+    run = simulate(schedule, ActionCosts(*(seconds / parts for seconds in costs)))
     work = schedule.micro_batches * sum(costs)
     expected = work + bubble(name, ranks, schedule.micro_batches, chunks, StageTimes(*costs))
     assert run.longest == pytest.approx(expected, rel=0.03)
@@ -173,7 +175,7 @@ def test_published_order_of_schedules() -> None:
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
-    even, slow = Costs(), Costs(2.0, 2.0, 2.0)
+    even, slow = ActionCosts(), ActionCosts(2.0, 2.0, 2.0)
     schedule = generate("1f1b", 4, 32)
     run = simulate(schedule, [even, even, slow, even])
     assert run.busy(2) == 32 * 6
@@ -183,14 +185,14 @@ def test_a_slow_stage_sets_the_pace() -> None:
 
 def test_overlapped_pairs_take_less_time() -> None:
     schedule = generate("dualpipe", 8, 32)
-    apart, over = simulate(schedule), simulate(schedule, overlap=0.8)
-    assert over.makespan < 0.85 * apart.makespan
-    assert over.in_flight == apart.in_flight
+    serialized, over = simulate(schedule), simulate(schedule, overlap=0.8)
+    assert over.makespan < 0.85 * serialized.makespan
+    assert over.in_flight == serialized.in_flight
 
 
 def test_waits_are_named() -> None:
     run = simulate(generate("gpipe", 2, 2))
-    assert first_idle(run, 0) == [(2.0, 5.0, Action(Kind.BACKWARD, 0, 0))]
+    assert idle_intervals(run, 0) == [(2.0, 5.0, Action(ActionKind.BACKWARD, 0, 0))]
 
 
 def test_interleaving_takes_whole_rounds() -> None:
@@ -217,19 +219,19 @@ def test_impossible_schedules_are_refused(name: str, ranks: int, micro_batches: 
 def test_a_repeated_action_is_found() -> None:
     good = generate("1f1b", 2, 2)
     broken = replace(good, ranks=(good.ranks[0] + good.ranks[0][:1], good.ranks[1]))
-    assert problems(broken) == ["F0.0 stands 2 times"]
+    assert schedule_problems(broken) == ["F0.0 stands 2 times"]
 
 
 def test_a_missing_action_is_found() -> None:
     good = generate("zb-h1", 2, 2)
     broken = replace(good, ranks=(good.ranks[0][:-1], good.ranks[1]))
-    assert problems(broken) == ["backward of stage 0, micro-batch 1 is neither whole nor in its two halves"]
+    assert schedule_problems(broken) == ["backward of stage 0, micro-batch 1 is neither whole nor in its two halves"]
 
 
 def test_a_deadlock_is_found() -> None:
     good = generate("1f1b", 2, 2)
     broken = replace(good, ranks=(good.ranks[0][::-1], good.ranks[1]))
-    assert problems(broken) == ["rank 0 waits for ever at B0.1", "rank 1 waits for ever at F1.0"]
+    assert schedule_problems(broken) == ["rank 0 waits for ever at B0.1", "rank 1 waits for ever at F1.0"]
     with pytest.raises(ValueError, match="wait for each other"):
         simulate(broken)
 
@@ -238,24 +240,24 @@ def test_activations_may_not_wander() -> None:
     good = generate("gpipe", 2, 1)
     forward, backward = good.ranks[0]
     broken = replace(good, ranks=((forward,), good.ranks[1] + (backward,)))
-    assert problems(broken) == ["B0.0 is on rank 1, its forward pass on rank 0"]
+    assert schedule_problems(broken) == ["B0.0 is on rank 1, its forward pass on rank 0"]
 
 
 def test_costs_must_be_of_every_stage() -> None:
     with pytest.raises(ValueError, match="1 costs for 2 stages"):
-        simulate(generate("gpipe", 2, 1), [Costs()])
+        simulate(generate("gpipe", 2, 1), [ActionCosts()])
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 14))
 def test_the_automatic_schedule_keeps_its_limit(ranks: int, rounds: int, limit: int) -> None:
     schedule = automatic(ranks, rounds * ranks, limit)
-    assert problems(schedule) == []
+    assert schedule_problems(schedule) == []
     assert max(simulate(schedule).in_flight) <= limit
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.1, 0.8), Costs(1.0, 0.9, 0.6)])
-def test_the_automatic_schedule_is_no_worse_than_the_handcrafted(costs: Costs) -> None:
+@pytest.mark.parametrize("costs", [ActionCosts(), ActionCosts(1.0, 1.1, 0.8), ActionCosts(1.0, 0.9, 0.6)])
+def test_the_automatic_schedule_is_no_worse_than_the_handcrafted(costs: ActionCosts) -> None:
     for name, limit in (("zb-h1", 8), ("zb-h2", 15)):
         known = simulate(generate(name, 8, 32), costs, hop=0.1).makespan
         assert simulate(automatic(8, 32, limit, costs, hop=0.1), costs, hop=0.1).makespan <= known + 1e-9
@@ -282,8 +284,8 @@ def test_the_automatic_schedule_of_a_model_is_searched_with_its_own_costs(
         schedule=PipelineSchedule.AUTOMATIC, activation_limit=limit, stage_balance=StageBalance.FLOPS
     )
     model = PRESETS[name]
-    division = divide(asked, ranks, micro_batches, model, length)
-    assert problems(division.schedule) == []
+    division = pipeline_layout(asked, ranks, micro_batches, model, length)
+    assert schedule_problems(division.schedule) == []
     costs = stage_costs(model, length, division.layers)
     found = simulate(division.schedule, costs)
     assert max(found.in_flight) <= limit
@@ -291,7 +293,7 @@ def test_the_automatic_schedule_of_a_model_is_searched_with_its_own_costs(
     assert found.makespan < part * blind.makespan
     # What every rank makes by itself, without what it remembers.
     _search.cache_clear()
-    assert divide(asked, ranks, micro_batches, model, length) == division
+    assert pipeline_layout(asked, ranks, micro_batches, model, length) == division
 
 
 def test_a_stages_costs_are_the_operations_of_its_layers() -> None:
@@ -308,9 +310,13 @@ def test_a_stages_costs_are_the_operations_of_its_layers() -> None:
     assert again.backward_input == middle.backward_input + middle.forward
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.375, 0.8125), Costs(1.0, 1.6, 0.5), Costs(1.0, 1.25, 1.25)])
+@pytest.mark.parametrize(
+    "costs", [ActionCosts(), ActionCosts(1.0, 1.375, 0.8125), ActionCosts(1.0, 1.6, 0.5), ActionCosts(1.0, 1.25, 1.25)]
+)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 8), (4, 16)])
-def test_the_automatic_schedule_waits_as_its_closed_form_says(costs: Costs, ranks: int, micro_batches: int) -> None:
+def test_the_automatic_schedule_waits_as_its_closed_form_says(
+    costs: ActionCosts, ranks: int, micro_batches: int
+) -> None:
     times = StageTimes(costs.forward, costs.backward_input, costs.backward_weight)
     for limit in range(1, 2 * ranks + 1):
         found = simulate(automatic(ranks, micro_batches, limit, costs), costs).makespan
@@ -320,7 +326,7 @@ def test_the_automatic_schedule_waits_as_its_closed_form_says(costs: Costs, rank
 
 def test_costs_of_the_automatic_schedule_must_be_of_every_stage() -> None:
     with pytest.raises(ValueError, match="1 costs for 2 stages"):
-        automatic(2, 4, 2, [Costs()])
+        automatic(2, 4, 2, [ActionCosts()])
 
 
 def test_a_limit_of_nothing_is_refused() -> None:

@@ -15,15 +15,15 @@ from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.planner.cost.activations import kept_bytes, layer_activations
-from meshwright.planner.cost.choices import Choices, Recompute
-from meshwright.planner.job import Job
-from meshwright_worker.data.batch import Batch, Places
-from meshwright_worker.memory.apply import save_memory
-from meshwright_worker.models.dropout import Slice, drop_out
-from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.llama import DecoderStage
-from meshwright_worker.parallel.linear_loss import chunk_loss
+from meshwright.planner.cost.activations import layer_activations, saved_bytes
+from meshwright.planner.cost.strategy import Recompute, Strategy
+from meshwright.planner.workload import TrainingJob
+from meshwright_worker.data.batch import Batch, TokenMetadata
+from meshwright_worker.memory.memory_options import apply_memory_options
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.dropout import TensorSlice, apply_dropout
+from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.parallel.tensor.fused_linear_cross_entropy import use_chunked_loss
 
 MODEL = Architecture(layers=9, hidden_size=64, intermediate_size=128, heads=4, kv_heads=2, vocab_size=1024)
 ROWS, LENGTH = 2, 64
@@ -66,11 +66,11 @@ def one_thread() -> Iterator[None]:
 def stage_with(**training: Any) -> DecoderStage:
     with torch.device("meta"):
         stage = DecoderStage(MODEL, torch.float32)
-    initialize(stage, MODEL, 0, CPU)
+    init_weights(stage, MODEL, 0, CPU)
     spec = TrainingSpec(steps=1, global_batch_size=ROWS, sequence_length=LENGTH, **training)
-    save_memory(stage, spec, CPU)
+    apply_memory_options(stage, spec, CPU)
     if spec.dropout:
-        drop_out(stage, MODEL.heads, spec, Slice())
+        apply_dropout(stage, MODEL.heads, spec, TensorSlice())
     return stage
 
 
@@ -79,7 +79,7 @@ def kept_by_layers(stage: DecoderStage) -> int:
     x = torch.randn(ROWS, LENGTH, MODEL.hidden_size, requires_grad=True)
     layers: list[Any] = [*stage.layers.values()]
     with Alive(stage) as alive:
-        out = stage.through(layers, x, Places())
+        out = stage.run_layers(layers, x, TokenMetadata())
         # The rotary table exists once for all layers.
         table = LENGTH * MODEL.head_size * 4
         kept = alive.bytes() - table
@@ -93,7 +93,7 @@ def kept_by_layers(stage: DecoderStage) -> int:
 )
 def test_a_group_keeps_its_input(how: HOW, every: int, recompute: Recompute) -> None:
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
-    choices = Choices(recompute=recompute, recompute_every=every)
+    choices = Strategy(recompute=recompute, recompute_every=every)
     groups = -(-MODEL.layers // choices.recompute_group(MODEL.layers))
     assert kept == pytest.approx(groups * TOKENS * MODEL.hidden_size * 4, rel=0.05)
 
@@ -105,9 +105,9 @@ def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
     spec = TrainingSpec(
         steps=1, global_batch_size=ROWS, sequence_length=LENGTH, activation_checkpointing=how, checkpoint_every=every
     )
-    job = Job.made(MODEL, spec, ParallelismSpec(), 1)
+    job = TrainingJob.made(MODEL, spec, ParallelismSpec(), 1)
     each = layer_activations(job.work.model, False, LENGTH, 1, False, job.numbers, job.runtime)
-    counted = TOKENS * kept_bytes(each, MODEL.layers, job.choices(Layout(), 1))
+    counted = TOKENS * saved_bytes(each, MODEL.layers, job.choices(Layout(), 1))
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
     assert kept == pytest.approx(counted, rel=0.05)
 
@@ -115,7 +115,7 @@ def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
 def gradients(stage: DecoderStage) -> list[torch.Tensor]:
     tokens = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     batch = Batch.of(tokens)
-    stage(batch.tokens, targets=batch.targets, places=batch.places).backward()
+    stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata).backward()
     return [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
 
 
@@ -132,7 +132,7 @@ def test_whole_logits_never_exist_in_a_chunked_loss() -> None:
     for chunk in (None, 16):
         stage = stage_with()
         if chunk:
-            chunk_loss(stage, chunk, None, sequence=False)
+            use_chunked_loss(stage, chunk, None, sequence=False)
         with Alive(stage) as alive:
             hidden = torch.randn(ROWS, LENGTH, MODEL.hidden_size, requires_grad=True)
             targets = torch.zeros(ROWS, LENGTH, dtype=torch.int64)

@@ -15,20 +15,20 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
-from meshwright_worker.checkpoint.index import decode, encode
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
+    BaseManifest,
     FileRecord,
     LayoutRecord,
     Manifest,
     ModuleManifest,
     TrainingState,
-    Written,
     read_manifest,
-    read_written,
+    read_manifest_as,
 )
-from meshwright_worker.checkpoint.safetensors import checksum_of, map_tensor, name_of, write_tensors
-from meshwright_worker.checkpoint.verify import check_file
+from meshwright_worker.checkpoint.safetensors_format import dtype_name, file_checksum, map_tensor, write_tensors
+from meshwright_worker.checkpoint.tensor_index import decode, encode
+from meshwright_worker.checkpoint.verification import check_file
 
 ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
 
@@ -60,7 +60,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> N
     }
     path = tmp_path / "file.safetensors"
     starts, size, checksum = write_tensors(path, tensors)
-    assert (size, checksum) == checksum_of(path) == (path.stat().st_size, checksum)
+    assert (size, checksum) == file_checksum(path) == (path.stat().st_size, checksum)
     for name, tensor in tensors.items():
         assert torch.equal(map_tensor(path, starts[name], dtype, tensor.shape), tensor)
 
@@ -80,7 +80,7 @@ def test_the_file_is_what_the_safetensors_format_says(tmp_path: Path) -> None:
 
 def test_what_has_no_name_in_the_format_is_refused() -> None:
     with pytest.raises(ValueError, match="complex64"):
-        name_of(torch.complex64)
+        dtype_name(torch.complex64)
     with pytest.raises(ValueError, match="tensors alone"):
         encode(Metadata({"x": BytesStorageMetadata()}), {})
 
@@ -95,7 +95,7 @@ def test_what_is_no_index_is_refused(content: bytes) -> None:
 def test_damage_is_seen(tmp_path: Path, change: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
-    size, checksum = checksum_of(path)
+    size, checksum = file_checksum(path)
     record = FileRecord(size=size, crc32=checksum)
     check_file(path, record)
     if change == "remove":
@@ -158,15 +158,17 @@ def test_a_manifest_of_another_version_is_not_a_damaged_one(
 
 
 @pytest.mark.parametrize("kind", [Manifest, ModuleManifest])
-def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(tmp_path: Path, kind: type[Written]) -> None:
+def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, kind: type[BaseManifest]
+) -> None:
     layout = LayoutRecord(tensor=1, pipeline=1, data=1, zero_stage=0)
     other = (
         manifest_at(1) if kind is ModuleManifest else ModuleManifest(state=TrainingState(), module="M", layout=layout)
     )
     (tmp_path / MANIFEST).write_text(other.model_dump_json(by_alias=True))
     with pytest.raises(ForeignCheckpointError, match="use another directory"):
-        read_written(tmp_path, kind)
-    assert read_written(tmp_path, type(other)) == other
+        read_manifest_as(tmp_path, kind)
+    assert read_manifest_as(tmp_path, type(other)) == other
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_a_damaged_checkpoint_stays_until_a_newer_one_is_complete(tmp_path: Path
     directory = CheckpointDirectory(tmp_path)
     for step in (1, 2):
         save(directory, step)
-    directory.set_aside(2)
+    directory.quarantine(2)
     assert directory.steps() == [1]
     directory.clean()
     assert (tmp_path / ".damaged-step-00000002" / "data").exists()

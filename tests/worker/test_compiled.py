@@ -18,17 +18,17 @@ from meshwright.api.precision import Fp8Spec, Fp8Update
 from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.fp8.linear import use_fp8
-from meshwright_worker.memory.apply import save_memory
-from meshwright_worker.memory.compiled import compile_layers
-from meshwright_worker.micro_batches import COMPILED_LENGTHS, Cut
-from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.llama import DecoderStage
-from meshwright_worker.optimizers.rounded import RoundedAdamW, _update_rows
-from meshwright_worker.parallel.shards import Shard
-from meshwright_worker.validate import InvalidRunError, validate
+from meshwright_worker.memory.memory_options import apply_memory_options
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
+from meshwright_worker.parallel.compile_layers import compile_layers
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.precision.fp8.linear import convert_to_fp8
+from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLengths
+from meshwright_worker.trainer.run_validation import InvalidRunError, validate_run
 from tests.distributed.configs import small_run
-from tests.distributed.mixtures import MIXTURES
+from tests.distributed.moe_models import MIXTURES
 
 MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=64)
 
@@ -36,7 +36,7 @@ MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv
 def run(*, compiled: bool) -> list[torch.Tensor]:
     with torch.device("meta"):
         stage = DecoderStage(MODEL, torch.float64).double()
-    initialize(stage, MODEL, 0, torch.device("cpu"))
+    init_weights(stage, MODEL, 0, torch.device("cpu"))
     if compiled:
         compile_layers(stage)
     tokens = torch.arange(32).view(2, 16)
@@ -55,15 +55,15 @@ def test_a_compiled_layer_computes_no_product_that_it_is_told_to_keep_again() ->
         torch.compiler.reset()
         with torch.device("meta"):
             stage = DecoderStage(model, torch.float32)
-        initialize(stage, model, 0, torch.device("cpu"))
+        init_weights(stage, model, 0, torch.device("cpu"))
         spec = TrainingSpec(
             steps=1, global_batch_size=2, sequence_length=16, activation_checkpointing=how, compile=True
         )
-        save_memory(stage, spec, torch.device("cpu"))
+        apply_memory_options(stage, spec, torch.device("cpu"))
         batch = Batch.of(torch.arange(34).view(2, 17))
         # The backward pass of the first step is compiled while it runs.
-        stage(batch.tokens, targets=batch.targets, places=batch.places).backward()
-        loss = stage(batch.tokens, targets=batch.targets, places=batch.places)
+        stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata).backward()
+        loss = stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             loss.backward()
         products[how] = sum(event.name == "aten::mm" for event in profiled.events())
@@ -75,7 +75,7 @@ def test_a_layer_that_breaks_its_graph_is_not_compiled_selectively(graphs: Graph
     model = MODEL.model_copy(update={"layers": 1, "mixture": MIXTURES["Mixtral"]})
     with torch.device("meta"):
         stage = DecoderStage(model, torch.float32)
-    initialize(stage, model, 0, torch.device("cpu"))
+    init_weights(stage, model, 0, torch.device("cpu"))
     compile_layers(stage, graphs, selective=True)
     with pytest.raises(Unsupported):
         stage(torch.arange(32).view(2, 16))
@@ -96,9 +96,9 @@ def test_selective_checkpointing_of_layers_in_pieces_is_refused(changes: dict[st
     changes = dict(changes)
     training = {"activation_checkpointing": "Selective", "compile": True, "fp8": changes.pop("fp8", None)}
     with pytest.raises(InvalidRunError, match=re.escape(named) + ".*`compile: false`"):
-        validate(small_run(**changes, training=training))
-    validate(small_run(**changes, training={**training, "compile": False}))
-    validate(small_run(data=2, pipeline=2, training={**training, "fp8": None}))
+        validate_run(small_run(**changes, training=training))
+    validate_run(small_run(**changes, training={**training, "compile": False}))
+    validate_run(small_run(data=2, pipeline=2, training={**training, "fp8": None}))
 
 
 @pytest.mark.long
@@ -131,14 +131,14 @@ def losses(spec: Fp8Spec, graphs: Graphs | None, layers: int = 2) -> list[float]
     model = MODEL.model_copy(update={"layers": layers})
     with torch.device("meta"):
         stage = DecoderStage(model, torch.bfloat16).float()
-    use_fp8(stage, spec, None)
-    initialize(stage, model, 0, torch.device("cpu"))
+    convert_to_fp8(stage, spec, None)
+    init_weights(stage, model, 0, torch.device("cpu"))
     if graphs is not None:
         compile_layers(stage, graphs)
     batch = Batch.of(torch.arange(34).view(2, 17))
     found = []
     for _ in range(2):
-        loss = stage(batch.tokens, targets=batch.targets, places=batch.places)
+        loss = stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata)
         loss.backward()
         with torch.no_grad():
             for parameter in stage.parameters():
@@ -157,15 +157,17 @@ def test_one_graph_serves_all_layers_and_batches(graphs: Graphs) -> None:
 def test_lengths_of_cut_rows_need_few_graphs(graphs: Graphs) -> None:
     with torch.device("meta"):
         stage = DecoderStage(MODEL, torch.float32)
-    initialize(stage, MODEL, 0, torch.device("cpu"))
-    cut = Cut(unit=4, least=4, whole=4 * COMPILED_LENGTHS)
+    init_weights(stage, MODEL, 0, torch.device("cpu"))
+    cut = TrimLengths(unit=4, least=4, whole=4 * COMPILED_LENGTHS)
     batches = [
         Batch.of(torch.arange(2 * (length + 1)).view(2, -1) % 64)
         for length in (cut.length(needed) for needed in (16, 3, 9, 6, 5, 12, 1, 15))
     ]
 
     def all_losses() -> list[float]:
-        return [float(stage(one.tokens, targets=one.targets, places=one.places).detach()) for one in batches]
+        return [
+            float(stage(one.tokens, targets=one.targets, token_metadata=one.token_metadata).detach()) for one in batches
+        ]
 
     plain = all_losses()
     compile_layers(stage, graphs)
@@ -181,12 +183,12 @@ def test_delayed_scales_stay_out_of_graphs(graphs: Graphs) -> None:
 
 
 def test_one_graph_serves_the_updates_of_all_matrices(graphs: Graphs) -> None:
-    def optimizer() -> tuple[list[Shard], RoundedAdamW]:
+    def optimizer() -> tuple[list[ParameterShard], BF16AdamW]:
         shapes = {"a": (12, 8), "b": (8, 20), "c": (30, 4)}
         made = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape) for name, shape in shapes.items()}
         parameters = {name: nn.Parameter(tensor.bfloat16()) for name, tensor in made.items()}
-        found = [Shard(name, p, p.detach(), None, True, False, False) for name, p in parameters.items()]
-        return found, RoundedAdamW(found, OptimizerSpec(), seed=0)
+        found = [ParameterShard(name, p, p.detach(), None, True, False, False) for name, p in parameters.items()]
+        return found, BF16AdamW(found, OptimizerSpec(), seed=0)
 
     (ours, compiled), (theirs, plain) = optimizer(), optimizer()
     compiled._compiled = True

@@ -9,33 +9,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.parallelism import ContextMethod
-from meshwright.runs.context_slices import Deal, Slice, size
-from meshwright_worker.data.batch import Batch, Places
+from meshwright.sequence_sharding import SequenceSharding, TokenSlice, size
+from meshwright_worker.data.batch import Batch, TokenMetadata
 from meshwright_worker.models.layers import AttentionCore
-from meshwright_worker.parallel.context import GatheredCore, own_slice
-from meshwright_worker.parallel.context_blocks import Block, blocks_of
-from meshwright_worker.parallel.context_kernels import attend, attend_backward
+from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, blocks_of
+from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
+from meshwright_worker.parallel.context.context_parallel import AllGatherAttentionCore, context_slice
 
 DEALS = st.builds(
-    Deal,
+    SequenceSharding,
     method=st.sampled_from([m for m in ContextMethod if m is not ContextMethod.RING_ULYSSES]),
     ranks=st.integers(1, 6),
     unit=st.integers(1, 3),
 ) | st.builds(
-    lambda rings, inner, unit: Deal(ContextMethod.RING_ULYSSES, rings * inner, unit, inner),
+    lambda rings, inner, unit: SequenceSharding(ContextMethod.RING_ULYSSES, rings * inner, unit, inner),
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 3),
 )
 
 
-def positions_of(part: Slice) -> list[int]:
+def positions_of(part: TokenSlice) -> list[int]:
     return [position for positions in part for position in positions]
 
 
 @given(DEALS, st.integers(0, 40))
 @settings(max_examples=150, deadline=None)
-def test_every_token_is_dealt_once_in_parts_of_the_unit(deal: Deal, more: int) -> None:
+def test_every_token_is_dealt_once_in_parts_of_the_unit(deal: SequenceSharding, more: int) -> None:
     length = deal.least + more * deal.unit
     slices = deal.slices(length)
     dealt = [position for part in slices for position in positions_of(part)]
@@ -47,14 +47,14 @@ def test_every_token_is_dealt_once_in_parts_of_the_unit(deal: Deal, more: int) -
 
 @given(DEALS)
 @settings(max_examples=50, deadline=None)
-def test_a_row_that_is_too_short_is_refused(deal: Deal) -> None:
+def test_a_row_that_is_too_short_is_refused(deal: SequenceSharding) -> None:
     with pytest.raises(ValueError, match="does not split"):
         deal.slices(deal.least - deal.unit)
 
 
 def test_zig_zag_gives_every_rank_the_same_number_of_scores() -> None:
     def scores(method: ContextMethod) -> list[int]:
-        slices = Deal(method, 4).slices(64)
+        slices = SequenceSharding(method, 4).slices(64)
         return [sum(b.scores for part in slices for b in blocks_of(own, part, causal=True)) for own in slices]
 
     zig_zag, consecutive = scores(ContextMethod.RING_ZIG_ZAG), scores(ContextMethod.RING)
@@ -63,7 +63,7 @@ def test_zig_zag_gives_every_rank_the_same_number_of_scores() -> None:
     assert max(consecutive) > 1.7 * max(zig_zag)
 
 
-def covered(blocks: list[Block], rows: int, queries: int, keys: int) -> np.ndarray:
+def covered(blocks: list[AttentionBlock], rows: int, queries: int, keys: int) -> np.ndarray:
     """How often each score is computed, [rows, queries, keys]."""
     seen = np.zeros((rows, queries, keys), dtype=int)
     for block in blocks:
@@ -76,7 +76,7 @@ def covered(blocks: list[Block], rows: int, queries: int, keys: int) -> np.ndarr
 @given(DEALS, st.booleans(), st.booleans(), st.integers(0, 20), st.integers(0, 1000))
 @settings(max_examples=120, deadline=None)
 def test_blocks_are_the_scores_that_count_each_once(
-    deal: Deal, causal: bool, packed: bool, more: int, seed: int
+    deal: SequenceSharding, causal: bool, packed: bool, more: int, seed: int
 ) -> None:
     length = deal.least + more * deal.unit
     draw = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ def test_blocks_are_the_scores_that_count_each_once(
 
 
 def test_a_ring_turn_that_no_document_crosses_has_no_block() -> None:
-    slices = Deal(ContextMethod.RING, 2).slices(16)
+    slices = SequenceSharding(ContextMethod.RING, 2).slices(16)
     documents = np.repeat([[0, 1]], 8, axis=1)
     assert blocks_of(slices[1], slices[0], causal=True, documents=documents) == []
     assert len(blocks_of(slices[1], slices[0], causal=True)) == 1
@@ -130,9 +130,9 @@ def test_packed_attention_of_one_rank_equals_a_mask() -> None:
     documents = (torch.rand(3, 20, generator=generator) < 0.25).cumsum(1)
     for causal in (True, False):
         core = AttentionCore(causal=causal)
-        masked = core(query, key, value, Places(documents=documents))
-        apart = GatheredCore(Deal(), None, core)(
-            query, key, value, Places(documents=documents, row_documents=documents)
+        masked = core(query, key, value, TokenMetadata(documents=documents))
+        apart = AllGatherAttentionCore(SequenceSharding(), None, core)(
+            query, key, value, TokenMetadata(documents=documents, row_documents=documents)
         )
         torch.testing.assert_close(apart, masked)
         for got, want in zip(
@@ -146,7 +146,7 @@ def test_packed_attention_of_one_rank_equals_a_mask() -> None:
 def test_a_slice_keeps_positions_targets_and_the_whole_rows_documents() -> None:
     tokens = torch.arange(24).view(2, 12)
     batch = Batch(tokens, tokens + 1, documents=tokens // 6)
-    own = own_slice(batch, Deal(ContextMethod.RING_ZIG_ZAG, 3), 1)
+    own = context_slice(batch, SequenceSharding(ContextMethod.RING_ZIG_ZAG, 3), 1)
     assert own.tokens.tolist() == [[2, 3, 8, 9], [14, 15, 20, 21]]
     assert (own.targets == own.tokens + 1).all()
     assert own.positions is not None
@@ -154,6 +154,6 @@ def test_a_slice_keeps_positions_targets_and_the_whole_rows_documents() -> None:
     assert own.row_length == 12
     assert own.row_documents is batch.documents
     (first, second) = own.chunk(2)
-    assert second.places.row_documents is not None
-    assert second.places.row_documents.tolist() == (tokens[1:] // 6).tolist()
-    assert first.places.row_length == 12
+    assert second.token_metadata.row_documents is not None
+    assert second.token_metadata.row_documents.tolist() == (tokens[1:] // 6).tolist()
+    assert first.token_metadata.row_length == 12

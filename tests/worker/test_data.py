@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright_worker.data.corpus import Corpus, CorpusError, open_corpus
-from meshwright_worker.data.digest import SampleDigest
 from meshwright_worker.data.permutation import Permutation
-from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.data.tokenizer import SEPARATOR
+from meshwright_worker.data.sample_digest import SampleDigest
+from meshwright_worker.data.sample_order import SampleStream
+from meshwright_worker.data.tokenizer_record import SEPARATOR
 
 CONTENTS = ["def f():\n    pass\n", "x = 1\n" * 40, "", "naïve = 'ü'\n", "# end"]
 

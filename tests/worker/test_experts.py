@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture
-from meshwright.models.mixture import capacity, contradictions
-from meshwright_worker.metrics import TrainerMetrics
-from meshwright_worker.models import grouped
-from meshwright_worker.models.balance import Balance, Sequences
-from meshwright_worker.models.experts import Experts, MixtureOfExperts, mixtures_of
-from meshwright_worker.models.grouped import by_kernel, one_by_one
-from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.llama import DecoderStage
-from meshwright_worker.models.router import Routing, chosen
+from meshwright.models.mixture import capacity, mixture_problems
+from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.models import grouped_mm
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.grouped_mm import grouped_mm_kernel, grouped_mm_loop
+from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.models.load_balancing import LoadBalancer, SequencePartition
+from meshwright_worker.models.moe import Experts, MixtureOfExperts, iter_moe_layers
+from meshwright_worker.models.router import Routing, select_experts
 
 HIDDEN, WIDTH, BATCH, LENGTH = 12, 8, 2, 10
 
@@ -124,9 +124,9 @@ def test_sigmoid_groups_bias_and_shared_experts_are_deepseek_v3() -> None:
 def test_groups_of_softmax_go_by_their_best_expert() -> None:
     spec = mixture_of(per_token=2, groups=3, groups_per_token=1)
     scores = torch.tensor([[0.30, 0.01, 0.25, 0.24, 0.15, 0.05]])
-    assert chosen(scores, spec).tolist() == [[0, 1]]
+    assert select_experts(scores, spec).tolist() == [[0, 1]]
     sigmoid = spec.model_copy(update={"router": Router.SIGMOID})
-    assert chosen(scores, sigmoid).tolist() == [[2, 3]]
+    assert select_experts(scores, sigmoid).tolist() == [[2, 3]]
 
 
 def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity() -> None:
@@ -167,8 +167,8 @@ def test_balancing_biases_move_by_small_steps_whatever_parameters_are() -> None:
     )
     with torch.device("meta"):
         stage = DecoderStage(model, torch.bfloat16).to(torch.bfloat16)
-    initialize(stage, model, 0, torch.device("cpu"))
-    ((_, mixture),) = mixtures_of(stage)
+    init_weights(stage, model, 0, torch.device("cpu"))
+    ((_, mixture),) = iter_moe_layers(stage)
     assert mixture.router.weight.dtype is torch.bfloat16
     assert mixture.router.bias.dtype is torch.float32
 
@@ -176,12 +176,12 @@ def test_balancing_biases_move_by_small_steps_whatever_parameters_are() -> None:
 def test_the_auxiliary_loss_is_switchs_and_one_when_balanced() -> None:
     spec = mixture_of(experts=4, per_token=1, renormalize=False)
     even = torch.full((1, 4, 4), 0.25, dtype=torch.float64)
-    auxiliary, z = Balance(spec, Sequences()).losses(routing_of([[0], [1], [2], [3]], even))
+    auxiliary, z = LoadBalancer(spec, SequencePartition()).losses(routing_of([[0], [1], [2], [3]], even))
     assert float(auxiliary) / 4 == pytest.approx(1.0)  # summed over the four tokens
     assert float(z) == pytest.approx(0.0)  # the logs of probabilities sum up to one
     generator = torch.Generator().manual_seed(3)
     scores = torch.rand(1, 4, 4, dtype=torch.float64, generator=generator).softmax(-1)
-    auxiliary, _ = Balance(spec, Sequences()).losses(routing_of([[0], [0], [0], [2]], scores))
+    auxiliary, _ = LoadBalancer(spec, SequencePartition()).losses(routing_of([[0], [0], [0], [2]], scores))
     fractions, means = [0.75, 0, 0.25, 0], scores[0].mean(0).tolist()
     assert float(auxiliary) / 4 == pytest.approx(4 * sum(f * p for f, p in zip(fractions, means, strict=True)))
 
@@ -189,20 +189,20 @@ def test_the_auxiliary_loss_is_switchs_and_one_when_balanced() -> None:
 def test_the_z_loss_is_the_squared_log_sum_exp() -> None:
     logits = torch.tensor([[[1.0, 2.0, -1.0], [0.5, 0.0, 3.0]]], dtype=torch.float64)
     routing = Routing(torch.tensor([[[1], [2]]]), logits[..., :1], logits.softmax(-1), logits)
-    _, z = Balance(mixture_of(experts=3, per_token=1, renormalize=False), Sequences()).losses(routing)
+    _, z = LoadBalancer(mixture_of(experts=3, per_token=1, renormalize=False), SequencePartition()).losses(routing)
     assert float(z) == pytest.approx(sum(math.log(sum(map(math.exp, row))) ** 2 for row in logits[0].tolist()))
 
 
 def test_balancing_losses_reach_the_gradient_without_a_way_to_the_last_stage() -> None:
     spec = mixture_of(auxiliary_weight=0.3, z_loss_weight=0.2)
     module, x = built(spec), tokens()
-    module.tally.loss_weight = 0.05
+    module.routing_stats.loss_weight = 0.05
     weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
     got = torch.autograd.grad((module(x) * weights).sum(), [x, module.router.weight])
     routed = module.route(x)
-    module.tally.loss_weight = 0.0
+    module.routing_stats.loss_weight = 0.0
     y = module(x)
-    want = torch.autograd.grad((y * weights).sum() + 0.05 * routed.extra, [x, module.router.weight])
+    want = torch.autograd.grad((y * weights).sum() + 0.05 * routed.balancing_loss, [x, module.router.weight])
     for mine, expected in zip(got, want, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
@@ -211,11 +211,11 @@ def test_recomputed_micro_batches_are_counted_once_and_evaluation_never() -> Non
     module, x = built(mixture_of()), tokens()
     with torch.no_grad():
         module(x)
-    assert not module.tally.take(x.device).any()
+    assert not module.routing_stats.take(x.device).any()
     for reentrant in (False, True):
         y = checkpoint(module, x, use_reentrant=reentrant)
         y.sum().backward()
-        assert float(module.tally.take(x.device)[:6].sum()) == BATCH * LENGTH * 2
+        assert float(module.routing_stats.take(x.device)[:6].sum()) == BATCH * LENGTH * 2
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [10, 0, 0, 0], [0, 0, 0, 10]])
@@ -223,7 +223,7 @@ def test_the_grouped_kernel_computes_what_the_loop_does(counts: list[int]) -> No
     rows = torch.randn(10, 16, requires_grad=True)
     weight = torch.randn(4, 8, 16, requires_grad=True)
     sizes = torch.tensor(counts)
-    got, want = by_kernel(rows, weight, sizes), one_by_one(rows, weight, sizes)
+    got, want = grouped_mm_kernel(rows, weight, sizes), grouped_mm_loop(rows, weight, sizes)
     torch.testing.assert_close(got, want)
     gradient = torch.randn_like(want)
     for mine, expected in zip(
@@ -263,7 +263,7 @@ def test_the_page_names_what_there_is() -> None:
     model = ModelSpec.model_validate(yaml.safe_load(example)["model"])
     assert model.mixture is not None
     assert model.layers is not None
-    assert list(contradictions(model.mixture, model.layers)) == []
+    assert list(mixture_problems(model.mixture, model.layers)) == []
     exported = {family.name for family in TrainerMetrics("namespace", "job").registry.collect()}
     assert set(re.findall(r"`(ptj_\w+)`", page)) <= exported
     fields = {info.alias for info in MixtureSpec.model_fields.values()}
@@ -275,7 +275,7 @@ def test_the_page_names_what_there_is() -> None:
 def test_how_many_rows_there_are_decides_no_kernel(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     widths: list[tuple[int, ...]] = []
-    judge = grouped._has_kernel
+    judge = grouped_mm._has_kernel
 
     def noted(given: torch.Tensor, *asked: int) -> bool:
         widths.append(asked)
@@ -284,11 +284,11 @@ def test_how_many_rows_there_are_decides_no_kernel(monkeypatch: pytest.MonkeyPat
         return False
 
     judged: list[bool] = []
-    monkeypatch.setattr(grouped, "_has_kernel", noted)
+    monkeypatch.setattr(grouped_mm, "_has_kernel", noted)
     counts = torch.tensor([3, rows - 3])
     x, weight = torch.ones(rows, 24), torch.ones(2, 12, 24)
-    grouped.grouped_linear(x, weight, counts)
-    assert grouped.grouped_outer(torch.ones(rows, 32), x, counts).shape == (2, 32, 24)
+    grouped_mm.grouped_linear(x, weight, counts)
+    assert grouped_mm.grouped_weight_grad(torch.ones(rows, 32), x, counts).shape == (2, 32, 24)
     assert widths == [(12, 24), (32, 24)]
     # 12 numbers of bf16 are 24 bytes.
     assert judged == [False, True]

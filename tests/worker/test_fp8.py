@@ -7,14 +7,22 @@ import torch
 
 from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
 from meshwright.models.architecture import Architecture
-from meshwright_worker.fp8 import linear
-from meshwright_worker.fp8.formats import BACKWARD, FORWARD, Quantised, largest, product, quantised, scaled
-from meshwright_worker.fp8.grouped import Fp8GroupedProduct, Sharing
-from meshwright_worker.fp8.kernels import scaled_groups
-from meshwright_worker.fp8.linear import Fp8Product
-from meshwright_worker.models.grouped import grouped_linear
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.grouped_mm import grouped_linear
 from meshwright_worker.models.layers import Linear
-from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.precision.fp8 import linear
+from meshwright_worker.precision.fp8.grouped_kernels import scaled_grouped_mm
+from meshwright_worker.precision.fp8.grouped_linear import Fp8GroupedProduct, Sharing
+from meshwright_worker.precision.fp8.linear import Fp8Product
+from meshwright_worker.precision.fp8.quantize import (
+    BACKWARD,
+    FORWARD,
+    QuantizedTensor,
+    absolute_max,
+    product,
+    quantize,
+    scaled_mm,
+)
 from tests.distributed.configs import NUMBERS
 
 SPECS = {
@@ -29,19 +37,19 @@ SPECS = {
 def test_quantising_keeps_the_largest_number_and_some_digits_of_the_others(form: torch.dtype) -> None:
     x = torch.randn(32, 64) * 1e-6
     for rowwise in (False, True):
-        values, scale = quantised(x, largest(x, rowwise=rowwise), form)
+        values, scale = quantize(x, absolute_max(x, rowwise=rowwise), form)
         back = values.float() * scale
         assert float((back - x).abs().max() / x.abs().max()) < torch.finfo(form).eps
         assert float(back.abs().max()) == pytest.approx(float(x.abs().max()), rel=1e-5)
-    clamped, scale = quantised(torch.tensor([[3.0, 1.0]]), torch.tensor(1.5), form)
+    clamped, scale = quantize(torch.tensor([[3.0, 1.0]]), torch.tensor(1.5), form)
     assert (clamped.float() * scale).tolist() == [[1.5, pytest.approx(1.0, rel=0.1)]]
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_the_emulated_product_is_the_kernels(rowwise: bool) -> None:
-    a, b = (quantised(x, largest(x, rowwise=rowwise), FORWARD) for x in (torch.randn(16, 32), torch.randn(48, 32)))
+    a, b = (quantize(x, absolute_max(x, rowwise=rowwise), FORWARD) for x in (torch.randn(16, 32), torch.randn(48, 32)))
     try:
-        kernel, emulated = scaled(a, b, torch.bfloat16), product(a, b, torch.bfloat16)
+        kernel, emulated = scaled_mm(a, b, torch.bfloat16), product(a, b, torch.bfloat16)
     except RuntimeError as error:
         if "only supports per-tensor scaling" not in str(error):
             raise
@@ -75,9 +83,9 @@ def test_delayed_scales_see_the_largest_of_their_step() -> None:
     for factor in (1.0, 3.0, 2.0):
         x = torch.full((2, 16), factor, requires_grad=True)
         eight(x, linear.weight).backward(torch.full((2, 16), factor / 10))
-    assert eight.seen is not None
-    assert eight.seen.tolist() == pytest.approx([3.0, float(linear.weight.detach().abs().max()), 0.3])
-    eight.expected = torch.tensor([1.5, 1.0, 1.0])
+    assert eight.observed_amax is not None
+    assert eight.observed_amax.tolist() == pytest.approx([3.0, float(linear.weight.detach().abs().max()), 0.3])
+    eight.scaling_amax = torch.tensor([1.5, 1.0, 1.0])
     clamped = eight(torch.full((2, 16), 3.0), linear.weight)
     assert torch.equal(clamped, eight(torch.full((2, 16), 1.5), linear.weight))
 
@@ -139,29 +147,29 @@ def test_delayed_scales_of_experts_see_the_largest_of_all() -> None:
     eight = Fp8GroupedProduct(SPECS["delayed"], None, None, inputs=False)
     weight = torch.arange(1.0, 4.0).view(3, 1, 1).expand(3, 8, 16).clone().requires_grad_()
     eight(torch.full((16, 16), 0.5), weight, COUNTS, None).backward(torch.full((16, 8), 0.1))
-    assert eight.seen is not None
-    assert eight.seen.tolist() == pytest.approx([0.5, 3.0, 0.1])
-    eight.expected = torch.tensor([0.25, 3.0, 1.0])
+    assert eight.observed_amax is not None
+    assert eight.observed_amax.tolist() == pytest.approx([0.5, 3.0, 0.1])
+    eight.scaling_amax = torch.tensor([0.25, 3.0, 1.0])
     clamped = eight(torch.full((16, 16), 0.5), weight, COUNTS, None)
     assert torch.equal(clamped, eight(torch.full((16, 16), 0.25), weight, COUNTS, None))
 
 
 def test_the_grouped_kernel_takes_what_it_is_given() -> None:
     """Its checks of formats, strides and scales run without a GPU, on tensors without memory."""
-    a = Quantised(torch.empty(64, 32, dtype=FORWARD, device="meta"), torch.empty(64, 1, device="meta"))
-    b = Quantised(torch.empty(3, 48, 32, dtype=FORWARD, device="meta"), torch.empty(3, 1, 1, device="meta"))
-    assert scaled_groups(a, b, torch.empty(3, dtype=torch.int64, device="meta")).shape == (64, 48)
+    a = QuantizedTensor(torch.empty(64, 32, dtype=FORWARD, device="meta"), torch.empty(64, 1, device="meta"))
+    b = QuantizedTensor(torch.empty(3, 48, 32, dtype=FORWARD, device="meta"), torch.empty(3, 1, 1, device="meta"))
+    assert scaled_grouped_mm(a, b, torch.empty(3, dtype=torch.int64, device="meta")).shape == (64, 48)
     with pytest.raises(RuntimeError, match="scale"):
-        scaled_groups(a._replace(scale=torch.empty(63, 1, device="meta")), b, torch.empty(3, dtype=torch.int64))
+        scaled_grouped_mm(a._replace(scale=torch.empty(63, 1, device="meta")), b, torch.empty(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("width", "told"), [(48, ""), (50, "50x32"), (24, "24x32 and 32x24")])
 def test_sizes_that_a_gpu_would_emulate_are_told(
     width: int, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(linear, "hardware_multiplies", lambda: True)
+    monkeypatch.setattr(linear, "has_fp8_matmul", lambda: True)
     with torch.device("meta"):
         stage = DecoderStage(Architecture(**{**NUMBERS, "intermediate_size": width}), torch.bfloat16)
-    linear.use_fp8(stage, Fp8Spec(), None)
+    linear.convert_to_fp8(stage, Fp8Spec(), None)
     assert ("multiples of 16" in caplog.text) == bool(told)
     assert told in caplog.text

@@ -9,9 +9,9 @@ import pytest
 from meshwright.api.data import DataFormat
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Fp8Spec, Precision
-from meshwright.protocol import RunConfig
-from meshwright.runs.context_slices import Deal
-from meshwright_worker.micro_batches import COMPILED_LENGTHS, Cut, cut_of, is_padded
+from meshwright.protocol.messages import RunConfig
+from meshwright.sequence_sharding import SequenceSharding
+from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLengths, is_padded, trim_lengths
 from tests.distributed.configs import small_run
 
 
@@ -22,9 +22,9 @@ def padded(**options: Any) -> RunConfig:
 
 
 def test_only_rows_that_are_padded_are_cut() -> None:
-    assert cut_of(small_run()) is None
+    assert trim_lengths(small_run()) is None
     assert not is_padded(small_run())
-    assert cut_of(padded()) == Cut(unit=1, least=1, whole=16)
+    assert trim_lengths(padded()) == TrimLengths(unit=1, least=1, whole=16)
 
 
 def test_what_counts_padding_is_not_cut() -> None:
@@ -33,7 +33,7 @@ def test_what_counts_padding_is_not_cut() -> None:
         padded(precision=Precision.BF16, training={"fp8": Fp8Spec()}),
     ):
         assert is_padded(run)
-        assert cut_of(run) is None
+        assert trim_lengths(run) is None
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_length_can_be_shared(layout: dict[str, Any], compiled: bool) -> None:
     run = padded(**layout, length=64, training={"compile": compiled})
-    cut, deal = cut_of(run), Deal.of(run)
+    cut, deal = trim_lengths(run), SequenceSharding.of(run)
     assert cut is not None
     lengths = [cut.length(needed) for needed in range(65)]
     for needed, length in enumerate(lengths):

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 
 from meshwright.api.data import DataSpec, Packing
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.balance import Cost, deal
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.corpus import open_corpus
-from meshwright_worker.data.packing import batch_of, documents_apart
-from meshwright_worker.data.stream import SampleStream
-from meshwright_worker.data.tokenizer import SEPARATOR
-from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.data.length_balance import RowCost, assign_rows
+from meshwright_worker.data.packing import make_batch, separate_documents
+from meshwright_worker.data.sample_order import SampleStream
+from meshwright_worker.data.tokenizer_record import SEPARATOR
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import init_weights
 
 MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=2, kv_heads=1, vocab_size=260)
 
 
 def test_positions_documents_and_targets_of_a_packed_row() -> None:
     row = torch.tensor([[7, 8, SEPARATOR, SEPARATOR, 9, 10, SEPARATOR, 11]])
-    batch = batch_of(row, DataSpec(claim_name="text", packing=Packing.DOCUMENTS), SEPARATOR)
+    batch = make_batch(row, DataSpec(claim_name="text", packing=Packing.DOCUMENTS), SEPARATOR)
     assert batch.documents is not None
     assert batch.positions is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 2, 2, 2]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
     assert batch.targets.tolist() == [[8, SEPARATOR, IGNORED, IGNORED, 10, SEPARATOR, IGNORED]]
-    assert batch_of(row, DataSpec(claim_name="text"), SEPARATOR).documents is None
+    assert make_batch(row, DataSpec(claim_name="text"), SEPARATOR).documents is None
 
 
 def test_a_packed_row_trains_as_its_documents_do_alone() -> None:
@@ -40,9 +40,9 @@ def test_a_packed_row_trains_as_its_documents_do_alone() -> None:
     pieces = [torch.randint(0, 250, (1, length), generator=generator) for length in lengths]
     ended = [torch.cat([piece, torch.tensor([[SEPARATOR]])], dim=1) for piece in pieces]
     stage = DecoderStage(MODEL, torch.float64).double()
-    initialize(stage, MODEL, 0, torch.device("cpu"))
-    packed = documents_apart(Batch.of(torch.cat([*ended, torch.zeros(1, 1, dtype=torch.int64)], dim=1)), SEPARATOR)
-    loss = stage(packed.tokens, packed.targets, packed.places)
+    init_weights(stage, MODEL, 0, torch.device("cpu"))
+    packed = separate_documents(Batch.of(torch.cat([*ended, torch.zeros(1, 1, dtype=torch.int64)], dim=1)), SEPARATOR)
+    loss = stage(packed.tokens, packed.targets, packed.token_metadata)
     loss.backward()
     together = {name: parameter.grad.clone() for name, parameter in stage.named_parameters()}  # type: ignore[union-attr]
     stage.zero_grad()
@@ -59,7 +59,7 @@ def test_a_stream_knows_its_documents_without_reading_them(tmp_path: Path) -> No
         (tmp_path / f"{number}.txt").write_text("x" * length)
     stream = SampleStream(open_corpus(DataSpec(claim_name="text"), str(tmp_path)), 16, seed=1)
     for sample in range(2 * stream.samples_per_epoch):
-        documents = documents_apart(Batch.of(stream.batch(sample, 1)), SEPARATOR).documents
+        documents = separate_documents(Batch.of(stream.batch(sample, 1)), SEPARATOR).documents
         assert documents is not None
         assert stream.documents(sample) == documents[0].unique_consecutive(return_counts=True)[1].tolist()
 
@@ -71,26 +71,26 @@ def test_dealt_rows_are_all_there_and_the_sums_differ_by_one_round(
 ) -> None:
     count = replicas * micro_batches * each
     costs = data.draw(st.lists(st.integers(0, 10**15), min_size=count, max_size=count))
-    dealt = deal(costs, replicas, micro_batches)
+    dealt = assign_rows(costs, replicas, micro_batches)
     assert sorted(row for rows in dealt for row in rows) == list(range(count))
     assert {len(rows) for rows in dealt} == {micro_batches * each}
     sums = [sum(costs[row] for row in rows) for rows in dealt]
     ordered = sorted(costs, reverse=True)
     widest = max(ordered[i] - ordered[i + replicas - 1] for i in range(0, count, replicas))
     assert max(sums) - min(sums) <= widest
-    assert deal(list(costs), replicas, micro_batches) == dealt
+    assert assign_rows(list(costs), replicas, micro_batches) == dealt
 
 
 def test_rows_of_long_and_short_documents_even_out() -> None:
-    cost = Cost.of(MODEL)
+    cost = RowCost.of(MODEL)
     rows = [[512]] * 3 + [[256, 256]] * 3 + [[8] * 64] * 10
     costs = [cost.row(row) for row in rows]
     in_order = [sum(costs[first : first + 4]) for first in range(0, 16, 4)]
-    dealt = [sum(costs[row] for row in own) for own in deal(costs, 4, 2)]
+    dealt = [sum(costs[row] for row in own) for own in assign_rows(costs, 4, 2)]
     assert max(in_order) / (sum(costs) / 4) > 1.5
     assert max(dealt) / (sum(costs) / 4) < 1.2
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="do not divide"):
-        deal([1, 2, 3], 2, 1)
+        assign_rows([1, 2, 3], 2, 1)

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright_worker.generation.model import CachedModel
-from meshwright_worker.generation.sample import sample
-from meshwright_worker.models.initialize import initialize
+from meshwright_worker.distributed.network_interface import find_interface
+from meshwright_worker.inference.model import CachedModel
+from meshwright_worker.inference.sampling import sample
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.layers import RMSNorm, TokenLoss
-from meshwright_worker.models.llama import DecoderStage
 from meshwright_worker.models.rotary import RotaryEmbedding
-from meshwright_worker.network import interface_of
 
 MODEL = Architecture(layers=3, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=257)
 FAMILIES_BUILT = [PRESETS[name] for name in ("tiny-gpt", "tiny-qwen", "tiny-latent")]
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def built(model: Architecture = MODEL, stage: int = 0, stages: int = 1, seed: int = 0) -> DecoderStage:
     with torch.device("meta"):
         decoder = DecoderStage(model, torch.float32, stage, stages)
-    initialize(decoder, model, seed, CPU)
+    init_weights(decoder, model, seed, CPU)
     return decoder
 
 
@@ -132,5 +132,5 @@ def test_generate_without_a_checkpoint_says_so(tmp_path: object) -> None:
 
 @pytest.mark.skipif("lo" not in {name for _, name in socket.if_nameindex()}, reason="no loopback interface")
 def test_interfaces() -> None:
-    assert interface_of("127.0.0.1") == interface_of("127.8.0.3") == "lo"
-    assert interface_of("192.0.2.77") is None
+    assert find_interface("127.0.0.1") == find_interface("127.8.0.3") == "lo"
+    assert find_interface("192.0.2.77") is None

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from meshwright.models.presets import PRESETS
-from meshwright_worker.generation.model import CachedModel
-from meshwright_worker.generation.sample import sample
-from meshwright_worker.models.initialize import initialize
-from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.inference.model import CachedModel
+from meshwright_worker.inference.sampling import sample
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import init_weights
 
 PROMPT = [1, 2, 3]
 
@@ -21,7 +21,7 @@ def model() -> CachedModel:
     architecture = PRESETS["tiny"]
     with torch.device("meta"):
         stage = DecoderStage(architecture, torch.float32)
-    initialize(stage, architecture, 0, torch.device("cpu"))
+    init_weights(stage, architecture, 0, torch.device("cpu"))
     return CachedModel(stage, architecture, 16)
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from meshwright.api.data import DataFormat, DataSpec, MixturePart, Tokenizer
 from meshwright.data.files import open_folder
-from meshwright.data.tokenize import Source, tokenize
+from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
 from meshwright_worker.data.corpus import CorpusError
-from meshwright_worker.data.vocabulary import check_vocabulary
-from meshwright_worker.task import RankTask
-from meshwright_worker.train import train
-from meshwright_worker.validate import InvalidRunError
+from meshwright_worker.data.vocabulary_check import check_vocabulary
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import InvalidRunError
+from meshwright_worker.trainer.train import train
 from tests.distributed.cases import Recorder
 from tests.distributed.configs import small_run
 
@@ -52,7 +52,7 @@ def volume(tmp_path: Path, bpe_file: Path, sentencepiece_file: Path) -> Path:
     for name in ("a", "b"):
         (root / name).mkdir(parents=True)
         (root / name / "part.jsonl").write_text(json.dumps({"text": "the quick brown fox", "prompt": "a"}) + "\n")
-        source = Source(open_folder(str(root / name)), kind=DataFormat.JSON_LINES)
+        source = TextSource(open_folder(str(root / name)), kind=DataFormat.JSON_LINES)
         tokenize(source, open_tokenizer(Tokenizer.BPE, bpe_file), root / f"tokens-{name}")
     shutil.copy(bpe_file, root / "tokenizer.json")
     shutil.copy(sentencepiece_file, root / "text.model")

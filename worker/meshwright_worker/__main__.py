@@ -10,7 +10,7 @@ import time
 
 from meshwright.api import labels
 from meshwright_worker.agent.agent import Agent
-from meshwright_worker.settings import Settings, SettingsError, from_environment
+from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
 
 EXIT_BAD_SETTINGS = 2
 

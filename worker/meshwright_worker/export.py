@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright_worker.checkpoint.whole import find_checkpoint
-from meshwright_worker.pretrained.export import export
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
+from meshwright_worker.pretrained.hf_export import export
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GIBIBYTE = 1024**3

@@ -17,15 +17,15 @@ import torch
 from meshwright.api.precision import Precision
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.layout import Layout
-from meshwright_worker.checkpoint.loader import find_together
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
+from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh
 from meshwright_worker.checkpoint.manifest import Manifest
-from meshwright_worker.checkpoint.whole import find_checkpoint
-from meshwright_worker.generation.model import CachedModel, load_split, load_whole, run_of
-from meshwright_worker.generation.sample import sample
-from meshwright_worker.generation.tokenizer import BYTES, tokenizer_for
-from meshwright_worker.generation.validate import check_temperature
-from meshwright_worker.mesh import joined
-from meshwright_worker.torchrun import task_from_environment
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.inference.checkpoint_tokenizer import BYTES, tokenizer_for
+from meshwright_worker.inference.checks import check_temperature
+from meshwright_worker.inference.model import CachedModel, inference_run, load_full_model, load_sharded_model
+from meshwright_worker.inference.sampling import sample
+from meshwright_worker.rank.torchrun import task_from_environment
 
 
 def main() -> None:
@@ -43,20 +43,20 @@ def main() -> None:
         (prompt,) = tokenizer.encode([arguments.prompt])
         if not prompt:
             parser.error(f"--prompt {arguments.prompt!r} has no tokens: give it some text")
-        written = _write(arguments, layout, checkpoint, manifest, tokenizer, prompt)
+        generated = _generate(arguments, layout, checkpoint, manifest, tokenizer, prompt)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if int(os.environ.get("RANK", "0")) == 0:
-        sys.stdout.write(arguments.prompt + continuation(tokenizer, prompt, written) + "\n")
+        sys.stdout.write(arguments.prompt + continuation(tokenizer, prompt, generated) + "\n")
 
 
-def continuation(tokenizer: Tokenizer, prompt: list[int], written: list[int]) -> str:
+def continuation(tokenizer: Tokenizer, prompt: list[int], generated: list[int]) -> str:
     """The text of what was written after a prompt: alone its first token may lose the space that it begins with."""
-    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *written])
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(written)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *generated])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(generated)
 
 
-def _write(
+def _generate(
     arguments: argparse.Namespace,
     layout: Layout,
     checkpoint: Path,
@@ -66,18 +66,18 @@ def _write(
 ) -> list[int]:
     precision, capacity = Precision(arguments.precision), manifest.sequence_length
 
-    def go_on(model: CachedModel) -> list[int]:
+    def generate_tokens(model: CachedModel) -> list[int]:
         count, temperature, seed = arguments.tokens, arguments.temperature, arguments.seed
         end = None if arguments.past_end else tokenizer.separator
         return sample(model, prompt, count, temperature, seed, vocabulary=tokenizer.vocabulary, end=end)
 
     if layout.world_size == 1:
         device = torch.device("cpu") if arguments.cpu else None
-        return go_on(load_whole(checkpoint, manifest, precision, capacity, device))
-    task = task_from_environment(run_of(manifest, layout, precision))
-    with joined(task) as mesh:
-        checkpoint, manifest = find_together(arguments.checkpoint, mesh)
-        return go_on(load_split(checkpoint, manifest, task.run, mesh, capacity))
+        return generate_tokens(load_full_model(checkpoint, manifest, precision, capacity, device))
+    task = task_from_environment(inference_run(manifest, layout, precision))
+    with join_mesh(task) as mesh:
+        checkpoint, manifest = find_checkpoint_on_mesh(arguments.checkpoint, mesh)
+        return generate_tokens(load_sharded_model(checkpoint, manifest, task.run, mesh, capacity))
 
 
 def _parser() -> argparse.ArgumentParser:

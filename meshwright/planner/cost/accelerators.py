@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshwright.planner.cost.choices import Numbers
+from meshwright.planner.cost.strategy import Numbers
 
 GB = 1e9
 TERA = 1e12
@@ -58,7 +58,7 @@ class Accelerator:
         return self.fp8 if numbers is Numbers.FP8 else self.half
 
 
-def _gpu(
+def _accelerator(
     name: str,
     half: float,
     fp8: float,
@@ -89,39 +89,39 @@ def _gpu(
     )
 
 
-_LISTED = (
-    _gpu("V100-SXM2-16GB", 125, 0, 15.7, 16, 0.90, 150, 6.25, host=12),
-    _gpu("V100-SXM2-32GB", 125, 0, 15.7, 32, 0.90, 150, 6.25, host=12),
-    _gpu("T4", 65, 0, 8.1, 15, 0.32, 12, 3, node=4, domain=1, host=12),
-    _gpu("A10G", 70, 0, 35, 22, 0.60, 24, 6.25, node=4, domain=1),
-    _gpu("A10", 125, 0, 31, 22, 0.60, 24, 6.25, node=4, domain=1),
-    _gpu("L4", 121, 242, 30, 22, 0.30, 24, 6.25, domain=1),
-    _gpu("L40", 181, 362, 90, 45, 0.864, 24, 12.5, domain=1),
-    _gpu("L40S", 362, 733, 91, 45, 0.864, 24, 12.5, domain=1),
-    _gpu("A100-SXM4-40GB", 312, 0, 19.5, 39.5, 1.555, 300, 25),
-    _gpu("A100-SXM4-80GB", 312, 0, 19.5, 79.2, 2.039, 300, 25),
-    _gpu("A100-PCIE-40GB", 312, 0, 19.5, 39.5, 1.555, 24, 25, domain=1),
-    _gpu("A100-PCIE-80GB", 312, 0, 19.5, 79.2, 1.935, 24, 25, domain=1),
-    _gpu("A800-SXM4-80GB", 312, 0, 19.5, 79.2, 2.039, 200, 25),
-    _gpu("H100-SXM5-80GB", 989, 1979, 67, 79.6, 3.35, 450, 50, host=55, sustained=0.7),
-    _gpu("H100-SXM5-96GB-HBM2E", 989, 1979, 67, 95.0, 2.4, 450, 50, host=55, sustained=0.55),
-    _gpu("H100-PCIE", 756, 1513, 51, 79.6, 2.0, 50, 25, domain=1, host=55, sustained=0.6),
-    _gpu("H100-NVL", 835, 1671, 60, 93.5, 3.9, 300, 25, domain=2, host=55, sustained=0.65),
-    _gpu("GH200-96GB", 989, 1979, 67, 95.0, 4.0, 150, 25, node=4, domain=4, host=400, sustained=0.68),
-    _gpu("H800-SXM5-80GB", 989, 1979, 67, 79.6, 3.35, 200, 50, host=55, sustained=0.7),
-    _gpu("H20", 148, 296, 44, 95.0, 4.0, 450, 50, host=55),
-    _gpu("H200-SXM5-141GB", 989, 1979, 67, 140.4, 4.8, 450, 50, host=55, sustained=0.7),
-    _gpu("H200-NVL", 835, 1671, 60, 140.4, 4.8, 450, 25, domain=4, host=55, sustained=0.65),
-    _gpu("B200", 2250, 4500, 80, 179, 7.7, 900, 50, host=55, sustained=0.75),
-    _gpu("B300", 2250, 4500, 80, 268, 8.0, 900, 100, host=55, sustained=0.75),
-    _gpu("GB200", 2450, 4900, 80, 185, 8.0, 900, 50, node=4, domain=72, host=200, sustained=0.75),
-    _gpu("GB300", 2500, 5000, 80, 277, 8.0, 900, 100, node=4, domain=72, host=200, sustained=0.75),
+_GPUS = (
+    _accelerator("V100-SXM2-16GB", 125, 0, 15.7, 16, 0.90, 150, 6.25, host=12),
+    _accelerator("V100-SXM2-32GB", 125, 0, 15.7, 32, 0.90, 150, 6.25, host=12),
+    _accelerator("T4", 65, 0, 8.1, 15, 0.32, 12, 3, node=4, domain=1, host=12),
+    _accelerator("A10G", 70, 0, 35, 22, 0.60, 24, 6.25, node=4, domain=1),
+    _accelerator("A10", 125, 0, 31, 22, 0.60, 24, 6.25, node=4, domain=1),
+    _accelerator("L4", 121, 242, 30, 22, 0.30, 24, 6.25, domain=1),
+    _accelerator("L40", 181, 362, 90, 45, 0.864, 24, 12.5, domain=1),
+    _accelerator("L40S", 362, 733, 91, 45, 0.864, 24, 12.5, domain=1),
+    _accelerator("A100-SXM4-40GB", 312, 0, 19.5, 39.5, 1.555, 300, 25),
+    _accelerator("A100-SXM4-80GB", 312, 0, 19.5, 79.2, 2.039, 300, 25),
+    _accelerator("A100-PCIE-40GB", 312, 0, 19.5, 39.5, 1.555, 24, 25, domain=1),
+    _accelerator("A100-PCIE-80GB", 312, 0, 19.5, 79.2, 1.935, 24, 25, domain=1),
+    _accelerator("A800-SXM4-80GB", 312, 0, 19.5, 79.2, 2.039, 200, 25),
+    _accelerator("H100-SXM5-80GB", 989, 1979, 67, 79.6, 3.35, 450, 50, host=55, sustained=0.7),
+    _accelerator("H100-SXM5-96GB-HBM2E", 989, 1979, 67, 95.0, 2.4, 450, 50, host=55, sustained=0.55),
+    _accelerator("H100-PCIE", 756, 1513, 51, 79.6, 2.0, 50, 25, domain=1, host=55, sustained=0.6),
+    _accelerator("H100-NVL", 835, 1671, 60, 93.5, 3.9, 300, 25, domain=2, host=55, sustained=0.65),
+    _accelerator("GH200-96GB", 989, 1979, 67, 95.0, 4.0, 150, 25, node=4, domain=4, host=400, sustained=0.68),
+    _accelerator("H800-SXM5-80GB", 989, 1979, 67, 79.6, 3.35, 200, 50, host=55, sustained=0.7),
+    _accelerator("H20", 148, 296, 44, 95.0, 4.0, 450, 50, host=55),
+    _accelerator("H200-SXM5-141GB", 989, 1979, 67, 140.4, 4.8, 450, 50, host=55, sustained=0.7),
+    _accelerator("H200-NVL", 835, 1671, 60, 140.4, 4.8, 450, 25, domain=4, host=55, sustained=0.65),
+    _accelerator("B200", 2250, 4500, 80, 179, 7.7, 900, 50, host=55, sustained=0.75),
+    _accelerator("B300", 2250, 4500, 80, 268, 8.0, 900, 100, host=55, sustained=0.75),
+    _accelerator("GB200", 2450, 4900, 80, 185, 8.0, 900, 50, node=4, domain=72, host=200, sustained=0.75),
+    _accelerator("GB300", 2500, 5000, 80, 277, 8.0, 900, 100, node=4, domain=72, host=200, sustained=0.75),
 )
 
-ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType({gpu.name: gpu for gpu in _LISTED})
+ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 
 # Words of `nvidia.com/gpu.product` or of a report's GPU column -> catalogue name. The first whose words all occur wins.
-_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
+_PRODUCT_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("GB300",), "GB300"),
     (("GB200",), "GB200"),
     (("B300",), "B300"),
@@ -160,10 +160,12 @@ def accelerator(product: str) -> Accelerator | None:
     words = set(product.upper().replace("(", " ").replace(")", " ").replace("-", " ").replace(",", " ").split())
     if "MIG" in words:
         return None
-    return next((ACCELERATORS[name] for asked, name in _WORDS if words.issuperset(asked)), None)
+    return next(
+        (ACCELERATORS[name] for required_words, name in _PRODUCT_WORDS if words.issuperset(required_words)), None
+    )
 
 
 def gpu_memory_bytes(product: str) -> int | None:
     """Memory of one GPU of this product, for nodes whose labels do not state it; None for one that is not known."""
-    found = accelerator(product) if product else None
-    return int(found.memory) if found is not None else None
+    match = accelerator(product) if product else None
+    return int(match.memory) if match is not None else None

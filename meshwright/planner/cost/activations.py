@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import Choices, Numbers, Recompute
-from meshwright.planner.cost.runtime import Runtime
+from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy
 
 INDEX = 8.0
 """Bytes of a row's number."""
@@ -42,35 +42,37 @@ def layer_activations(
     tensor: int,
     sequence_parallel: bool,
     numbers: Numbers,
-    runtime: Runtime,
+    runtime: Framework,
     spread: bool = True,
 ) -> LayerActivations:
     """The count for one kind of layer; `spread` says whether a mixture's experts are spread over ranks."""
     element = numbers.bytes
     stored = 1.0 if numbers is Numbers.FP8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
-    inputs = 2 * stored * model.hidden
-    whole = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden
+    matmul_inputs = 2 * stored * model.hidden
+    unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden
     if sequence_parallel:
-        whole /= tensor
-        inputs /= 1 if runtime.keeps_gathered else tensor
+        unsplit /= tensor
+        matmul_inputs /= 1 if runtime.keeps_gathered else tensor
     core = 0.0 if runtime.flash else model.heads * sequence * (2 * element + mask) / tensor
     attention = _attention(model, element, runtime)
     split = (attention + _feed_forward(model, mixture, stored, element, runtime)) / tensor
-    routed = _routed(model, stored, element, runtime) if mixture else 0.0
+    routed_bytes = _routed(model, stored, element, runtime) if mixture else 0.0
     if not runtime.copies_routed or (spread and sequence_parallel):
-        routed /= tensor
+        routed_bytes /= tensor
     boundary = element * model.hidden / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
-    kept = whole + inputs + split + routed + core
+    kept = unsplit + matmul_inputs + split + routed_bytes + core
     if not runtime.selects_products:
         return LayerActivations(kept, core, boundary, (kept - core) * runtime.selective_part)
     # The layer's input, what goes into attention, what comes out of it, and what its products and those behind it give.
-    given = element * (_width(model, mixture) + _keyed(model)) / tensor + 2 * element * model.hidden
-    return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + given + core))
+    matmul_outputs = (
+        element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor + 2 * element * model.hidden
+    )
+    return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + matmul_outputs + core))
 
 
 def output_bytes(
-    model: Transformer, tensor: int, sequence_parallel: bool, numbers: Numbers, runtime: Runtime, boundary: float
+    model: Transformer, tensor: int, sequence_parallel: bool, numbers: Numbers, runtime: Framework, boundary: float
 ) -> float:
     """Bytes per token that the final norm keeps, and the output projection of its input; `boundary` is a layer's."""
     if not runtime.keeps_normed:
@@ -80,29 +82,29 @@ def output_bytes(
     return _norm(model, numbers.bytes, runtime) / split + numbers.bytes * model.hidden / gathered
 
 
-def _norm(model: Transformer, element: float, runtime: Runtime) -> float:
+def _norm(model: Transformer, element: float, runtime: Framework) -> float:
     """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
     if not runtime.keeps_normed:
         return model.hidden * runtime.norm_input
     return model.hidden * (max(element, runtime.norm_input) + element) + 4.0
 
 
-def _keyed(model: Transformer) -> int:
+def _latent_outputs(model: Transformer) -> int:
     """Outputs of latent attention's products that are not attention's inputs yet."""
     latent = model.latent
     return 0 if latent is None else latent.query_rank + latent.kv_rank
 
 
-def _width(model: Transformer, mixture: bool) -> int:
+def _matmul_output_width(model: Transformer, mixture: bool) -> int:
     """Outputs of a feed-forward layer's first products, and a mixture's routed rows that come back."""
     columns, experts = 2 if model.gated else 1, model.experts
     if not mixture or experts is None:
         return columns * model.intermediate
-    routed = experts.per_token * (columns * experts.intermediate + model.hidden)
-    return columns * experts.shared_intermediate + routed + experts.count
+    routed_bytes = experts.per_token * (columns * experts.intermediate + model.hidden)
+    return columns * experts.shared_intermediate + routed_bytes + experts.count
 
 
-def _attention(model: Transformer, element: float, runtime: Runtime) -> float:
+def _attention(model: Transformer, element: float, runtime: Framework) -> float:
     """Queries, keys, values, and attention's output as the output projection's input."""
     latent = model.latent
     output = element * model.heads * model.value_size
@@ -110,13 +112,13 @@ def _attention(model: Transformer, element: float, runtime: Runtime) -> float:
     if latent is None:
         keys = element * model.kv_heads * (model.head_size + model.value_size)
         return element * model.heads * model.head_size + keys + output + statistics
-    keyed = model.head_size + latent.rope_size
-    expanded = element * model.heads * (2 * keyed + model.value_size)
+    key_size = model.head_size + latent.rope_size
+    expanded = element * model.heads * (2 * key_size + model.value_size)
     compressed = 2 * element * (latent.query_rank + latent.kv_rank)
     return expanded + compressed + output + statistics
 
 
-def _feed_forward(model: Transformer, mixture: bool, stored: float, element: float, runtime: Runtime) -> float:
+def _feed_forward(model: Transformer, mixture: bool, stored: float, element: float, runtime: Framework) -> float:
     """Inputs of the activation function and of the second product."""
     per_width = (2 * element if model.gated else element) + stored
     if model.gated and not runtime.fused:
@@ -127,7 +129,7 @@ def _feed_forward(model: Transformer, mixture: bool, stored: float, element: flo
     return per_width * (experts.shared_intermediate + experts.per_token * experts.intermediate)
 
 
-def _routed(model: Transformer, stored: float, element: float, runtime: Runtime) -> float:
+def _routed(model: Transformer, stored: float, element: float, runtime: Framework) -> float:
     """Copies of a token for its experts, what they give back, and what the router keeps."""
     experts = model.experts
     if experts is None:
@@ -138,19 +140,19 @@ def _routed(model: Transformer, stored: float, element: float, runtime: Runtime)
     return copies + experts.per_token * 2 * INDEX + ROUTER_TENSORS * 4.0 * experts.count
 
 
-def kept_bytes(per_token: LayerActivations, layers: int, choices: Choices) -> float:
+def saved_bytes(per_token: LayerActivations, layers: int, choices: Strategy) -> float:
     """Bytes per token that `layers` layers keep until their backward pass."""
-    how = choices.recompute
-    if how is Recompute.NONE:
+    recompute_method = choices.recompute
+    if recompute_method is Recompute.NONE:
         return layers * per_token.kept
-    if how is Recompute.SELECTIVE:
+    if recompute_method is Recompute.SELECTIVE:
         return layers * per_token.selected
-    again = min(layers, choices.recompute_layers) if choices.recompute_layers is not None else layers
-    groups = -(-again // choices.recompute_group(again)) if again else 0
-    return groups * per_token.boundary + (layers - again) * per_token.kept
+    recomputed_layers = min(layers, choices.recompute_layers) if choices.recompute_layers is not None else layers
+    groups = -(-recomputed_layers // choices.recompute_group(recomputed_layers)) if recomputed_layers else 0
+    return groups * per_token.boundary + (layers - recomputed_layers) * per_token.kept
 
 
-def working_bytes(per_token: LayerActivations, layers: int, choices: Choices, runtime: Runtime) -> float:
+def recompute_bytes(per_token: LayerActivations, layers: int, choices: Strategy, runtime: Framework) -> float:
     """Bytes per token that one backward pass needs beside what was kept: the group that is being recomputed."""
     if choices.recompute is Recompute.SELECTIVE:
         return per_token.kept - per_token.selected if runtime.selects_products else per_token.core

@@ -41,22 +41,22 @@ def ring_rate(span: Span, fabric: Fabric) -> float:
 @lru_cache(maxsize=16384)
 def ring_latency(span: Span, fabric: Fabric) -> float:
     """Seconds that one turn of a ring takes for no bytes: every hop's latency."""
-    total, below = BASE_LATENCY, 1
-    for level, held in zip(fabric.levels, span.members, strict=False):
-        hops = span.size // below - span.size // held
+    total, ranks_below = BASE_LATENCY, 1
+    for level, ranks_inside in zip(fabric.levels, span.members, strict=False):
+        hops = span.size // ranks_below - span.size // ranks_inside
         total += max(0, hops) * level.latency
-        below = held
+        ranks_below = ranks_inside
     return total
 
 
 @lru_cache(maxsize=16384)
 def tree_latency(span: Span, fabric: Fabric) -> float:
     """Seconds up and down a tree for no bytes."""
-    total, below = BASE_LATENCY, 1
-    for level, held in zip(fabric.levels, span.members, strict=False):
-        if held > below:
-            total += 2 * ceil(log2(held / below)) * level.latency
-            below = held
+    total, ranks_below = BASE_LATENCY, 1
+    for level, ranks_inside in zip(fabric.levels, span.members, strict=False):
+        if ranks_inside > ranks_below:
+            total += 2 * ceil(log2(ranks_inside / ranks_below)) * level.latency
+            ranks_below = ranks_inside
     return total
 
 
@@ -65,8 +65,8 @@ def all_gather(size: float, span: Span, fabric: Fabric) -> float:
     if span.size <= 1 or size <= 0:
         return 0.0
     latency, rate = _ring(span, fabric)
-    share = (span.size - 1) / span.size
-    return latency + share * size / rate
+    ring_fraction = (span.size - 1) / span.size
+    return latency + ring_fraction * size / rate
 
 
 @lru_cache(maxsize=16384)
@@ -84,21 +84,21 @@ def all_reduce(size: float, span: Span, fabric: Fabric) -> float:
     """Seconds to add up `size` bytes over the group, by the cheapest algorithm."""
     if span.size <= 1 or size <= 0:
         return 0.0
-    share = (span.size - 1) / span.size
+    ring_fraction = (span.size - 1) / span.size
     rate = ring_rate(span, fabric)
-    ring = 2 * ring_latency(span, fabric) - BASE_LATENCY + 2 * share * size / rate
-    tree = tree_latency(span, fabric) + 2 * share * size / (rate * TREE_EFFICIENCY)
+    ring = 2 * ring_latency(span, fabric) - BASE_LATENCY + 2 * ring_fraction * size / rate
+    tree = tree_latency(span, fabric) + 2 * ring_fraction * size / (rate * TREE_EFFICIENCY)
     best = min(ring, tree)
     if all(level.in_network for level in fabric.levels[: span.top + 1]):
         best = min(best, tree_latency(span, fabric) + size / (rate * SWITCH_EFFICIENCY))
     if span.top > 0 and span.inner > 1:
-        best = min(best, _hierarchical(size, span, fabric))
+        best = min(best, _hierarchical_all_reduce(size, span, fabric))
     return best
 
 
-def _hierarchical(size: float, span: Span, fabric: Fabric) -> float:
+def _hierarchical_all_reduce(size: float, span: Span, fabric: Fabric) -> float:
     inside = Span((span.inner,) * len(span.members))
-    between = Span((1, *(max(1, held // span.inner) for held in span.members[1:])))
+    between = Span((1, *(max(1, ranks_inside // span.inner) for ranks_inside in span.members[1:])))
     return 2 * all_gather(size, inside, fabric) + all_reduce(size / span.inner, between, fabric)
 
 
@@ -109,14 +109,14 @@ def all_to_all(size: float, span: Span, fabric: Fabric) -> float:
     """
     if span.size <= 1 or size <= 0:
         return 0.0
-    slowest, latency, below = 0.0, BASE_LATENCY, 1
-    for index, held in enumerate(span.members):
-        if held > below:
+    slowest, latency, ranks_below = 0.0, BASE_LATENCY, 1
+    for index, ranks_inside in enumerate(span.members):
+        if ranks_inside > ranks_below:
             efficiency = LINK_EFFICIENCY if index == 0 else NETWORK_EFFICIENCY
-            outside = (span.size - below) / span.size if index else (held - below) / span.size
+            outside = (span.size - ranks_below) / span.size if index else (ranks_inside - ranks_below) / span.size
             slowest = max(slowest, outside * size / (fabric.levels[index].bandwidth * efficiency))
-            latency += fabric.levels[index].latency * ceil(log2(held / below))
-            below = held
+            latency += fabric.levels[index].latency * ceil(log2(ranks_inside / ranks_below))
+            ranks_below = ranks_inside
     return latency + slowest
 
 

@@ -52,20 +52,20 @@ def constants_for(accelerator: str, runtime: str) -> Constants:
     For one that was never seen: the geometric mean over the same accelerator's pairs, else over the same runtime's,
     else the default.
     """
-    found = FITTED.get((accelerator, runtime))
-    if found is not None:
-        return found
-    for place, name in ((0, accelerator), (1, runtime)):
-        like = [constants for pair, constants in FITTED.items() if pair[place] == name]
-        if like:
-            return _mean(like)
+    fitted = FITTED.get((accelerator, runtime))
+    if fitted is not None:
+        return fitted
+    for position, name in ((0, accelerator), (1, runtime)):
+        similar = [constants for pair, constants in FITTED.items() if pair[position] == name]
+        if similar:
+            return _mean(similar)
     return DEFAULT
 
 
-def _mean(several: list[Constants]) -> Constants:
-    count = len(several)
+def _mean(all_constants: list[Constants]) -> Constants:
+    count = len(all_constants)
     return Constants(
-        prod(one.compute for one in several) ** (1 / count),
-        prod(one.communication for one in several) ** (1 / count),
-        prod(one.host for one in several) ** (1 / count),
+        prod(one.compute for one in all_constants) ** (1 / count),
+        prod(one.communication for one in all_constants) ** (1 / count),
+        prod(one.host for one in all_constants) ** (1 / count),
     )

@@ -4,7 +4,7 @@
     estimate(Work(Transformer.of(PRESETS["llama-3-8b"]), 8192, 64), Choices(tensor=8, data=8), machine)
 
 `fits` is the cheap half: memory alone, to drop a layout before its time is asked for. Groups that a placement broke
-apart are costed by handing over the `Groups` they became.
+apart are costed by handing over the `GroupSpans` they became.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from meshwright.models.counts import training_flops
 from meshwright.planner.cost.accelerators import Accelerator
-from meshwright.planner.cost.choices import Choices, Numbers, Work
+from meshwright.planner.cost.comm_groups import GroupSpans, group_spans
 from meshwright.planner.cost.constants import constants_for
 from meshwright.planner.cost.fabric import Fabric
-from meshwright.planner.cost.groups import Groups, groups_of
+from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import Memory, worst_stage
-from meshwright.planner.cost.runtime import RUNTIMES, Runtime
-from meshwright.planner.cost.step import StepTime, step_time
+from meshwright.planner.cost.step_time import StepTime, step_time
+from meshwright.planner.cost.strategy import Numbers, Strategy, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Estimate:
 
 
 def machine_for(
-    gpu: Accelerator, runtime: Runtime | None = None, fabric: Fabric | None = None, *, slowest: float = 1.0
+    gpu: Accelerator, runtime: Framework | None = None, fabric: Fabric | None = None, *, slowest: float = 1.0
 ) -> Machine:
     """A machine with the fitted constants of its pair; the runtime is Meshwright's, the fabric the GPU's usual one."""
-    framework = runtime or RUNTIMES["meshwright"]
+    framework = runtime or FRAMEWORKS["meshwright"]
     return Machine(gpu, fabric or Fabric.of(gpu), framework, constants_for(gpu.name, framework.name), slowest=slowest)
 
 
-def memory_of(work: Work, choices: Choices, machine: Machine) -> Memory:
+def memory_of(work: Workload, choices: Strategy, machine: Machine) -> Memory:
     """Bytes of the fullest stage's ranks.
 
     Raises:
@@ -69,22 +69,22 @@ def memory_of(work: Work, choices: Choices, machine: Machine) -> Memory:
     return worst_stage(work, choices, machine.runtime)
 
 
-def fits(work: Work, choices: Choices, machine: Machine, *, usable: float = 1.0) -> bool:
+def fits(work: Workload, choices: Strategy, machine: Machine, *, usable: float = 1.0) -> bool:
     """Whether every rank's bytes are within `usable` times the GPU's memory."""
     return memory_of(work, choices, machine).total <= usable * machine.gpu.memory
 
 
-def time_of(work: Work, choices: Choices, machine: Machine, groups: Groups | None = None) -> StepTime:
+def time_of(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans | None = None) -> StepTime:
     """Seconds of one step, by part, whether or not it fits.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    return step_time(work, choices, machine, groups or groups_of(choices, machine.fabric, machine.runtime.order))
+    return step_time(work, choices, machine, groups or group_spans(choices, machine.fabric, machine.runtime.order))
 
 
 def estimate(
-    work: Work, choices: Choices, machine: Machine, groups: Groups | None = None, memory: Memory | None = None
+    work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans | None = None, memory: Memory | None = None
 ) -> Estimate:
     """Memory and time of one layout.
 

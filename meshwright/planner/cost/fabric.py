@@ -19,7 +19,7 @@ BASE_LATENCY = 8.4e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class FabricLevel:
     """Domains of equal width: NVLink domains, nodes, leaf switches, spines, zones.
 
     On a rail-optimised fabric a leaf serves one local index of many nodes: `gpus` then counts all GPUs of the
@@ -44,7 +44,7 @@ class Fabric:
         ValueError: there is no level, or they are not ordered from narrow to wide.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[FabricLevel, ...]
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -67,12 +67,12 @@ class Fabric:
             domain: GPUs of one domain, where known.
         """
         inner = domain or gpu.domain
-        between = Level("network", 1 << 30, nic or gpu.nic)
+        between = FabricLevel("network", 1 << 30, nic or gpu.nic)
         if inner > 1:
-            link = Level("nvlink", inner, gpu.link, INTRA_LATENCY, gpu.in_network)
+            link = FabricLevel("nvlink", inner, gpu.link, INTRA_LATENCY, gpu.in_network)
             return cls((link, between))
         if gpu.node > 1:
-            return cls((Level("host", gpu.node, gpu.link, INTRA_LATENCY), between))
+            return cls((FabricLevel("host", gpu.node, gpu.link, INTRA_LATENCY), between))
         return cls((between,))
 
     @property
@@ -107,4 +107,4 @@ class Span:
     @property
     def top(self) -> int:
         """Index of the innermost level whose one domain holds the whole group."""
-        return next(index for index, held in enumerate(self.members) if held >= self.size)
+        return next(index for index, ranks in enumerate(self.members) if ranks >= self.size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost.fabric import Fabric
-from meshwright.planner.cost.runtime import Runtime
+from meshwright.planner.cost.frameworks import Framework
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Machine:
 
     gpu: Accelerator
     fabric: Fabric
-    runtime: Runtime
+    runtime: Framework
     constants: Constants = Constants()
     nvme: float = 3e9
     """Bytes/s of one GPU's share of local NVMe."""

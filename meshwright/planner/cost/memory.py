@@ -12,25 +12,31 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.activations import (
     LayerActivations,
-    kept_bytes,
     layer_activations,
     output_bytes,
-    working_bytes,
+    recompute_bytes,
+    saved_bytes,
 )
-from meshwright.planner.cost.choices import (
-    Choices,
+from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.cost.model_states import FP32, States, states_of
+from meshwright.planner.cost.schedule_cost import (
+    PENDING_AT_PEAK,
+    in_flight_bytes,
+    micro_batches_in_flight,
+    pending_losses,
+    pending_weight_gradients,
+)
+from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_stage
+from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
+from meshwright.planner.cost.strategy import (
     ContextMethod,
-    LayerLayout,
+    LayerStrategy,
     Numbers,
     Offload,
     Recompute,
-    Work,
+    Strategy,
+    Workload,
 )
-from meshwright.planner.cost.flight import HALVED, halfway, held, held_bytes, losses
-from meshwright.planner.cost.halves import left_by_stage
-from meshwright.planner.cost.runtime import Runtime
-from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
-from meshwright.planner.cost.states import FP32, States, states_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +104,18 @@ class _Common(NamedTuple):
     logits: float
 
 
-def worst_stage(work: Work, choices: Choices, runtime: Runtime) -> Memory:
+def worst_stage(work: Workload, choices: Strategy, runtime: Framework) -> Memory:
     """The stage whose ranks need most; the first of equals.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
-    listed = [_parts(work, choices, runtime, stage, common) for stage in _candidates(work, choices)]
-    return Memory(*max(listed, key=_total))
+    common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
+    stage_parts = [_parts(work, choices, runtime, stage, common) for stage in _candidates(work, choices)]
+    return Memory(*max(stage_parts, key=_total))
 
 
-def within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> Memory | None:
+def memory_within(work: Workload, choices: Strategy, runtime: Framework, limit: float) -> Memory | None:
     """The fullest stage's ranks where all are within `limit` bytes, None where some need more.
 
     Asked of many layouts of which most do not fit: the first stage that is too full answers.
@@ -117,47 +123,47 @@ def within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> Memo
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
-    fullest, most = None, -1.0
+    common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
+    fullest_parts, largest_total = None, -1.0
     for stage in _candidates(work, choices):
         parts = _parts(work, choices, runtime, stage, common)
         total = _total(parts)
         if total > limit:
             return None
-        if total > most:
-            fullest, most = parts, total
-    return Memory(*fullest) if fullest is not None else None
+        if total > largest_total:
+            fullest_parts, largest_total = parts, total
+    return Memory(*fullest_parts) if fullest_parts is not None else None
 
 
-def states_within(work: Work, choices: Choices, runtime: Runtime, limit: float) -> bool:
+def model_states_fit(work: Workload, choices: Strategy, runtime: Framework, limit: float) -> bool:
     """Whether parameters, gradients and optimizer state alone leave room in `limit` bytes, whatever is recomputed."""
     model, tensor, parts = work.model, choices.tensor, choices.expert_parts
-    room = (limit - runtime.context) / (1.0 + runtime.fragmentation)
+    byte_limit = (limit - runtime.context) / (1.0 + runtime.fragmentation)
     for stage in stages_of(model, choices).heaviest:
         states = states_of(stage_parameters(model, stage, tensor, parts), choices, runtime, stage)
-        if sum(states) - states.cast > room:
+        if sum(states) - states.cast > byte_limit:
             return False
     return True
 
 
-def every_stage(work: Work, choices: Choices, runtime: Runtime) -> list[Memory]:
+def memory_by_stage(work: Workload, choices: Strategy, runtime: Framework) -> list[Memory]:
     """All stages in order."""
-    common = _common(work, LayerLayout.of(choices), choices.settings.loss_chunk, runtime)
+    common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
     return [Memory(*_parts(work, choices, runtime, stage, common)) for stage in stages_of(work.model, choices).every]
 
 
-def _candidates(work: Work, choices: Choices) -> tuple[Stage, ...]:
+def _candidates(work: Workload, choices: Strategy) -> tuple[Stage, ...]:
     """The stages of which one is the fullest. Where backward passes come in halves later ranks hold less of one kind
     and more of the other, so that any may be.
     """
     stages = stages_of(work.model, choices)
-    return stages.every if choices.schedule in HALVED else stages.heaviest
+    return stages.every if choices.schedule in PENDING_AT_PEAK else stages.heaviest
 
 
 @lru_cache(maxsize=65536)
-def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: Runtime) -> _Common:
+def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runtime: Framework) -> _Common:
     model, tensor, numbers = work.model, choices.tensor, choices.numbers
-    rest = (
+    layer_arguments = (
         work.sequence_length,
         tensor,
         choices.sequence_parallel,
@@ -165,12 +171,12 @@ def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: R
         runtime,
         choices.expert > 1 or not choices.expert_tensor,
     )
-    dense = layer_activations(model, False, *rest)
-    mixed = layer_activations(model, True, *rest) if model.experts is not None else dense
+    dense = layer_activations(model, False, *layer_arguments)
+    mixed = layer_activations(model, True, *layer_arguments) if model.experts is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
     element = numbers.bytes
     # Whole inputs and partial outputs of one layer's products, and their gradients, beside the split ones.
-    whole = 4.0 * element * tokens * model.hidden if tensor > 1 else 0.0
+    unsplit_bytes = 4.0 * element * tokens * model.hidden if tensor > 1 else 0.0
     experts = 0.0
     if model.experts is not None and choices.expert > 1:
         # Tokens sent to experts and received from other ranks.
@@ -181,13 +187,13 @@ def _common(work: Work, choices: LayerLayout, loss_chunk: int | None, runtime: R
         mixed=mixed,
         output=output_bytes(model, tensor, choices.sequence_parallel, numbers, runtime, dense.boundary),
         sends=2 * tokens * dense.boundary,
-        layer=whole + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
+        layer=unsplit_bytes + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
         experts=experts,
         logits=_logits(work, choices, loss_chunk, runtime, tokens),
     )
 
 
-def _logits(work: Work, choices: LayerLayout, chunk: int | None, runtime: Runtime, tokens: int) -> float:
+def _logits(work: Workload, choices: LayerStrategy, chunk: int | None, runtime: Framework, tokens: int) -> float:
     """Bytes of one micro-batch's logits, or of a chunk's beside the gradients that a chunked loss makes at once."""
     width = work.model.vocab / choices.tensor
     per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
@@ -199,31 +205,33 @@ def _logits(work: Work, choices: LayerLayout, chunk: int | None, runtime: Runtim
     return chunk * width * per_logit + gradients + choices.numbers.bytes * tokens * work.model.hidden
 
 
-def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common: _Common) -> _Parts:
+def _parts(work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:
     """The fields of `Memory` for the ranks of one stage, in its order."""
-    own = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
-    states = states_of(own, choices, runtime, stage)
-    kept, working = _activations(work, choices, runtime, stage, common)
-    left = common.tokens * left_by_stage(work.model, stage, choices) if runtime.frees_halfway else kept
-    activations = held_bytes(choices, stage.rank, kept, left)
+    stage_params = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
+    states = states_of(stage_params, choices, runtime, stage)
+    saved, working = _activations(work, choices, runtime, stage, common)
+    weight_half = (
+        common.tokens * weight_half_bytes_of_stage(work.model, stage, choices) if runtime.frees_halfway else saved
+    )
+    activations = in_flight_bytes(choices, stage.rank, saved, weight_half)
     if stage.output:
-        activations += _kept_behind_layers(work, choices, runtime, common)
+        activations += _saved_after_layers(work, choices, runtime, common)
     parameters = states.parameters
     if states.cast:
-        copies, again = _casts(own, choices, states, stage)
-        flight = held(choices, stage.rank) - halfway(choices, stage.rank)
-        parameters, working = parameters + flight * copies, working + again
+        copies, recomputed_cast = _cast_copies(stage_params, choices, states, stage)
+        not_halfway = micro_batches_in_flight(choices, stage.rank) - pending_weight_gradients(choices, stage.rank)
+        parameters, working = parameters + not_halfway * copies, working + recomputed_cast
     if choices.offload_activations is not Offload.NONE:
-        ahead = 2 * choices.recompute_group(stage.layers) if choices.recompute is not Recompute.NONE else 2
-        activations = min(activations, ahead * kept / max(1, stage.layers))
+        layers_resident = 2 * choices.recompute_group(stage.layers) if choices.recompute is not Recompute.NONE else 2
+        activations = min(activations, layers_resident * saved / max(1, stage.layers))
     logits = common.logits if stage.output else 0.0
     neighbours = (stage.rank > 0) + (stage.rank < choices.pipeline - 1)
     buffers = neighbours * common.sends + common.layer + (common.experts if stage.mixtures else 0.0) + states.bucket
     if choices.numbers is Numbers.FP8:
-        buffers += runtime.fp8_weights * own.total
+        buffers += runtime.fp8_weights * stage_params.total
     transient = working if working > logits else logits
-    used = parameters + states.master + states.gradients + states.optimizer + activations + transient
-    used += states.gathered + buffers
+    allocated = parameters + states.master + states.gradients + states.optimizer + activations + transient
+    allocated += states.gathered + buffers
     return (
         stage.rank,
         parameters,
@@ -236,7 +244,7 @@ def _parts(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common:
         states.gathered,
         buffers,
         runtime.context,
-        runtime.fragmentation * used,
+        runtime.fragmentation * allocated,
     )
 
 
@@ -245,50 +253,52 @@ def _total(parts: _Parts) -> float:
     return sum(parts) - parts[0] - (logits if working > logits else working)
 
 
-def _kept_behind_layers(work: Work, choices: Choices, runtime: Runtime, common: _Common) -> float:
+def _saved_after_layers(work: Workload, choices: Strategy, runtime: Framework, common: _Common) -> float:
     """Bytes of the final norm, and of the logarithms of probabilities but for one micro-batch's: `Memory.logits` has
     those.
     """
     if choices.settings.rematerialize:
         return 0.0
-    count = losses(choices)
+    count = pending_losses(choices)
     always = runtime.keeps_normed or choices.recompute is Recompute.NONE
-    kept = count * common.output if always else 0.0
+    saved = count * common.output if always else 0.0
     if choices.settings.loss_chunk is None:
-        kept += (count - 1) * max(FP32, choices.numbers.bytes) * work.model.vocab / choices.tensor
-    return common.tokens * kept
+        saved += (count - 1) * max(FP32, choices.numbers.bytes) * work.model.vocab / choices.tensor
+    return common.tokens * saved
 
 
-def _casts(own: StageParameters, choices: Choices, states: States, stage: Stage) -> tuple[float, float]:
+def _cast_copies(stage_params: StageParameters, choices: Strategy, states: States, stage: Stage) -> tuple[float, float]:
     """Bytes of copies in the format of compute: (kept by each micro-batch in flight, made while it is recomputed)."""
     if choices.recompute is Recompute.NONE and not choices.settings.rematerialize:
         return states.cast, 0.0
-    tables = states.cast * min(1.0, own.tables / max(1.0, own.total))
+    tables = states.cast * min(1.0, stage_params.tables / max(1.0, stage_params.total))
     if choices.settings.rematerialize:
         return 0.0, states.cast
     group = 1 if choices.recompute is Recompute.SELECTIVE else choices.recompute_group(stage.layers)
     return tables, (states.cast - tables) * min(1.0, group / max(1, stage.layers))
 
 
-def _activations(work: Work, choices: Choices, runtime: Runtime, stage: Stage, common: _Common) -> tuple[float, float]:
+def _activations(
+    work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common
+) -> tuple[float, float]:
     """Bytes of one micro-batch on a rank of the stage: (kept until its backward pass, recomputed at once)."""
-    kept = working = 0.0
+    saved = working = 0.0
     if stage.dense:
-        kept = kept_bytes(common.dense, stage.dense, choices)
-        working = working_bytes(common.dense, stage.dense, choices, runtime)
+        saved = saved_bytes(common.dense, stage.dense, choices)
+        working = recompute_bytes(common.dense, stage.dense, choices, runtime)
     if stage.mixtures:
-        kept += kept_bytes(common.mixed, stage.mixtures, choices)
-        working = max(working, working_bytes(common.mixed, stage.mixtures, choices, runtime))
+        saved += saved_bytes(common.mixed, stage.mixtures, choices)
+        working = max(working, recompute_bytes(common.mixed, stage.mixtures, choices, runtime))
     if stage.output:
-        kept += work.model.prediction_layers * kept_bytes(common.mixed, 1, choices)
+        saved += work.model.prediction_layers * saved_bytes(common.mixed, 1, choices)
     if choices.settings.rematerialize:
         # A stage's input is what it keeps, and one of a rank's stages is computed again at a time.
-        working += kept / choices.virtual_stages
-        kept = choices.virtual_stages * common.dense.boundary
-    return common.tokens * kept, common.tokens * working
+        working += saved / choices.virtual_stages
+        saved = choices.virtual_stages * common.dense.boundary
+    return common.tokens * saved, common.tokens * working
 
 
-def _context_buffers(work: Work, choices: LayerLayout, tokens: int, element: float) -> float:
+def _context_buffers(work: Workload, choices: LayerStrategy, tokens: int, element: float) -> float:
     """Other ranks' keys and values of one layer: all of them when gathered, one neighbour's and the next in a ring.
 
     `element` is what a number takes, its gradient included where that travels too.
@@ -296,8 +306,8 @@ def _context_buffers(work: Work, choices: LayerLayout, tokens: int, element: flo
     if choices.context == 1 or choices.context_method is ContextMethod.ULYSSES:
         return 0.0
     model = work.model
-    kept = model.kv_heads * (model.head_size + model.value_size) / choices.tensor
+    saved = model.kv_heads * (model.head_size + model.value_size) / choices.tensor
     if model.latent is not None:
-        kept = float(model.latent.kv_rank + model.latent.rope_size)
+        saved = float(model.latent.kv_rank + model.latent.rope_size)
     parts = choices.context if choices.context_method is ContextMethod.ALL_GATHER else 2
-    return parts * tokens * kept * element
+    return parts * tokens * saved * element

@@ -13,7 +13,7 @@ from meshwright.models.counts import (
     prediction_parameters,
 )
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.choices import CHUNKED, V_SHAPED, Choices, Schedule
+from meshwright.planner.cost.strategy import V_SHAPED, WITH_VIRTUAL_STAGES, Schedule, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +71,42 @@ class Stages:
 def _stages(
     model: Transformer, pipeline: int, split: tuple[int, ...] | None, schedule: Schedule, chunks: int
 ) -> Stages:
-    held = Choices(pipeline=pipeline, layer_split=split, schedule=schedule, virtual_stages=chunks).layers_of(
+    layers_by_rank = Strategy(pipeline=pipeline, layer_split=split, schedule=schedule, virtual_stages=chunks).layers_of(
         model.layers
     )
-    listed, last = [], 0 if schedule in V_SHAPED else len(held) - 1
+    listed, last = [], 0 if schedule in V_SHAPED else len(layers_by_rank) - 1
     kinds: dict[tuple[int, int, bool, bool], list[Stage]] = {}
-    for rank, parts in enumerate(held):
+    for rank, parts in enumerate(layers_by_rank):
         layers = sum(len(part) for part in parts)
         mixtures = sum(model.mixtures(part.start, part.stop) for part in parts)
         stage = Stage(rank, layers, mixtures, rank == 0, rank == last)
         kinds.setdefault((layers, mixtures, stage.embedding, stage.output), []).append(stage)
         listed.append(stage)
-    different = tuple(like[0] for like in kinds.values())
-    heaviest = tuple(stage for stage in different if not any(_covers(other, stage) for other in different))
-    return Stages(tuple(listed), different, tuple(len(like) for like in kinds.values()), heaviest)
+    distinct_stages = tuple(like[0] for like in kinds.values())
+    heaviest = tuple(
+        stage for stage in distinct_stages if not any(_dominates(other, stage) for other in distinct_stages)
+    )
+    return Stages(tuple(listed), distinct_stages, tuple(len(like) for like in kinds.values()), heaviest)
 
 
-def _covers(one: Stage, other: Stage) -> bool:
+def _dominates(one: Stage, other: Stage) -> bool:
     """Whether rank `one` holds at least what inner rank `other` does: as many layers of either kind, no later."""
     inner = not (one.embedding or one.output or other.embedding or other.output)
     return inner and one.rank < other.rank and one.dense >= other.dense and one.mixtures >= other.mixtures
 
 
-def stages_of(model: Transformer, choices: Choices) -> Stages:
+def stages_of(model: Transformer, choices: Strategy) -> Stages:
     """The pipeline's ranks in order.
 
     Raises:
         ValueError: there are more ranks than layers, or `layer_split` does not add up.
     """
-    return _stages(model, choices.pipeline, choices.layer_split, *_shape(choices))
+    return _stages(model, choices.pipeline, choices.layer_split, *_split_key(choices))
 
 
-def _shape(choices: Choices) -> tuple[Schedule, int]:
+def _split_key(choices: Strategy) -> tuple[Schedule, int]:
     """What of the schedule the stages depend on, the same for all that lay them alike."""
-    if choices.pipeline == 1 or choices.schedule not in CHUNKED | V_SHAPED:
+    if choices.pipeline == 1 or choices.schedule not in WITH_VIRTUAL_STAGES | V_SHAPED:
         return Schedule.ONE_F_ONE_B, 1
     like = Schedule.ZB_V if choices.schedule in V_SHAPED else Schedule.INTERLEAVED
     return like, choices.virtual_stages
@@ -114,12 +116,12 @@ def _shape(choices: Choices) -> tuple[Schedule, int]:
 def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts: int) -> StageParameters:
     """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole.
 
-    `expert_parts` is how many ranks a layer's experts are split over, `Choices.expert_parts`.
+    `expert_parts` is how many ranks a layer's experts are split over, `Strategy.expert_parts`.
     """
-    dense = stage.dense * _unsplit(layer_counts(model, False), tensor)
+    dense = stage.dense * _parameters_per_rank(layer_counts(model, False), tensor)
     mixed = layer_counts(model, True)
     experts = stage.mixtures * mixed.experts / expert_parts
-    dense += stage.mixtures * _unsplit(mixed, tensor)
+    dense += stage.mixtures * _parameters_per_rank(mixed, tensor)
     tables = 0.0
     if stage.embedding:
         tables += embedding_parameters(model) / tensor
@@ -127,10 +129,10 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts
         tables += 0.0 if model.tie_embeddings and stage.embedding else output_parameters(model) / tensor
         dense += model.hidden + model.prediction_layers * prediction_parameters(model) / tensor
     layer = (mixed.total if stage.mixtures else layer_counts(model, False).total) / tensor
-    largest = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
+    largest_unit_parameters = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
     if stage.mixtures:
-        layer = _unsplit(mixed, tensor) + mixed.experts / expert_parts
-    return StageParameters(dense + tables, experts, largest, layer, tables)
+        layer = _parameters_per_rank(mixed, tensor) + mixed.experts / expert_parts
+    return StageParameters(dense + tables, experts, largest_unit_parameters, layer, tables)
 
 
 @lru_cache(maxsize=65536)
@@ -140,5 +142,5 @@ def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert_parts:
     return max(each, key=lambda parameters: parameters.total)
 
 
-def _unsplit(counts: LayerCounts, tensor: int) -> float:
+def _parameters_per_rank(counts: LayerCounts, tensor: int) -> float:
     return (counts.attention + counts.dense) / tensor + counts.latent + counts.router + counts.norms

@@ -5,26 +5,26 @@ touch at each level of the fabric, weighted by what they communicate; the cheape
 with a lower bound, so that every answer says how far from the best it can be.
 """
 
-from meshwright.planner.placement.again import Before, place_again
-from meshwright.planner.placement.fragmentation import ToFree, cost_of_fragmentation, nodes_to_free
+from meshwright.planner.placement.fragmentation import NodesToFree, cost_of_fragmentation, nodes_to_free
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
-from meshwright.planner.placement.repair import keep_when_resized, map_ranks, repair_ranks
+from meshwright.planner.placement.rank_mapping import keep_on_resize, map_ranks, remap_ranks
 from meshwright.planner.placement.result import Placement
-from meshwright.planner.placement.spares import spare_nodes, with_spares
+from meshwright.planner.placement.spare_nodes import spare_nodes, with_spares
+from meshwright.planner.placement.stable_placement import PreviousPlacement, place_near_previous
 
 __all__ = [
-    "Before",
+    "PreviousPlacement",
     "Placement",
     "PlacingOptions",
-    "ToFree",
+    "NodesToFree",
     "cost_of_fragmentation",
-    "keep_when_resized",
+    "keep_on_resize",
     "nodes_to_free",
     "place",
-    "place_again",
+    "place_near_previous",
     "map_ranks",
-    "repair_ranks",
+    "remap_ranks",
     "spare_nodes",
     "with_spares",
 ]

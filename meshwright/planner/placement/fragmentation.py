@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.planner.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.plan import Plan
-from meshwright.planner.room import Room, Shape, too_small
 
 _QUICK = PlacingOptions(effort=50_000)
 
 
 @dataclass(frozen=True, slots=True)
-class ToFree:
+class NodesToFree:
     """Nodes whose pods, moved elsewhere, would make room.
 
     Attributes:
@@ -33,39 +33,41 @@ class ToFree:
 
 def cost_of_fragmentation(placement: Placement, inventory: Inventory, options: PlacingOptions = _QUICK) -> float:
     """What the placement costs more than one on the same nodes with nothing else on them; at least 0."""
-    alone = place(placement.plan, _emptied(inventory), options=options, previous=placement.nodes)
-    return max(0.0, placement.cost - alone.cost)
+    on_empty_nodes = place(placement.plan, _emptied(inventory), options=options, previous=placement.nodes)
+    return max(0.0, placement.cost - on_empty_nodes.cost)
 
 
-def nodes_to_free(plan: Plan, inventory: Inventory) -> ToFree | None:
+def nodes_to_free(plan: Plan, inventory: Inventory) -> NodesToFree | None:
     """The nodes to free for a plan that has no room: those that give most for the fewest GPUs in use.
 
     None when it has room, and when even the empty cluster would have too little.
     """
-    blocks = Shape(plan).blocks
-    now, empty = Room(plan, inventory, {}), Room(plan, _emptied(inventory), {})
+    blocks = GangShape(plan).blocks
+    now, empty = FreeCapacity(plan, inventory, {}), FreeCapacity(plan, _emptied(inventory), {})
     missing = blocks - now.total_blocks()
     if missing <= 0 or empty.total_blocks() < blocks:
         return None
-    held: Counter[str] = Counter()
+    gpus_in_use: Counter[str] = Counter()
     members: dict[str, list[str]] = {}
     for node in inventory.usable:
         used = node.capacity.gpus - node.free.gpus
-        if used > 0 and not too_small(plan, node):
-            held[node.place.domain] += used
+        if used > 0 and not why_too_small(plan, node):
+            gpus_in_use[node.place.domain] += used
             members.setdefault(node.place.domain, []).append(node.name)
-    gains = {domain: empty.blocks(domain) - now.blocks(domain) for domain in members}
-    ranked = sorted((d for d in gains if gains[d] > 0), key=lambda d: (held[d] / gains[d], d))
+    blocks_gained = {domain: empty.blocks(domain) - now.blocks(domain) for domain in members}
+    ranked = sorted(
+        (d for d in blocks_gained if blocks_gained[d] > 0), key=lambda d: (gpus_in_use[d] / blocks_gained[d], d)
+    )
     chosen: list[str] = []
     for domain in ranked:
         if missing <= 0:
             break
         chosen.append(domain)
-        missing -= gains[domain]
-    workers = sum(gains[domain] for domain in chosen) * now.block_workers
+        missing -= blocks_gained[domain]
+    workers = sum(blocks_gained[domain] for domain in chosen) * now.block_workers
     if missing > 0:
         return None
-    return ToFree(sorted(n for d in chosen for n in members[d]), sum(held[d] for d in chosen), workers)
+    return NodesToFree(sorted(n for d in chosen for n in members[d]), sum(gpus_in_use[d] for d in chosen), workers)
 
 
 def _emptied(inventory: Inventory) -> Inventory:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import GB, accelerator
-from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement.crossings import Crossings
+from meshwright.planner.placement.objective import CrossingCosts
 from meshwright.planner.plan import Plan
 from meshwright.planner.topology.levels import DOMAIN
 
 _NVLINK = 450
 
 
-def notes_on(
-    plan: Plan, inventory: Inventory, nodes: Mapping[int, str], found: Crossings, tensor_within: str
+def placement_notes(
+    plan: Plan, inventory: Inventory, nodes: Mapping[int, str], crossings: CrossingCosts, tensor_within: str
 ) -> tuple[str, ...]:
     """Sentences about mixed GPUs, and about tensor-parallel groups without NVLink."""
     used = (inventory.nodes[node].gpu_product for node in nodes.values() if node in inventory.nodes)
@@ -24,9 +24,9 @@ def notes_on(
     if len(products) > 1:
         parts = ", ".join(f"{count} workers on {product or 'unknown'}" for product, count in sorted(products.items()))
         sentences.append(f"GPUs of several kinds ({parts}): the slowest sets the pace; no kind alone has room")
-    if found.straddling_tensor_groups and tensor_within != DOMAIN:
+    if crossings.straddling_tensor_groups and tensor_within != DOMAIN:
         sentences.append(
-            f"{found.straddling_tensor_groups} tensor-parallel groups leave their NVLink domain, as allowed up to "
+            f"{crossings.straddling_tensor_groups} tensor-parallel groups leave their NVLink domain, as allowed up to "
             f"{tensor_within}"
         )
     if plan.layout.tensor > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.layout import Layout
-from meshwright.planner.mesh import Mesh
+from meshwright.planner.placement.rank_blocks import RankBlocks
 from meshwright.planner.placement.weights import Weights
 from meshwright.planner.topology.levels import DOMAIN
 
@@ -36,7 +36,7 @@ class PlacingOptions:
     weights: Weights = field(default_factory=Weights)
     tensor_within: str = DOMAIN
     effort: int | None = None
-    mesh: Mesh | None = None
+    mesh: RankBlocks | None = None
 
     def __post_init__(self) -> None:
         if self.effort is not None and self.effort < 0:
@@ -48,19 +48,21 @@ class PlacingOptions:
             return self.effort
         return LARGE_EFFORT if blocks > LARGE_BLOCKS else DEFAULT_EFFORT
 
-    def mesh_of(self, layout: Layout, gpus_per_worker: int) -> Mesh:
+    def mesh_of(self, layout: Layout, gpus_per_worker: int) -> RankBlocks:
         """The groups to place for a plan of this layout.
 
         Raises:
             ValueError: `mesh` is of another world, tensor degree or worker size than the plan.
         """
-        own = Mesh.of(layout, gpus_per_worker)
+        layout_blocks = RankBlocks.of(layout, gpus_per_worker)
         if self.mesh is None:
-            return own
-        given = (self.mesh.world_size, self.mesh.tensor, self.mesh.gpus_per_worker)
-        if given != (own.world_size, own.tensor, own.gpus_per_worker):
+            return layout_blocks
+        mesh_numbers = (self.mesh.world_size, self.mesh.tensor, self.mesh.gpus_per_worker)
+        if mesh_numbers != (layout_blocks.world_size, layout_blocks.tensor, layout_blocks.gpus_per_worker):
             raise ValueError(
-                f"`mesh` has {given[0]} ranks, TP {given[1]} and {given[2]} GPUs per worker, the plan "
-                f"{own.world_size}, {own.tensor} and {own.gpus_per_worker}: give the mesh of this plan"
+                f"`mesh` has {mesh_numbers[0]} ranks, TP {mesh_numbers[1]} and {mesh_numbers[2]} GPUs per worker, the "
+                "plan "
+                f"{layout_blocks.world_size}, {layout_blocks.tensor} and {layout_blocks.gpus_per_worker}: give the "
+                "mesh of this plan"
             )
         return self.mesh

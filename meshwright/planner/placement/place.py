@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.planner.inventory import Inventory
-from meshwright.planner.placement.bound import lower_bound
-from meshwright.planner.placement.crossings import crossings
-from meshwright.planner.placement.notes import notes_on
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.placement.best_fit import best_fit
+from meshwright.planner.placement.bins import DomainBins
+from meshwright.planner.placement.capacity import FreeCapacity, GangShape
+from meshwright.planner.placement.fit_error import fit_error
+from meshwright.planner.placement.lower_bound import lower_bound
+from meshwright.planner.placement.notes import placement_notes
+from meshwright.planner.placement.objective import crossings
 from meshwright.planner.placement.options import PlacingOptions
-from meshwright.planner.placement.packing import take
 from meshwright.planner.placement.result import Placement
-from meshwright.planner.placement.sites import Sites
-from meshwright.planner.placement.solve import solve
+from meshwright.planner.placement.solver import solve
 from meshwright.planner.plan import Plan
-from meshwright.planner.room import Room, Shape
-from meshwright.planner.shortage import shortage
-from meshwright.planner.topology.place import Place, unknown_place
+from meshwright.planner.topology.location import Location, unknown_location
 
 _DEFAULT = PlacingOptions()
 
@@ -44,27 +44,30 @@ def place(
         DoesNotFitError: there is no room; nothing is placed in part.
         ValueError: `options.tensor_within` is no level of the inventory.
     """
-    workers = Shape(plan).workers
+    workers = GangShape(plan).workers
     kept = {worker: node for worker, node in (keep or {}).items() if 0 <= worker < workers}
-    tries = [_Attempt(plan, inventory, kept, options, product) for product in _products(plan, inventory, kept, options)]
-    placed = [attempt.run() for attempt in tries]
+    attempts = [
+        _PlacementAttempt(plan, inventory, kept, options, product)
+        for product in _gpu_products(plan, inventory, kept, options)
+    ]
+    placed = [attempt.run() for attempt in attempts]
     best = min(placed, key=lambda placement: placement.cost)
     bound = min(placement.bound for placement in placed)
-    if previous is not None and _possible(plan, inventory, kept, previous, options):
-        old = _result(plan, inventory, {w: previous[w] for w in range(workers)}, options, bound)
-        best = old if old.cost <= best.cost else best
+    if previous is not None and _is_possible(plan, inventory, kept, previous, options):
+        previous_placement = _result(plan, inventory, {w: previous[w] for w in range(workers)}, options, bound)
+        best = previous_placement if previous_placement.cost <= best.cost else best
     return best
 
 
-def place_of(inventory: Inventory, node: str) -> Place:
+def place_of(inventory: Inventory, node: str) -> Location:
     """Where a node is; one that is no longer known is a place of its own."""
     known = inventory.nodes.get(node)
     if known is not None and known.place.levels == inventory.levels:
         return known.place
-    return unknown_place(node, inventory.levels)
+    return unknown_location(node, inventory.levels)
 
 
-class _Attempt:
+class _PlacementAttempt:
     """One run: workers that stay, then those that must join them, then the search for all others."""
 
     def __init__(
@@ -79,9 +82,9 @@ class _Attempt:
         self._inventory = inventory
         self._kept = kept
         self._options = options
-        self._shape = Shape(plan)
+        self._shape = GangShape(plan)
         self._mesh = options.mesh_of(plan.layout, plan.gpus_per_worker)
-        self._room = Room(plan, inventory, kept, options.tensor_within, product)
+        self._capacity = FreeCapacity(plan, inventory, kept, options.tensor_within, product)
         self._nodes = dict(kept)
 
     def run(self) -> Placement:
@@ -89,21 +92,21 @@ class _Attempt:
         if self._kept:
             self._complete_blocks()
         first = self._shape.block_workers
-        stays = {
+        fixed_blocks = {
             block: place_of(self._inventory, self._nodes[block * first])
             for block in range(self._shape.blocks)
             if block * first in self._nodes
         }
-        if self._shape.blocks - len(stays) > self._room.total_blocks():
-            raise shortage(self._plan, self._inventory, self._kept, blocked=0)
+        if self._shape.blocks - len(fixed_blocks) > self._capacity.total_blocks():
+            raise fit_error(self._plan, self._inventory, self._kept, blocked=0)
         levels = self._inventory.levels[self._inventory.levels.index(self._options.tensor_within) :]
-        sites = Sites(self._mesh, self._room, stays, levels, self._options.weights)
-        bound = lower_bound(sites.problem)
-        found = solve(self._mesh, sites.problem, bound, self._options.effort_for(self._shape.blocks))
-        for block, domain in sorted(sites.domains_of(found.bins).items()):
-            self._put(self._shape.workers_of(block), domain)
+        domain_bins = DomainBins(self._mesh, self._capacity, fixed_blocks, levels, self._options.weights)
+        bound = lower_bound(domain_bins.problem)
+        crossing_costs = solve(self._mesh, domain_bins.problem, bound, self._options.effort_for(self._shape.blocks))
+        for block, domain in sorted(domain_bins.domains_of(crossing_costs.bins).items()):
+            self._assign(self._shape.workers_of(block), domain)
         nodes = {worker: self._nodes[worker] for worker in range(self._shape.workers)}
-        return _result(self._plan, self._inventory, nodes, self._options, bound + sites.constant)
+        return _result(self._plan, self._inventory, nodes, self._options, bound + domain_bins.constant)
 
     def _complete_blocks(self) -> None:
         """Puts the workers of partly kept tensor-parallel groups beside those that stay."""
@@ -113,24 +116,24 @@ class _Attempt:
             if not missing or len(missing) == len(workers):
                 continue
             level = self._options.tensor_within
-            staying = (self._nodes[worker] for worker in workers if worker in self._nodes)
-            domains = Counter(place_of(self._inventory, node).at(level) for node in staying)
+            kept_nodes = (self._nodes[worker] for worker in workers if worker in self._nodes)
+            domains = Counter(place_of(self._inventory, node).at(level) for node in kept_nodes)
             domain = min(domains, key=lambda name: (-domains[name], name))
-            available = self._room.workers(domain)
+            available = self._capacity.workers(domain)
             if available < len(missing):
-                raise shortage(self._plan, self._inventory, self._kept, blocked=len(missing) - available)
-            self._put(missing, domain)
+                raise fit_error(self._plan, self._inventory, self._kept, blocked=len(missing) - available)
+            self._assign(missing, domain)
 
-    def _put(self, workers: Iterable[int], domain: str) -> None:
+    def _assign(self, workers: Iterable[int], domain: str) -> None:
         """Puts the workers of one block onto nodes of a domain."""
         waiting = list(workers)
-        for node, count in take(len(waiting), self._room.nodes_in(domain)):
-            self._room.use(domain, node, count)
+        for node, count in best_fit(len(waiting), self._capacity.nodes_in(domain)):
+            self._capacity.use(domain, node, count)
             self._nodes |= dict.fromkeys(waiting[:count], node)
             waiting = waiting[count:]
 
 
-def _products(
+def _gpu_products(
     plan: Plan, inventory: Inventory, kept: Mapping[int, str], options: PlacingOptions
 ) -> Sequence[str | None]:
     """The kinds of GPU to place on, each alone: the slowest GPU sets the pace of all. `None`: any mix of them.
@@ -141,25 +144,27 @@ def _products(
     if len(products) <= 1:
         return (None,)
     running = {inventory.nodes[node].gpu_product for node in kept.values() if node in inventory.nodes}
-    wanted = [p for p in products if p in running] if len(running) == 1 else products if not running else []
-    needed = Shape(plan).blocks - len(kept) // Shape(plan).block_workers
+    candidate_products = [p for p in products if p in running] if len(running) == 1 else products if not running else []
+    needed = GangShape(plan).blocks - len(kept) // GangShape(plan).block_workers
     within = options.tensor_within
-    holding = [p for p in wanted if Room(plan, inventory, kept, within, p).total_blocks() >= needed]
-    return holding or (None,)
+    products_with_capacity = [
+        p for p in candidate_products if FreeCapacity(plan, inventory, kept, within, p).total_blocks() >= needed
+    ]
+    return products_with_capacity or (None,)
 
 
-def _possible(
+def _is_possible(
     plan: Plan, inventory: Inventory, kept: Mapping[int, str], nodes: Mapping[int, str], options: PlacingOptions
 ) -> bool:
     """Whether these nodes hold these workers, and every tensor-parallel group stays where it must."""
-    shape = Shape(plan)
+    shape = GangShape(plan)
     if any(worker not in nodes for worker in range(shape.workers)) or not kept.items() <= nodes.items():
         return False
-    room = Room(plan, inventory, {}, options.tensor_within)
-    free = {name: count for domain in room.domains for name, count in room.nodes_in(domain).items()}
+    capacity = FreeCapacity(plan, inventory, {}, options.tensor_within)
+    free = {name: count for domain in capacity.domains for name, count in capacity.nodes_in(domain).items()}
     counts = Counter(nodes[worker] for worker in range(shape.workers) if worker not in kept)
-    held = Counter(kept.values())
-    if any(free.get(node, 0) - held[node] < count for node, count in counts.items()):
+    kept_by_node = Counter(kept.values())
+    if any(free.get(node, 0) - kept_by_node[node] < count for node, count in counts.items()):
         return False
     places = [place_of(inventory, nodes[worker]).at(options.tensor_within) for worker in range(shape.workers)]
     return all(len({places[w] for w in shape.workers_of(block)}) == 1 for block in range(shape.blocks))
@@ -170,6 +175,6 @@ def _result(
 ) -> Placement:
     places = {worker: place_of(inventory, node) for worker, node in nodes.items()}
     mesh = options.mesh_of(plan.layout, plan.gpus_per_worker)
-    found = crossings(plan, places, options.weights, mesh)
-    notes = notes_on(plan, inventory, nodes, found, options.tensor_within)
-    return Placement(plan, nodes, places, found, min(bound, found.cost), notes)
+    crossing_costs = crossings(plan, places, options.weights, mesh)
+    notes = placement_notes(plan, inventory, nodes, crossing_costs, options.tensor_within)
+    return Placement(plan, nodes, places, crossing_costs, min(bound, crossing_costs.cost), notes)

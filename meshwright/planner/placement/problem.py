@@ -75,85 +75,85 @@ class Problem:
         return [j for j, b in enumerate(self.bins) if b.capacity > 0]
 
     @cached_property
-    def movable(self) -> list[int]:
+    def unplaced(self) -> list[int]:
         """Blocks that have no place yet."""
         return [block for block, where in enumerate(self.fixed) if where == UNPLACED]
 
     @cached_property
     def groups_of(self) -> list[list[int]]:
         """Block -> the groups it is in."""
-        found: list[list[int]] = [[] for _ in range(self.size)]
+        groups_by_block: list[list[int]] = [[] for _ in range(self.size)]
         for index, group in enumerate(self.groups):
             for block in group.blocks:
-                found[block].append(index)
-        return found
+                groups_by_block[block].append(index)
+        return groups_by_block
 
     @cached_property
-    def open_groups(self) -> list[WeightedGroup]:
+    def undecided_groups(self) -> list[WeightedGroup]:
         """Groups that an unplaced block is in: only their cost is still undecided."""
-        if len(self.movable) == self.size:
+        if len(self.unplaced) == self.size:
             return list(self.groups)
-        return [self.groups[i] for i in sorted({i for block in self.movable for i in self.groups_of[block]})]
+        return [self.groups[i] for i in sorted({i for block in self.unplaced for i in self.groups_of[block]})]
 
     @cached_property
-    def decided_cost(self) -> float:
+    def fixed_cost(self) -> float:
         """Cost of the groups all of whose blocks are fixed."""
-        if len(self.open_groups) == len(self.groups):
+        if len(self.undecided_groups) == len(self.groups):
             return 0.0
-        undecided = {id(group) for group in self.open_groups}
+        undecided = {id(group) for group in self.undecided_groups}
         return self._cost_of((g for g in self.groups if id(g) not in undecided), self.fixed)
 
     def cost(self, bins: Sequence[int]) -> float:
         """What an assignment (block -> bin) costs."""
-        return self.decided_cost + self._cost_of(self.open_groups, bins)
+        return self.fixed_cost + self._cost_of(self.undecided_groups, bins)
 
     @cached_property
-    def _readers(self) -> dict[int, Callable[[Sequence[int]], tuple[int, ...]]]:
+    def _bin_readers(self) -> dict[int, Callable[[Sequence[int]], tuple[int, ...]]]:
         """Group's id -> what reads the bins of its blocks; a C loop, since this is where a search spends its time."""
         return {id(group): itemgetter(*group.blocks) for group in self.groups}
 
     @cached_property
-    def _distinct(self) -> bool:
+    def _bins_are_places(self) -> bool:
         """Whether every bin is a place of its own at the closest level."""
         return len(set(self.places[0])) == len(self.bins)
 
     @cached_property
-    def _apart(self) -> bool:
+    def _has_isolating_bins(self) -> bool:
         return any(self.alone)
 
     def _cost_of(self, groups: Iterable[WeightedGroup], bins: Sequence[int]) -> float:
         total = 0.0
-        readers, places, apart = self._readers, self.places, self._apart
+        readers, places, isolated = self._bin_readers, self.places, self._has_isolating_bins
         for group in groups:
             used = set(readers[id(group)](bins))
-            if len(used) == 1 and not apart:
+            if len(used) == 1 and not isolated:
                 continue
             for level, weight in enumerate(group.weights):
                 if not weight:
                     continue
                 if level == 0:
-                    total += weight * (self._closest(group, bins, used) - 1)
+                    total += weight * (self._closest_places(group, bins, used) - 1)
                 else:
                     total += weight * (len(set(map(places[level].__getitem__, used))) - 1)
         return total
 
-    def _closest(self, group: WeightedGroup, bins: Sequence[int], used: set[int]) -> int:
+    def _closest_places(self, group: WeightedGroup, bins: Sequence[int], used: set[int]) -> int:
         """Places of the closest level that a group touches; some bins may hold each block apart."""
-        if not self._apart:
-            return len(used) if self._distinct else len({self.places[0][j] for j in used})
+        if not self._has_isolating_bins:
+            return len(used) if self._bins_are_places else len({self.places[0][j] for j in used})
         alone = self.alone
-        apart = sum(1 for block in group.blocks if alone[bins[block]])
-        return apart + len({self.places[0][j] for j in used if not alone[j]})
+        isolated = sum(1 for block in group.blocks if alone[bins[block]])
+        return isolated + len({self.places[0][j] for j in used if not alone[j]})
 
-    def tidiness(self, bins: Sequence[int]) -> tuple[int, int, int]:
+    def tie_breaker(self, bins: Sequence[int]) -> tuple[int, int, int]:
         """What decides between equal costs, lower is better.
 
         Units touched (whole racks stay whole for others), room left over in those, and imbalance between them (the
         sum of squares: 16 + 16 rather than 14 + 18).
         """
         used: dict[int, int] = {}
-        for block in self.movable:
+        for block in self.unplaced:
             unit = self.unit[bins[block]]
             used[unit] = used.get(unit, 0) + 1
-        left = sum(b.capacity for b, unit in zip(self.bins, self.unit, strict=True) if unit in used)
-        return len(used), left - len(self.movable), sum(count * count for count in used.values())
+        capacity_left = sum(b.capacity for b, unit in zip(self.bins, self.unit, strict=True) if unit in used)
+        return len(used), capacity_left - len(self.unplaced), sum(count * count for count in used.values())

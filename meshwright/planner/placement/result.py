@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.api.names import pod_name
-from meshwright.api.ranks import ranks_text
+from meshwright.api.rank_ranges import format_ranks
 from meshwright.api.status import PlacementStatus, WorkerPlacement
-from meshwright.planner.placement.crossings import Crossings
+from meshwright.planner.placement.objective import CrossingCosts
 from meshwright.planner.plan import Plan
-from meshwright.planner.topology.place import Place
+from meshwright.planner.topology.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Placement:
     plan: Plan
     nodes: dict[int, str]
     """Worker index -> node."""
-    places: dict[int, Place]
+    places: dict[int, Location]
     """Worker index -> where that node is."""
-    crossings: Crossings
+    crossings: CrossingCosts
     bound: float = 0.0
     """No placement of this plan on these nodes costs less."""
     notes: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Placement:
                     incarnation=incarnations.get(worker, 0),
                     pod=pod_name(job, worker, incarnations.get(worker, 0)),
                     node=self.nodes[slot],
-                    ranks=ranks_text(self.plan.workers[slot]),
+                    ranks=format_ranks(self.plan.workers[slot]),
                     domain=self.places[slot].domain,
                     rack=self.places[slot].rack,
                 )

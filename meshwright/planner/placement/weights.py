@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.planner.mesh import Dimension
+from meshwright.planner.placement.rank_blocks import Dimension
 from meshwright.planner.topology.levels import CORE, DOMAIN, RACK, REGION, SPINE, ZONE
 from meshwright.planner.topology.links import Links
 
@@ -24,7 +24,7 @@ _DEFAULTS: dict[Dimension, dict[str, float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class GroupTraffic:
     """Exposed bytes that one group sends per step over each further place it touches, by dimension.
 
     Exposed: what computation does not hide. Of a pipeline group the activations and gradients of all micro-batches
@@ -59,7 +59,7 @@ class Weights:
         return costs[level] if level in costs else costs.get(SPINE, 0.0)
 
     @classmethod
-    def from_traffic(cls, traffic: Traffic, links: Links) -> Weights:
+    def from_traffic(cls, traffic: GroupTraffic, links: Links) -> Weights:
         """Seconds per step that one more place of each level adds, beyond what the level below adds already."""
         sent = {
             Dimension.CONTEXT: traffic.context,

@@ -4,54 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.planner.cost.choices import Choices
 from meshwright.planner.cost.estimate import memory_of
 from meshwright.planner.cost.memory import Memory
-from meshwright.planner.search.fill import price, thriftiest
-from meshwright.planner.search.found import Found
-from meshwright.planner.search.request import Request
-from meshwright.planner.search.shapes import Shape, micro_batch_sizes
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.degrees import Degrees, micro_batch_sizes
+from meshwright.planner.search.expand import least_memory_strategies, price
+from meshwright.planner.search.request import SearchRequest
 
 
 class NothingFitsError(ValueError):
     """No layout the request allows fits; `nearest` is the one that misses by least, if any could be counted."""
 
-    def __init__(self, message: str, nearest: Choices | None = None, memory: Memory | None = None) -> None:
+    def __init__(self, message: str, nearest: Strategy | None = None, memory: Memory | None = None) -> None:
         super().__init__(message)
         self.nearest = nearest
         self.memory = memory
 
 
-def contradiction(request: Request) -> str:
+def no_layout_message(request: SearchRequest) -> str:
     """The message for degrees that divide neither the model nor the batch."""
     pins = request.pins
-    stated = {
+    pinned_values = {
         name: value
         for name in ("tensor", "context", "pipeline", "expert", "data", "micro_batches", "micro_batch_size")
         if (value := getattr(pins, name)) is not None
     }
-    given = ", ".join(f"{name} {value}" for name, value in stated.items()) or "nothing"
+    pinned_text = ", ".join(f"{name} {value}" for name, value in pinned_values.items()) or "nothing"
     return (
         f"no layout divides the model and the batch of {request.work.global_batch} sequences over at most "
-        f"{request.gpus} GPUs with {given} given: change a given degree, the batch, or the number of GPUs"
+        f"{request.gpus} GPUs with {pinned_text} given: change a given degree, the batch, or the number of GPUs"
     )
 
 
-def too_large(request: Request, everything: Iterable[Shape]) -> NothingFitsError:
+def nothing_fits_error(request: SearchRequest, all_degrees: Iterable[Degrees]) -> NothingFitsError:
     """The error for a model that no layout makes fit, with the layout that misses by least."""
-    least: tuple[float, Choices, Memory] | None = None
-    for shape in everything:
-        for choices in thriftiest(request, shape, micro_batch_sizes(request, shape)[0]):
+    smallest: tuple[float, Strategy, Memory] | None = None
+    for degrees in all_degrees:
+        for choices in least_memory_strategies(request, degrees, micro_batch_sizes(request, degrees)[0]):
             memory = memory_of(request.work, choices, request.machine)
-            if least is None or memory.total < least[0]:
-                least = (memory.total, choices, memory)
-    if least is None:
-        return NothingFitsError(contradiction(request))
-    total, choices, memory = least
+            if smallest is None or memory.total < smallest[0]:
+                smallest = (memory.total, choices, memory)
+    if smallest is None:
+        return NothingFitsError(no_layout_message(request))
+    total, choices, memory = smallest
     limit = request.usable * request.machine.gpu.memory
     message = (
         f"no layout fits: the least that a rank needs is {total / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB "
-        f"({Found(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add GPUs, take GPUs "
+        f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "
+        "GPUs, take GPUs "
         "with more memory, or shorten the sequence"
     )
     return NothingFitsError(message, choices, memory)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.planner.cost.choices import Choices, Recompute
 from meshwright.planner.cost.estimate import Estimate, memory_of
-from meshwright.planner.search.fill import price
-from meshwright.planner.search.found import Found
-from meshwright.planner.search.request import Request
-from meshwright.planner.search.search import AS_GOOD, Result
+from meshwright.planner.cost.strategy import Recompute, Strategy
+from meshwright.planner.search.best_first import TIE_TOLERANCE, SearchResult
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.expand import price
+from meshwright.planner.search.request import SearchRequest
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class RejectedAlternative:
     """A neighbour of the winner, and why it lost."""
 
     change: str
@@ -35,28 +35,29 @@ class Lost:
         return f"{self.change}: {self.reason}"
 
 
-def reasons(result: Result) -> tuple[str, ...]:
+def reasons(result: SearchResult) -> tuple[str, ...]:
     """Why each degree is what it is, textbook order, each with its numbers."""
     request, best = result.request, result.best
-    told = [
+    sentences = [
         _tensor(request, best),
         _pipeline(request, best),
         _data(best),
         _context(request, best),
         _expert(request, best),
-        _saving(best),
+        _memory_saving(best),
         limits(result),
     ]
-    return tuple(sentence for sentence in told if sentence)
+    return tuple(sentence for sentence in sentences if sentence)
 
 
-def limits(result: Result) -> str:
+def limits(result: SearchResult) -> str:
     """What bounds the step: the largest part of it beside computing, and the stage that is fullest."""
     best, machine = result.best, result.request.machine
     memory = best.estimate.memory
-    room = machine.gpu.memory * result.request.usable
+    byte_limit = machine.gpu.memory * result.request.usable
     return (
-        f"{step_text(best.estimate)}; stage {memory.stage} is fullest, {memory.total / GIB:.1f} of {room / GIB:.1f} "
+        f"{step_text(best.estimate)}; stage {memory.stage} is fullest, {memory.total / GIB:.1f} of "
+        f"{byte_limit / GIB:.1f} "
         f"GiB, most of it {_fullest(best)}"
     )
 
@@ -83,89 +84,94 @@ def step_text(estimate: Estimate) -> str:
     )
 
 
-def lost(result: Result) -> tuple[Lost, ...]:
+def rejected_alternatives(result: SearchResult) -> tuple[RejectedAlternative, ...]:
     """The winner's neighbours, one decision changed, and what each would cost."""
-    return neighbours(result.request, result.best)
+    return alternatives_of(result.request, result.best)
 
 
-def neighbours(request: Request, chosen: Found) -> tuple[Lost, ...]:
+def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:
     """Layouts that differ from `chosen` in one decision, and what each would cost."""
-    return tuple(_compare(request, chosen, change, choices) for change, choices in _changed(request, chosen.choices))
+    return tuple(
+        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.choices)
+    )
 
 
-def _changed(request: Request, won: Choices) -> Iterator[tuple[str, Choices]]:
+def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Degrees halved and doubled against the number of replicas, and savings more and less."""
     pins = request.pins
     for name, label in (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP")):
         if getattr(pins, name) is not None:
             continue
-        now = getattr(won, name)
+        now = getattr(winner, name)
         for other in (now // 2, now * 2):
             if other >= 1 and other != now and (name != "context" or request.techniques.context):
-                changed = _traded(won, name, now, other)
+                changed = _trade_for_data(winner, name, now, other)
                 if changed is not None:
                     yield f"{label} {other} instead of {now}", changed
-    if pins.zero_stage is None and won.replicas > 1:
+    if pins.zero_stage is None and winner.replicas > 1:
         for stage in request.techniques.zero_stages:
-            if stage != won.zero_stage:
-                yield f"ZeRO-{stage} instead of {won.zero_stage}", replace(won, zero_stage=stage)
+            if stage != winner.zero_stage:
+                yield f"ZeRO-{stage} instead of {winner.zero_stage}", replace(winner, zero_stage=stage)
     if pins.recompute is None:
-        for again in request.techniques.recompute:
-            if again is not won.recompute:
-                yield f"{_again(again)} instead of {_again(won.recompute)}", replace(won, recompute=again)
+        for recompute_option in request.techniques.recompute:
+            if recompute_option is not winner.recompute:
+                yield (
+                    f"{_recompute_text(recompute_option)} instead of {_recompute_text(winner.recompute)}",
+                    replace(winner, recompute=recompute_option),
+                )
 
 
-def _traded(won: Choices, name: str, now: int, other: int) -> Choices | None:
+def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strategy | None:
     """`name` changed and the replicas with it, so that GPUs and batch stay; None where they do not come out whole."""
-    numerator = won.data * now
+    numerator = winner.data * now
     if numerator % other:
         return None
     data = numerator // other
-    sequences = won.data * won.micro_batches * won.micro_batch_size
-    if sequences % (data * won.micro_batch_size) or (won.context * data) % won.expert:
+    sequences = winner.data * winner.micro_batches * winner.micro_batch_size
+    if sequences % (data * winner.micro_batch_size) or (winner.context * data) % winner.expert:
         return None
-    if data % won.settings.islands:
+    if data % winner.settings.islands:
         # Islands are made of whole replicas.
         return None
     changes = {
         name: other,
         "data": data,
-        "micro_batches": sequences // data // won.micro_batch_size,
+        "micro_batches": sequences // data // winner.micro_batch_size,
         "layer_split": None,
     }
     try:
-        return replace(won, **changes)  # type: ignore[arg-type]
+        return replace(winner, **changes)  # type: ignore[arg-type]
     except ValueError:
         return None
 
 
-def _compare(request: Request, best: Found, change: str, choices: Choices) -> Lost:
-    impossible = _impossible(request, choices)
+def _compare(request: SearchRequest, best: Candidate, change: str, choices: Strategy) -> RejectedAlternative:
+    impossible = _why_impossible(request, choices)
     if impossible:
-        return Lost(change, impossible, None)
+        return RejectedAlternative(change, impossible, None)
     try:
         memory = memory_of(request.work, choices, request.machine)
     except ValueError as error:
-        return Lost(change, str(error), None)
-    room = request.machine.gpu.memory * request.usable
-    if memory.total > room:
-        reason = f"needs {memory.total / GIB:.1f} of {room / GIB:.1f} GiB on stage {memory.stage}"
-        return Lost(change, reason, None)
-    other = Found(choices, price(request, choices), request.node)
+        return RejectedAlternative(change, str(error), None)
+    byte_limit = request.machine.gpu.memory * request.usable
+    if memory.total > byte_limit:
+        reason = f"needs {memory.total / GIB:.1f} of {byte_limit / GIB:.1f} GiB on stage {memory.stage}"
+        return RejectedAlternative(change, reason, None)
+    other = Candidate(choices, price(request, choices), request.node)
     ratio = other.seconds / best.seconds
     if ratio < 1.0:
         why = (
             "within what an estimate can tell, and less simple"
-            if ratio * AS_GOOD >= 1
+            if ratio * TIE_TOLERANCE >= 1
             else "but not what was asked for"
         )
-        return Lost(change, f"{1 - ratio:.1%} faster, {why}", ratio)
+        return RejectedAlternative(change, f"{1 - ratio:.1%} faster, {why}", ratio)
     if ratio - 1 < 5e-4:
-        return Lost(change, "no faster", ratio)
-    return Lost(change, f"{ratio - 1:.1%} slower: {_grown(best, other)}", ratio)
+        return RejectedAlternative(change, "no faster", ratio)
+    return RejectedAlternative(change, f"{ratio - 1:.1%} slower: {_largest_increase(best, other)}", ratio)
 
 
-def _impossible(request: Request, choices: Choices) -> str:
+def _why_impossible(request: SearchRequest, choices: Strategy) -> str:
     model, domain = request.work.model, request.domain
     if choices.tensor > domain:
         return f"leaves the NVLink domain of {domain} GPUs"
@@ -182,7 +188,7 @@ def _impossible(request: Request, choices: Choices) -> str:
     return ""
 
 
-def _grown(best: Found, other: Found) -> str:
+def _largest_increase(best: Candidate, other: Candidate) -> str:
     """The part of the step that grew most."""
     names = {
         "compute": "matrix products run less well",
@@ -198,11 +204,11 @@ def _grown(best: Found, other: Found) -> str:
         "host": "more launches",
     }
     before, after = best.estimate.time, other.estimate.time
-    most = max(names, key=lambda name: float(getattr(after, name) - getattr(before, name)))
-    return f"{names[most]}, {getattr(after, most) - getattr(before, most):+.3f} s"
+    largest_part = max(names, key=lambda name: float(getattr(after, name) - getattr(before, name)))
+    return f"{names[largest_part]}, {getattr(after, largest_part) - getattr(before, largest_part):+.3f} s"
 
 
-def _tensor(request: Request, best: Found) -> str:
+def _tensor(request: SearchRequest, best: Candidate) -> str:
     used, domain = best.choices, request.domain
     if request.pins.tensor is not None:
         return f"TP {used.tensor} is given"
@@ -213,7 +219,7 @@ def _tensor(request: Request, best: Found) -> str:
     return f"TP {used.tensor} {inside}, where its collectives take {part:.0%} of a step"
 
 
-def _pipeline(request: Request, best: Found) -> str:
+def _pipeline(request: SearchRequest, best: Candidate) -> str:
     used = best.choices
     if used.pipeline == 1:
         return "PP 1: layers fit without stages, so nothing waits" if request.pins.pipeline is None else "PP 1 is given"
@@ -224,7 +230,7 @@ def _pipeline(request: Request, best: Found) -> str:
     )
 
 
-def _data(best: Found) -> str:
+def _data(best: Candidate) -> str:
     used = best.choices
     if used.data == 1:
         return "DP 1: the replica takes all GPUs"
@@ -232,7 +238,7 @@ def _data(best: Found) -> str:
     return f"DP {used.data} takes the rest of the GPUs; reducing gradients takes {part:.1%} of a step"
 
 
-def _context(request: Request, best: Found) -> str:
+def _context(request: SearchRequest, best: Candidate) -> str:
     used = best.choices
     if used.context > 1:
         tokens = request.work.sequence_length // used.context
@@ -245,7 +251,7 @@ def _context(request: Request, best: Found) -> str:
     return ""
 
 
-def _expert(request: Request, best: Found) -> str:
+def _expert(request: SearchRequest, best: Candidate) -> str:
     experts = request.work.model.experts
     if experts is None:
         return ""
@@ -259,23 +265,23 @@ def _expert(request: Request, best: Found) -> str:
     )
 
 
-def _saving(best: Found) -> str:
+def _memory_saving(best: Candidate) -> str:
     used = best.choices
-    told = []
+    sentences = []
     if used.zero_stage:
-        told.append(f"ZeRO-{used.zero_stage} over {used.replicas} replicas")
+        sentences.append(f"ZeRO-{used.zero_stage} over {used.replicas} replicas")
     if used.recompute is not Recompute.NONE:
-        told.append(_again(used.recompute))
+        sentences.append(_recompute_text(used.recompute))
     if used.offload_optimizer.value != "none":
-        told.append(f"optimizer state in {used.offload_optimizer.value} memory")
-    return f"{' and '.join(told)}: the least saving that fits" if told else "no memory has to be saved"
+        sentences.append(f"optimizer state in {used.offload_optimizer.value} memory")
+    return f"{' and '.join(sentences)}: the least saving that fits" if sentences else "no memory has to be saved"
 
 
-def _again(recompute: Recompute) -> str:
+def _recompute_text(recompute: Recompute) -> str:
     return "no recomputation" if recompute is Recompute.NONE else f"{recompute.value} recomputation"
 
 
-def _fullest(best: Found) -> str:
+def _fullest(best: Candidate) -> str:
     memory = best.estimate.memory
     kinds = {
         "parameters, gradients and optimizer state": memory.states,

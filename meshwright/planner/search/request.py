@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from meshwright.planner.cost.choices import (
-    SEARCHED,
-    Choices,
+from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
+from meshwright.planner.cost.step_time import Machine
+from meshwright.planner.cost.strategy import (
+    SEARCHED_SCHEDULES,
     ContextMethod,
     Numbers,
     Offload,
     Recompute,
     Schedule,
-    Work,
+    Strategy,
+    Workload,
 )
-from meshwright.planner.cost.settings import DEFAULT, Settings
-from meshwright.planner.cost.step import Machine
-from meshwright.planner.search import own
+from meshwright.planner.search import runtime_limits
 
 
 class Objective(StrEnum):
@@ -38,7 +38,7 @@ class Objective(StrEnum):
 class Techniques:
     """What a runtime can do. A search proposes nothing else."""
 
-    schedules: tuple[Schedule, ...] = SEARCHED
+    schedules: tuple[Schedule, ...] = SEARCHED_SCHEDULES
     virtual_stages: tuple[int, ...] = (2, 4)
     """Chunks to try with schedules that take more than one."""
     context: tuple[ContextMethod, ...] = (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
@@ -56,20 +56,20 @@ class Techniques:
     """Whether a vocabulary is padded to a multiple of the tensor-parallel degree."""
     replicates_kv_heads: bool = True
     """Whether there may be more tensor-parallel ranks than key-value heads."""
-    runs: Callable[[Work, Choices], bool] | None = None
+    runs: Callable[[Workload, Strategy], bool] | None = None
     """Which combinations the runtime executes; every one where left out."""
 
-    def allow(self, work: Work, choices: Choices) -> bool:
+    def allow(self, work: Workload, choices: Strategy) -> bool:
         """Whether a layout may be proposed."""
         return self.runs is None or self.runs(work, choices)
 
 
-EVERY_TECHNIQUE = Techniques()
-MESHWRIGHT_RUNTIME = Techniques(
+ALL_TECHNIQUES = Techniques()
+MESHWRIGHT_TECHNIQUES = Techniques(
     offload=(Offload.NONE, Offload.CPU),
     pads_vocabulary=False,
     replicates_kv_heads=False,
-    runs=own.runs,
+    runs=runtime_limits.runs,
 )
 """What this repository's worker executes. Offload to files needs a path, which only a person can name."""
 
@@ -94,22 +94,22 @@ class Pins:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SearchRequest:
     """One search.
 
     Raises:
         ValueError: there is no GPU to plan for, or `usable` is no fraction.
     """
 
-    work: Work
+    work: Workload
     machine: Machine
     gpus: int
     """As many as the plan may use."""
     objective: Objective = Objective.TIME
-    techniques: Techniques = EVERY_TECHNIQUE
+    techniques: Techniques = ALL_TECHNIQUES
     pins: Pins = field(default_factory=Pins)
     numbers: Numbers = Numbers.BF16
-    settings: Settings = DEFAULT
+    settings: MemoryOptions = DEFAULT
     """What is fixed beside the layout."""
     offload_optimizer: Offload = Offload.NONE
     """Where the job wants optimizer state anyway."""
@@ -121,7 +121,7 @@ class Request:
     """Tensor-parallel groups fill workers or share them evenly."""
     usable: float = 0.97
     """Part of a GPU's memory that the estimate may fill."""
-    widest_tensor: int | None = None
+    max_tensor: int | None = None
     """Limit of the tensor-parallel degree; the innermost domain's GPUs where left out."""
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Request:
     @property
     def domain(self) -> int:
         """The widest tensor-parallel group to try."""
-        return self.widest_tensor or self.machine.fabric.domain
+        return self.max_tensor or self.machine.fabric.domain
 
     @property
     def node(self) -> int:

@@ -1,7 +1,7 @@
 """Where nodes sit in the fabric: a tree of levels read from node labels, and what crossing each level costs."""
 
 from meshwright.planner.topology.levels import DEFAULT_LEVELS, Level
-from meshwright.planner.topology.place import Place, first_value, locate
+from meshwright.planner.topology.location import Location, first_meaningful_value, locate
 from meshwright.planner.topology.tree import as_tree
 
-__all__ = ["DEFAULT_LEVELS", "Level", "Place", "as_tree", "first_value", "locate"]
+__all__ = ["DEFAULT_LEVELS", "Level", "Location", "as_tree", "first_meaningful_value", "locate"]

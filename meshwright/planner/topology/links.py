@@ -15,7 +15,7 @@ SHARE_OF_NIC: Mapping[str, float] = {DOMAIN: 1.0, RACK: 0.8, SPINE: 0.5, CORE: 1
 """Part of its network card's bandwidth that a GPU gets between two places of a level, where none was measured. The
 1:7 of the topmost layer is Llama 3's (arXiv 2407.21783, section 3.3.1); the others are cautious guesses in between."""
 
-LEAST_EXTRA = 0.05
+MIN_EXTRA = 0.05
 """What a byte costs more at a level whose links are as fast as those below, as part of what it costs there at all."""
 
 
@@ -47,8 +47,8 @@ class Links:
         """Bandwidth between two places of a level; never more than between places of the level below."""
         narrowest = self.inside
         for name in self.levels:
-            found = self.measured.get(name) or self.nic * SHARE_OF_NIC.get(name, SHARE_OF_NIC[SPINE])
-            narrowest = min(narrowest, found)
+            bandwidth_here = self.measured.get(name) or self.nic * SHARE_OF_NIC.get(name, SHARE_OF_NIC[SPINE])
+            narrowest = min(narrowest, bandwidth_here)
             if name == level:
                 break
         return narrowest
@@ -62,4 +62,4 @@ class Links:
         if not position:
             return 1 / self.between(level) - 1 / self.inside
         between = 1 / self.between(level)
-        return max(between - 1 / self.between(self.levels[position - 1]), LEAST_EXTRA * between)
+        return max(between - 1 / self.between(self.levels[position - 1]), MIN_EXTRA * between)

@@ -10,13 +10,13 @@ from datetime import datetime
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, with_condition
 from meshwright.api.status import Condition, ParallelTrainingJobStatus
-from meshwright_operator.clock import format_time
+from meshwright_operator.timestamps import format_time
 
 MESSAGE_LIMIT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class JobState:
     """Where the job stands, in one word and one sentence."""
 
     reason: str
@@ -47,26 +47,26 @@ def set_condition(
     )
 
 
-def set_situation(status: ParallelTrainingJobStatus, situation: Situation, generation: int, now: datetime) -> None:
-    """Ready, Reconciling and Stalled after `situation`; every other condition the API promises exists afterwards."""
+def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, generation: int, now: datetime) -> None:
+    """Ready, Reconciling and Stalled after `job_state`; every other condition the API promises exists afterwards."""
     for kind, value in (
-        (names.READY, situation.ready),
-        (names.RECONCILING, situation.reconciling),
-        (names.STALLED, situation.stalled),
+        (names.READY, job_state.ready),
+        (names.RECONCILING, job_state.reconciling),
+        (names.STALLED, job_state.stalled),
     ):
-        message = situation.message if value or kind == names.READY else ""
-        set_condition(status, kind, str(value), situation.reason, message, generation, now)
+        message = job_state.message if value or kind == names.READY else ""
+        set_condition(status, kind, str(value), job_state.reason, message, generation, now)
     if find(status.conditions, names.PLACED) is None:
         set_condition(status, names.PLACED, "Unknown", "NotPlacedYet", "", generation, now)
     for kind in (names.COMPLETE, names.FAILED, names.SUSPENDED):
         if find(status.conditions, kind) is None:
             set_condition(status, kind, "False", f"Not{kind}", "", generation, now)
-    still_holds(status, generation)
-    held = {c.type: c for c in status.conditions}
-    known = [held.pop(kind) for kind in names.ALL]
-    status.conditions = [*known, *held.values()]
+    update_observed_generation(status, generation)
+    by_type = {c.type: c for c in status.conditions}
+    known = [by_type.pop(kind) for kind in names.ALL]
+    status.conditions = [*known, *by_type.values()]
 
 
-def still_holds(status: ParallelTrainingJobStatus, generation: int) -> None:
+def update_observed_generation(status: ParallelTrainingJobStatus, generation: int) -> None:
     """What the conditions say is true of this generation of the object too."""
     status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]

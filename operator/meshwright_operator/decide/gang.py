@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_operator.clock import parse_time, seconds_since
-from meshwright_operator.decide import ranks, recovery
+from meshwright_operator.decide import failure_detection, rank_assignment
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
-from meshwright_operator.pods import Pod
+from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.timestamps import parse_time, seconds_since
 
 PROBLEM_AFTER_SECONDS = 60.0
 """When a pod's problem is told: most go away by themselves."""
@@ -21,13 +21,13 @@ GIVE_UP_SECONDS = 300.0
 """When a pod with a problem is given up: time for a registry or a volume to come back."""
 GIVE_UP_AGAIN_SECONDS = 60.0
 """The same for every attempt after the first: it is known by then that it does not go away quickly."""
-GIVE_UP_SOONER = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
+GIVE_UP_SECONDS_BY_REASON = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
 """Problems that do not go away, or that a placement elsewhere solves."""
 START_SECONDS = 1800.0
 """When a pod is given up that neither runs nor says why: large images take their time."""
-ABSENT_SECONDS = 120.0
+ABSENT_AGENT_SECONDS = 120.0
 """When a pod is replaced whose agent does not come while others' do."""
-BOUND_IN_PART_SECONDS = 300.0
+PARTIAL_BINDING_SECONDS = 300.0
 """When a gang is given up of which another scheduler has bound some pods and not the others."""
 SILENT_GANG_SECONDS = 600.0
 """When the gang is given up because none of its agents reaches the coordinator."""
@@ -59,7 +59,7 @@ class Place:
     """Workers without a pod need a node."""
 
     workers: tuple[Worker, ...]
-    keep: Mapping[int, str] = field(default_factory=dict)
+    assigned_nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> node of those that stay."""
 
 
@@ -71,7 +71,7 @@ class Ungate:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FormGeneration:
     """Every agent waits: form the next generation."""
 
 
@@ -89,41 +89,41 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
+class MapRanks:
     """Another scheduler gave every pod a node: ranks are to be mapped onto them."""
 
     pods: Mapping[int, str]
     """Worker -> node."""
-    stay: Mapping[int, int]
+    assigned_slots: Mapping[int, int]
     """Worker -> which of the plan's workers it is, of those that go on as what they are."""
 
 
-Step = Delete | Wait | Place | Ungate | GiveUp | Form | Map
+Step = Delete | Wait | Place | Ungate | GiveUp | FormGeneration | MapRanks
 
 
 def next_step(observed: Observed, pending_cause: str) -> Step:
     """The gang's next step toward a generation."""
-    if unwanted := _unwanted(observed):
-        return Delete(tuple(pod for pod, _ in unwanted), unwanted[0][1])
-    ending = [w for w in observed.workers if w.state is WorkerState.ENDING or w.older]
-    if ending or observed.strays:
-        count = len(ending) + len(observed.strays)
+    if obsolete := _obsolete_pods(observed):
+        return Delete(tuple(pod for pod, _ in obsolete), obsolete[0][1])
+    ending = [w for w in observed.workers if w.state is WorkerState.ENDING or w.older_pods]
+    if ending or observed.excess_pods:
+        count = len(ending) + len(observed.excess_pods)
         return Wait(f"waiting for {count} {_pods(count)} to end")
     missing = tuple(w for w in observed.workers if w.state in ENDED)
     if missing:
         crashed = [w for w in missing if w.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)]
-        if (seconds := recovery.crash_wait(observed, crashed)) > 0:
-            return Wait(f"{recovery.crash_message(crashed)}; waiting before the next try", seconds=seconds)
+        if (seconds := failure_detection.crash_backoff_seconds(observed, crashed)) > 0:
+            return Wait(f"{failure_detection.crash_message(crashed)}; waiting before the next try", seconds=seconds)
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
-    if ranks.placed_elsewhere(observed) and (step := _placed_elsewhere(observed)) is not None:
+    if rank_assignment.uses_external_scheduler(observed) and (step := _external_scheduler_step(observed)) is not None:
         return step
-    return _gather(observed, pending_cause)
+    return _wait_for_agents(observed, pending_cause)
 
 
-def _placed_elsewhere(observed: Observed) -> Step | None:
+def _external_scheduler_step(observed: Observed) -> Step | None:
     """What is left to do before all pods of another scheduler's have nodes and ranks; None when nothing is."""
     pods = [w.pod for w in observed.workers if w.pod is not None]
     down = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.bound and w.node_down)
@@ -131,18 +131,18 @@ def _placed_elsewhere(observed: Observed) -> Step | None:
         return Delete(down, f"node {down[0].node} is down")
     unbound = [pod for pod in pods if not pod.bound]
     if unbound:
-        return _unbound(observed, pods, unbound)
-    known = ranks.slots(observed)
-    return Map({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
+        return _wait_for_binding(observed, pods, unbound)
+    known = rank_assignment.slots(observed)
+    return MapRanks({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
 
 
-def _unbound(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> Step:
+def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> Step:
     """Waits for the other scheduler: long while it holds nothing for the gang, which may stand in its queue."""
     now, scheduler = observed.now, observed.spec.workers.scheduler_name
     bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
     since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
     waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], START_SECONDS)
-    limit = BOUND_IN_PART_SECONDS if bound else START_SECONDS
+    limit = PARTIAL_BINDING_SECONDS if bound else START_SECONDS
     text = f"scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
     problem = next((f"; pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
     if waited >= limit:
@@ -150,53 +150,57 @@ def _unbound(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> Step:
     return Wait(text + problem, WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited)
 
 
-def _gather(observed: Observed, pending_cause: str) -> Step:
+def _wait_for_agents(observed: Observed, pending_cause: str) -> Step:
     waiting = [w for w in observed.workers if w.state is not WorkerState.RUNNING or w.pod is None or not w.pod.address]
     total = len(observed.workers)
-    hellos = observed.agents.hellos
-    absent = [w for w in observed.workers if w.index not in hellos or hellos[w.index].incarnation != w.incarnation]
+    waiting_agents = observed.agents.waiting_agents
+    absent = [
+        w
+        for w in observed.workers
+        if w.index not in waiting_agents or waiting_agents[w.index].incarnation != w.incarnation
+    ]
     down = tuple(w.pod for w in absent if w.node_down and w.pod is not None and not w.pod.deleting)
     if down:
         return Delete(down, f"node {down[0].node} is down")
     if waiting:
         return (
-            _stuck(observed, waiting)
+            _overdue_pods(observed, waiting)
             or _problem(observed, waiting)
             or Wait(f"{total - len(waiting)} of {total} pods run")
         )
     if absent:
-        return _absent(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
-    if pending_cause in (recovery.RANK_FAILURE, recovery.HANG):
+        return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
+    if pending_cause in (failure_detection.RANK_FAILURE, failure_detection.HANG):
         since = parse_time(observed.mesh.pending_since) or observed.now
-        delay = recovery.backoff_seconds(recovery.failures_so_far(observed))
+        delay = failure_detection.backoff_seconds(failure_detection.failures_so_far(observed))
         # Another operator's clock may have been ahead when it wrote this.
         left = min(delay, delay - (observed.now - since).total_seconds())
         if left > 0:
             return Wait(f"waiting {delay:.0f} s before the next try", seconds=left)
-    return Form()
+    return FormGeneration()
 
 
-def _unwanted(observed: Observed) -> list[tuple[Pod, str]]:
+def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
     """Pods that must go and are not going yet, with the reason."""
-    found = [(pod, "the plan has fewer workers") for pod in observed.strays]
+    found = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
     for worker in observed.workers:
-        found += [(pod, "a newer pod of the worker exists") for pod in worker.older]
+        found += [(pod, "a newer pod of the worker exists") for pod in worker.older_pods]
         if worker.pod is None or worker.pod.terminal:
             continue
         if worker.pod.revision != observed.revision:
             found.append((worker.pod, "the spec has changed"))
-        elif worker.node_refused:
-            found.append((worker.pod, f"node {worker.node} does not take it any more: {worker.node_refused}"))
+        elif worker.node_rejection:
+            found.append((worker.pod, f"node {worker.node} does not take it any more: {worker.node_rejection}"))
     return [(pod, reason) for pod, reason in found if not pod.deleting]
 
 
-def _stuck(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
+def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
     """Pods that have not started for so long that they are not worth what the gang holds."""
     overdue: list[tuple[Pod, str]] = []
     for pod in (w.pod for w in waiting if w.pod is not None and w.state is WorkerState.PENDING):
         reason = pod.problem.partition(":")[0]
         patience = GIVE_UP_AGAIN_SECONDS if observed.mesh.attempts else GIVE_UP_SECONDS
-        bound = GIVE_UP_SOONER.get(reason, patience) if reason else START_SECONDS
+        bound = GIVE_UP_SECONDS_BY_REASON.get(reason, patience) if reason else START_SECONDS
         if _age(observed, pod, bound) >= bound:
             overdue.append((pod, reason))
     if not overdue:
@@ -215,33 +219,33 @@ def _stuck(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
     )
 
 
-def _absent(observed: Observed, absent: list[Worker]) -> Step | None:
+def _absent_agents(observed: Observed, absent: list[Worker]) -> Step | None:
     """Agents that do not come though their pods run: some are replaced, all of them end the attempt.
 
     Only time during which they could have been heard counts, so that an operator that was away blames nobody.
     """
-    listening = observed.agents.listening_for
+    listening = observed.agents.listening_seconds
     late = tuple(
         w.pod
         for w in absent
         if w.pod is not None
         and not w.pod.deleting
-        and min(listening, _ran_for(observed, w.pod), _pending_for(observed)) >= ABSENT_SECONDS
+        and min(listening, _running_seconds(observed, w.pod), _pending_seconds(observed)) >= ABSENT_AGENT_SECONDS
     )
     if not late:
         return None
     if len(absent) < len(observed.workers):
         return Delete(late, f"the agent of {late[0].name} is not heard of")
-    if min(listening, _pending_for(observed)) < SILENT_GANG_SECONDS:
+    if min(listening, _pending_seconds(observed)) < SILENT_GANG_SECONDS:
         return None
     return GiveUp("AgentsUnreachable", "pods run, but none of their agents reaches the operator's coordinator", late)
 
 
-def _pending_for(observed: Observed) -> float:
+def _pending_seconds(observed: Observed) -> float:
     return seconds_since(observed.mesh.pending_since, observed.now)
 
 
-def _ran_for(observed: Observed, pod: Pod) -> float:
+def _running_seconds(observed: Observed, pod: Pod) -> float:
     """Seconds since its container started: an image may have taken long before that."""
     since = pod.started or pod.created
     return (observed.now - since).total_seconds() if since is not None else 0.0

@@ -8,7 +8,7 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright_operator.clock import format_time, parse_time, seconds_since
+from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 
 def finished(status: ParallelTrainingJobStatus) -> bool:
@@ -37,7 +37,7 @@ def deadline_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStat
     return spec.active_deadline_seconds - status.active_seconds - seconds_since(status.active_since, now)
 
 
-def keep_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
+def ttl_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
     """Seconds until a finished job is deleted, below 0 when it is time; None when it is kept for ever."""
     ended = parse_time(status.completion_time)
     if spec.ttl_seconds_after_finished is None or ended is None:

@@ -10,9 +10,9 @@ from enum import StrEnum
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
-from meshwright_operator.coordinator.board import Agents
-from meshwright_operator.decide.held import Held
-from meshwright_operator.pods import Pod
+from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.kube.pod_info import Pod
 
 
 class WorkerState(StrEnum):
@@ -53,16 +53,16 @@ class Worker:
     """Where its pod is, or was last placed."""
     node_down: bool = False
     """Its node is gone or not ready."""
-    node_refused: str = ""
+    node_rejection: str = ""
     """Why its pod, not bound yet, cannot go to its node any more."""
-    node_leaving: str = ""
+    node_drain_reason: str = ""
     """Why the node its pod runs on is about to be emptied, such as `cordoned`."""
-    older: tuple[Pod, ...] = ()
+    older_pods: tuple[Pod, ...] = ()
     """Pods of earlier incarnations that may still run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """The API server refused to make the gang's pods."""
 
     reason: str
@@ -87,13 +87,13 @@ class Observed:
     workers: Sequence[Worker]
     other_plans: Sequence[Plan] = ()
     """Plans of as many workers that would do as well, while none of the job's is in effect: what is free decides."""
-    strays: Sequence[Pod] = ()
+    excess_pods: Sequence[Pod] = ()
     """Live pods of workers that the plan does not have."""
     agents: Agents = field(default_factory=Agents)
-    refusal: Refusal | None = None
+    rejection: Rejection | None = None
     """What the last attempt to make pods met, if it was refused and that has not been decided upon yet."""
 
-    held: Held | None = None
+    blocked_edit: BlockedEdit | None = None
     """Why `spec` is not the object's but the one that runs."""
     fallback: Observed | None = None
     """The job as it runs, where `spec` is an edit of it that would restart the gang."""
@@ -107,7 +107,7 @@ class Observed:
     def live_pods(self) -> list[Pod]:
         """Every pod of the job that may still run."""
         current = [w.pod for w in self.workers if w.pod is not None and not w.pod.terminal]
-        return [*current, *(pod for w in self.workers for pod in w.older), *self.strays]
+        return [*current, *(pod for w in self.workers for pod in w.older_pods), *self.excess_pods]
 
 
 def has_started(status: ParallelTrainingJobStatus) -> bool:
@@ -121,7 +121,7 @@ def observe_workers(
     pods: Sequence[Pod],
     down: Mapping[str, bool],
     refused: Mapping[str, str],
-    leaving: Mapping[str, str] | None = None,
+    draining: Mapping[str, str] | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
     """The plan's `count` workers as they stand, and live pods beyond them.
 
@@ -134,7 +134,7 @@ def observe_workers(
         pods: the job's own pods.
         down: node -> whether it is not ready; a node that is not in it is gone.
         refused: node -> why no pod of this job may go there; a node that is not in it takes pods.
-        leaving: node -> why it is about to be emptied.
+        draining: node -> why it is about to be emptied.
     """
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
     by_worker: dict[int, list[Pod]] = {}
@@ -142,13 +142,15 @@ def observe_workers(
         by_worker.setdefault(pod.worker, []).append(pod)
     workers = []
     for index in range(count):
-        own = by_worker.pop(index, [])
+        worker_pods = by_worker.pop(index, [])
         entry = placed.get(index)
-        incarnation = max([entry.incarnation if entry else -1, *(pod.incarnation for pod in own)])
-        current = next((pod for pod in own if pod.incarnation == incarnation), None)
+        incarnation = max([entry.incarnation if entry else -1, *(pod.incarnation for pod in worker_pods)])
+        current = next((pod for pod in worker_pods if pod.incarnation == incarnation), None)
         node = current.node if current is not None and current.node else entry.node if entry else ""
         is_down = bool(node) and down.get(node, True)
-        older = tuple(p for p in own if p.incarnation < incarnation and not p.terminal and not _lost(p, down))
+        older_pods = tuple(
+            p for p in worker_pods if p.incarnation < incarnation and not p.terminal and not _lost(p, down)
+        )
         pinned = current is not None and bool(node) and not current.bound and not current.terminal
         workers.append(
             Worker(
@@ -158,13 +160,15 @@ def observe_workers(
                 pod=current,
                 node=node,
                 node_down=is_down,
-                node_refused=("the node is gone" if node not in down else refused.get(node, "")) if pinned else "",
-                node_leaving=(leaving or {}).get(node, "") if current is not None and current.bound else "",
-                older=older,
+                node_rejection=("the node is gone" if node not in down else refused.get(node, "")) if pinned else "",
+                node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",
+                older_pods=older_pods,
             )
         )
-    strays = [p for own in by_worker.values() for p in own if not p.terminal and not _lost(p, down)]
-    return workers, strays
+    excess_pods = [
+        p for worker_pods in by_worker.values() for p in worker_pods if not p.terminal and not _lost(p, down)
+    ]
+    return workers, excess_pods
 
 
 def _lost(pod: Pod, down: Mapping[str, bool]) -> bool:

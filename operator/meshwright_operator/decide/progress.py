@@ -12,29 +12,29 @@ from pydantic import ValidationError
 
 from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.perplexity import perplexity
-from meshwright.protocol import Evaluation, Progress, WorkerReport
-from meshwright.protocol import WorkerState as AgentState
-from meshwright_operator.clock import format_time, parse_time
+from meshwright.protocol.messages import Evaluation, Progress, WorkerReport
+from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.observed import Observed, WorkerState
-from meshwright_operator.decide.ranks import leader
+from meshwright_operator.decide.rank_assignment import rank_zero_worker
+from meshwright_operator.timestamps import format_time, parse_time
 
-LARGEST = (1 << 53) - 1
+MAX_SAFE_INTEGER = (1 << 53) - 1
 
-THROTTLED = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
+THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
 """Fields of status that only tell progress: written at most every few seconds."""
 
 
-def note_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
+def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
     """Takes step, loss, evaluation, checkpoint and so on from the last report of rank 0's worker of this generation."""
     training = observed.spec.training
     status.total_steps = training.steps if training is not None else None
-    heard = observed.agents.reports.get(leader(observed))
-    if heard is None or heard.report.generation != observed.mesh.generation:
+    received = observed.agents.reports.get(rank_zero_worker(observed))
+    if received is None or received.report.generation != observed.mesh.generation:
         return
-    if heard.report.progress is not None:
-        _note_step(heard.report.progress, status)
-    _note_evaluation(heard.report.evaluation, status)
-    _note_checkpoint(observed, heard.report, status)
+    if received.report.progress is not None:
+        _update_step(received.report.progress, status)
+    _update_evaluation(received.report.evaluation, status)
+    _update_checkpoint(observed, received.report, status)
 
 
 def count_ranks(observed: Observed) -> tuple[int, int]:
@@ -42,22 +42,22 @@ def count_ranks(observed: Observed) -> tuple[int, int]:
     training = unknown = 0
     for worker in observed.workers:
         ranks = observed.plan.gpus_per_worker
-        heard = observed.agents.reports.get(worker.index)
+        received = observed.agents.reports.get(worker.index)
         if worker.state is WorkerState.SUCCEEDED:
             training += ranks
         elif worker.state is not WorkerState.RUNNING:
             continue
-        elif heard is None or (heard.report.generation, heard.report.incarnation) != (
+        elif received is None or (received.report.generation, received.report.incarnation) != (
             observed.mesh.generation,
             worker.incarnation,
         ):
-            unknown += 0 if heard is not None else ranks
-        elif heard.report.state in (AgentState.RUNNING, AgentState.COMPLETE):
+            unknown += 0 if received is not None else ranks
+        elif received.report.state in (AgentState.RUNNING, AgentState.COMPLETE):
             training += ranks
     return training, unknown
 
 
-def _note_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
+def _update_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
     step = _count(progress.step)
     if step is None:
         return
@@ -68,7 +68,7 @@ def _note_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
     status.eta_seconds = _count(left * progress.step_seconds) if left is not None else None
 
 
-def _note_evaluation(evaluation: Evaluation | None, status: ParallelTrainingJobStatus) -> None:
+def _update_evaluation(evaluation: Evaluation | None, status: ParallelTrainingJobStatus) -> None:
     step = _count(evaluation.step) if evaluation is not None else None
     if evaluation is None or step is None or not math.isfinite(evaluation.loss):
         return
@@ -76,13 +76,13 @@ def _note_evaluation(evaluation: Evaluation | None, status: ParallelTrainingJobS
     status.evaluation = EvaluationStatus(step=step, loss=loss, perplexity=f"{perplexity(evaluation.loss):.6g}")
 
 
-def _note_checkpoint(observed: Observed, report: WorkerReport, status: ParallelTrainingJobStatus) -> None:
+def _update_checkpoint(observed: Observed, report: WorkerReport, status: ParallelTrainingJobStatus) -> None:
     commit = report.checkpoint
     if commit is None or (status.checkpoint is not None and status.checkpoint.step == commit.step):
         return
-    told = parse_time(commit.time)
+    reported = parse_time(commit.time)
     try:
-        moment = told if told is not None and told.year >= 1970 else observed.now  # noqa: PLR2004 - the epoch
+        moment = reported if reported is not None and reported.year >= 1970 else observed.now  # noqa: PLR2004 - the epoch
         status.checkpoint = CheckpointStatus(step=commit.step, time=format_time(moment), path=commit.path)
     except (ValidationError, OverflowError):
         return
@@ -90,6 +90,6 @@ def _note_checkpoint(observed: Observed, report: WorkerReport, status: ParallelT
 
 def _count(value: float) -> int | None:
     # Neither a number that is none nor one beyond any float passes.
-    if not 0 <= value <= LARGEST:
+    if not 0 <= value <= MAX_SAFE_INTEGER:
         return None
     return int(value)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
-from meshwright.planner.cost.choices import Choices
 from meshwright.planner.cost.collectives import (
     LINK_EFFICIENCY,
     NETWORK_EFFICIENCY,
@@ -19,8 +18,9 @@ from meshwright.planner.cost.collectives import (
     send,
     tree_latency,
 )
-from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, Fabric, Level, Span
-from meshwright.planner.cost.groups import Order, groups_of
+from meshwright.planner.cost.comm_groups import RankOrder, group_spans
+from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, Fabric, FabricLevel, Span
+from meshwright.planner.cost.strategy import Strategy
 
 H100 = ACCELERATORS["H100-SXM5-80GB"]
 NODES = Fabric.of(H100)
@@ -63,7 +63,7 @@ def test_all_reduces_in_a_node_are_as_measured(gpus: int, alpha: float, bus: flo
 
 
 def test_a_large_ring_moves_twice_its_bytes() -> None:
-    flat = Fabric((Level("network", 1 << 30, 50e9, 0.0),))
+    flat = Fabric((FabricLevel("network", 1 << 30, 50e9, 0.0),))
     for ranks in (2, 8, 64):
         expected = 2 * (ranks - 1) / ranks * 1e12 / (50e9 * LINK_EFFICIENCY)
         assert all_reduce(1e12, Span((ranks,)), flat) == pytest.approx(expected, rel=0.01)
@@ -81,15 +81,21 @@ def test_small_all_reduces_over_many_nodes_take_a_tree() -> None:
 
 
 def test_in_network_reduction_halves_what_a_rank_sends() -> None:
-    plain = Fabric((Level("nvlink", 8, 450e9), Level("network", 1 << 30, 50e9)))
-    sharp = Fabric((Level("nvlink", 8, 450e9, in_network=True), Level("network", 1 << 30, 50e9, in_network=True)))
+    plain = Fabric((FabricLevel("nvlink", 8, 450e9), FabricLevel("network", 1 << 30, 50e9)))
+    sharp = Fabric(
+        (FabricLevel("nvlink", 8, 450e9, in_network=True), FabricLevel("network", 1 << 30, 50e9, in_network=True))
+    )
     span = Span((1, 64))
     assert all_reduce(GIGABYTE, span, sharp) < 0.6 * all_reduce(GIGABYTE, span, plain)
 
 
 def test_a_slow_spine_is_the_bottleneck() -> None:
-    wide = Fabric((Level("nvlink", 8, 450e9), Level("leaf", 256, 50e9), Level("spine", 1 << 30, 50e9)))
-    narrow = Fabric((Level("nvlink", 8, 450e9), Level("leaf", 256, 50e9), Level("spine", 1 << 30, 10e9)))
+    wide = Fabric(
+        (FabricLevel("nvlink", 8, 450e9), FabricLevel("leaf", 256, 50e9), FabricLevel("spine", 1 << 30, 50e9))
+    )
+    narrow = Fabric(
+        (FabricLevel("nvlink", 8, 450e9), FabricLevel("leaf", 256, 50e9), FabricLevel("spine", 1 << 30, 10e9))
+    )
     inside, across = Span((8, 256, 256)), Span((8, 256, 512))
     assert all_reduce(GIGABYTE, inside, narrow) == all_reduce(GIGABYTE, inside, wide)
     assert all_reduce(GIGABYTE, across, narrow) > 3 * all_reduce(GIGABYTE, across, wide)
@@ -126,23 +132,23 @@ def test_one_rank_talks_to_nobody(span: Span) -> None:
 
 
 def test_groups_follow_the_order_of_ranks() -> None:
-    choices = Choices(tensor=4, pipeline=4, data=8, context=2)
-    ours = groups_of(choices, NODES, Order.PIPELINE_INNER)
-    theirs = groups_of(choices, NODES, Order.DATA_INNER)
+    choices = Strategy(tensor=4, pipeline=4, data=8, context=2)
+    ours = group_spans(choices, NODES, RankOrder.PIPELINE_INNER)
+    theirs = group_spans(choices, NODES, RankOrder.DATA_INNER)
     assert ours.tensor == theirs.tensor == Span((4, 4))
     assert ours.context == Span((2, 2))
     # Meshwright: stages 8 ranks apart, one a node. Megatron: replicas 8 apart, stages 64 apart.
     assert ours.replicas == Span((2, 16))
     assert theirs.replicas == Span((2, 16))
     assert ours.pipeline_level == theirs.pipeline_level == 1
-    near = groups_of(Choices(tensor=2, pipeline=4, data=8), NODES, Order.PIPELINE_INNER)
-    far = groups_of(Choices(tensor=2, pipeline=4, data=8), NODES, Order.DATA_INNER)
+    near = group_spans(Strategy(tensor=2, pipeline=4, data=8), NODES, RankOrder.PIPELINE_INNER)
+    far = group_spans(Strategy(tensor=2, pipeline=4, data=8), NODES, RankOrder.DATA_INNER)
     assert (near.pipeline_level, far.pipeline_level) == (0, 1)
     assert (near.replicas, far.replicas) == (Span((1, 8)), Span((4, 8)))
 
 
 def test_experts_fill_context_before_data() -> None:
-    groups = groups_of(Choices(tensor=1, context=2, data=8, expert=8), NODES, Order.DATA_INNER)
+    groups = group_spans(Strategy(tensor=1, context=2, data=8, expert=8), NODES, RankOrder.DATA_INNER)
     assert groups.expert == Span((8, 8))
     assert groups.expert_replicas == Span((1, 2))
 
@@ -176,8 +182,10 @@ def test_an_unknown_product_is_unknown() -> None:
     assert accelerator("NVIDIA H100 80GB HBM3 MIG 3g.40gb") is None
 
 
-@pytest.mark.parametrize("levels", [(), (Level("leaf", 64, 1e9), Level("nvlink", 8, 1e9)), (Level("x", 0, 1e9),)])
-def test_a_fabric_is_ordered(levels: tuple[Level, ...]) -> None:
+@pytest.mark.parametrize(
+    "levels", [(), (FabricLevel("leaf", 64, 1e9), FabricLevel("nvlink", 8, 1e9)), (FabricLevel("x", 0, 1e9),)]
+)
+def test_a_fabric_is_ordered(levels: tuple[FabricLevel, ...]) -> None:
     with pytest.raises(ValueError, match="narrow to wide"):
         Fabric(levels)
 

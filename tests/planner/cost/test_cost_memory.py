@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from meshwright.models.counts import layer_counts, parameters
 from meshwright.models.families import family
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.activations import kept_bytes, layer_activations
-from meshwright.planner.cost.choices import Choices, ContextMethod, Numbers, Offload, Recompute, Schedule, Work
-from meshwright.planner.cost.memory import every_stage, worst_stage
-from meshwright.planner.cost.runtime import RUNTIMES, Runtime
+from meshwright.planner.cost.activations import layer_activations, saved_bytes
+from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
+from meshwright.planner.cost.memory import memory_by_stage, worst_stage
 from meshwright.planner.cost.stages import stage_parameters, stages_of
+from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Schedule, Strategy, Workload
 
 GIB = 2.0**30
-MEGATRON = RUNTIMES["megatron-lm"]
-DEEPSPEED = RUNTIMES["megatron-deepspeed"]
+MEGATRON = FRAMEWORKS["megatron-lm"]
+DEEPSPEED = FRAMEWORKS["megatron-deepspeed"]
 SEVEN = family("llama-2-7b")
 # 7.0 billion parameters, as in the ZeRO paper's example.
 ROUND_SEVEN = replace(SEVEN, vocab=64_000, name="7b")
 
 
-def work(model: Transformer = SEVEN, batch: int = 8, sequence: int = 2048) -> Work:
-    return Work(model, sequence, batch)
+def work(model: Transformer = SEVEN, batch: int = 8, sequence: int = 2048) -> Workload:
+    return Workload(model, sequence, batch)
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Transformer:
@@ -37,7 +37,7 @@ def gpt(layers: int, hidden: int, heads: int) -> Transformer:
 def test_the_zero_papers_example(stage: int, gigabytes: float) -> None:
     # ZeRO (arXiv 1910.02054, figure 1): 7 billion parameters; 16 bytes each, then sharded over 8.
     data = 1 if stage == 0 else 8
-    memory = worst_stage(work(ROUND_SEVEN), Choices(data=data, zero_stage=stage), DEEPSPEED)
+    memory = worst_stage(work(ROUND_SEVEN), Strategy(data=data, zero_stage=stage), DEEPSPEED)
     assert memory.states / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
@@ -70,9 +70,9 @@ def test_figure_1_of_korthikanti(
     # The first stage holds L layers' worth of activations, and (p-1)/(p v) more when interleaved.
     depth = layers * (1 + (pp - 1) / (pp * vpp) if vpp > 1 else 1)
     for how, parallel, expected in ((Recompute.NONE, False, none), (Recompute.SELECTIVE, True, selective)):
-        choices = Choices(tensor=tp, recompute=how, sequence_parallel=parallel)
+        choices = Strategy(tensor=tp, recompute=how, sequence_parallel=parallel)
         layer = layer_activations(model, False, 2048, tp, parallel, Numbers.FP16, MEGATRON)
-        ours = kept_bytes(layer, 1, choices) * tokens * depth / GIB
+        ours = saved_bytes(layer, 1, choices) * tokens * depth / GIB
         assert ours == pytest.approx(expected, rel=2e-4)
 
 
@@ -91,7 +91,7 @@ def test_figure_7_of_korthikanti(recompute: Recompute, parallel: bool, percent: 
 
     def kept(how: Recompute, sequence_parallel: bool) -> float:
         layer = layer_activations(model, False, 2048, 8, sequence_parallel, Numbers.FP16, MEGATRON)
-        return kept_bytes(layer, 48, Choices(tensor=8, recompute=how))
+        return saved_bytes(layer, 48, Strategy(tensor=8, recompute=how))
 
     assert 100 * kept(recompute, parallel) / kept(Recompute.NONE, False) == pytest.approx(percent, abs=1.0)
 
@@ -102,13 +102,13 @@ def test_figure_7_of_korthikanti(recompute: Recompute, parallel: bool, percent: 
     st.sampled_from(list(Schedule)),
     st.sampled_from([1, 3, 16]),
     st.sampled_from(list(Recompute)),
-    st.sampled_from(sorted(RUNTIMES)),
+    st.sampled_from(sorted(FRAMEWORKS)),
 )
 def test_the_worst_stage_is_the_worst_of_all(
     model: Transformer, split: list[int], schedule: Schedule, micro_batches: int, recompute: Recompute, runtime: str
 ) -> None:
     model = replace(model, layers=sum(split), name=f"{model.name} {sum(split)}")
-    choices = Choices(
+    choices = Strategy(
         pipeline=len(split),
         layer_split=tuple(split),
         schedule=schedule,
@@ -116,14 +116,14 @@ def test_the_worst_stage_is_the_worst_of_all(
         micro_batches=micro_batches,
         recompute=recompute,
     )
-    every = every_stage(work(model), choices, RUNTIMES[runtime])
+    every = memory_by_stage(work(model), choices, FRAMEWORKS[runtime])
     assert [memory.stage for memory in every] == list(range(len(split)))
-    assert worst_stage(work(model), choices, RUNTIMES[runtime]).total == max(memory.total for memory in every)
+    assert worst_stage(work(model), choices, FRAMEWORKS[runtime]).total == max(memory.total for memory in every)
 
 
 def test_the_second_stage_can_be_the_worst() -> None:
     # A first stage with fewer layers, as in Zero Bubble's runs.
-    choices = Choices(pipeline=4, micro_batches=16, layer_split=(4, 10, 10, 8))
+    choices = Strategy(pipeline=4, micro_batches=16, layer_split=(4, 10, 10, 8))
     assert worst_stage(work(), choices, MEGATRON).stage == 1
 
 
@@ -133,7 +133,7 @@ models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"),
 @given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
 def test_stages_hold_every_parameter_once(model: Transformer, tensor: int, pipeline: int, expert: int) -> None:
     untied = replace(model, tie_embeddings=False)
-    choices = Choices(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
+    choices = Strategy(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
     held = [stage_parameters(untied, stage, tensor, choices.expert_parts) for stage in stages_of(untied, choices).every]
     experts = sum(part.experts for part in held) * tensor * expert
     if untied.experts is not None:
@@ -148,16 +148,16 @@ def test_stages_hold_every_parameter_once(model: Transformer, tensor: int, pipel
 def test_more_sharding_never_holds_more(model: Transformer, data: int, micro_batches: int) -> None:
     totals = [
         worst_stage(
-            work(model), Choices(data=data, zero_stage=zero, micro_batches=micro_batches), RUNTIMES["meshwright"]
+            work(model), Strategy(data=data, zero_stage=zero, micro_batches=micro_batches), FRAMEWORKS["meshwright"]
         ).states
         for zero in (0, 1, 2, 3)
     ]
     assert totals == sorted(totals, reverse=True)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=lambda runtime: runtime.name)
-def test_what_saves_memory_saves_memory(runtime: Runtime) -> None:
-    base = Choices(tensor=2, pipeline=2, data=4, micro_batches=8)
+@pytest.mark.parametrize("runtime", FRAMEWORKS.values(), ids=lambda runtime: runtime.name)
+def test_what_saves_memory_saves_memory(runtime: Framework) -> None:
+    base = Strategy(tensor=2, pipeline=2, data=4, micro_batches=8)
 
     def total(**changes: object) -> float:
         return worst_stage(work(sequence=4096), replace(base, **changes), runtime).total
@@ -179,30 +179,30 @@ def test_what_saves_memory_saves_memory(runtime: Runtime) -> None:
 
 def test_groups_of_recomputed_layers_trade_inputs_for_work() -> None:
     model = replace(SEVEN, layers=36, name="36 layers")
-    single = worst_stage(work(model), Choices(recompute=Recompute.FULL, micro_batch_size=4), MEGATRON)
-    root = worst_stage(work(model), Choices(recompute=Recompute.SQRT, micro_batch_size=4), MEGATRON)
+    single = worst_stage(work(model), Strategy(recompute=Recompute.FULL, micro_batch_size=4), MEGATRON)
+    root = worst_stage(work(model), Strategy(recompute=Recompute.SQRT, micro_batch_size=4), MEGATRON)
     assert single.activations / root.activations == pytest.approx(6)
     assert root.working / single.working == pytest.approx(6)
 
 
 def test_experts_are_divided_over_their_group() -> None:
     model = family("mixtral-8x7b")
-    whole = worst_stage(work(model), Choices(data=8), MEGATRON)
-    shared = worst_stage(work(model), Choices(data=8, expert=8), MEGATRON)
+    whole = worst_stage(work(model), Strategy(data=8), MEGATRON)
+    shared = worst_stage(work(model), Strategy(data=8, expert=8), MEGATRON)
     assert whole.parameters / shared.parameters > 5
     assert shared.buffers > whole.buffers
 
 
 def test_context_parallelism_divides_what_tokens_need() -> None:
-    one = worst_stage(work(sequence=32768), Choices(), MEGATRON)
-    four = worst_stage(work(sequence=32768), Choices(context=4), MEGATRON)
+    one = worst_stage(work(sequence=32768), Strategy(), MEGATRON)
+    four = worst_stage(work(sequence=32768), Strategy(context=4), MEGATRON)
     assert four.logits * 4 == pytest.approx(one.logits)
     assert four.parameters == one.parameters
 
 
 def test_gathered_keys_and_values_take_room() -> None:
     held = {
-        method: worst_stage(work(sequence=32768), Choices(context=4, context_method=method), MEGATRON).buffers
+        method: worst_stage(work(sequence=32768), Strategy(context=4, context_method=method), MEGATRON).buffers
         for method in ContextMethod
     }
     assert held[ContextMethod.ULYSSES] < held[ContextMethod.RING_ZIG_ZAG] < held[ContextMethod.ALL_GATHER]
@@ -212,7 +212,7 @@ def test_gathered_keys_and_values_take_room() -> None:
 
 def test_fp8_keeps_copies_of_weights() -> None:
     half, eight = (
-        worst_stage(work(), Choices(numbers=numbers), RUNTIMES["megatron-core"])
+        worst_stage(work(), Strategy(numbers=numbers), FRAMEWORKS["megatron-core"])
         for numbers in (Numbers.BF16, Numbers.FP8)
     )
     assert eight.buffers - half.buffers == 2 * parameters(SEVEN)
@@ -231,13 +231,13 @@ def test_fp8_keeps_copies_of_weights() -> None:
 )
 def test_impossible_choices_are_refused(changes: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Choices(**changes)  # type: ignore[arg-type]
+        Strategy(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("choices", "named"),
-    [(Choices(pipeline=64), "64 pipeline ranks"), (Choices(pipeline=2, layer_split=(30, 3)), "`layer_split`")],
+    [(Strategy(pipeline=64), "64 pipeline ranks"), (Strategy(pipeline=2, layer_split=(30, 3)), "`layer_split`")],
 )
-def test_layers_that_cannot_be_split_are_refused(choices: Choices, named: str) -> None:
+def test_layers_that_cannot_be_split_are_refused(choices: Strategy, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         worst_stage(work(), choices, MEGATRON)

@@ -1,4 +1,5 @@
 """The agent: one per worker pod, between the operator's coordinator and the processes of the pod's ranks.
 
-`generation` and `core` decide and are pure; `client`, `ranks`, `rank_server` and `commands` act; `agent` joins them.
+`mesh_generation` and `state_machine` decide and are pure; `coordinator_client`, `rank_process`, `fork_client` and
+`command_rank` act; `agent` connects them.
 """

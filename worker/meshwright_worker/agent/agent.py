@@ -11,19 +11,27 @@ from collections.abc import Coroutine, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from meshwright.protocol import MeshRequest, WorkerReport
-from meshwright_worker import messages
-from meshwright_worker.agent import core as decisions
-from meshwright_worker.agent.client import CoordinatorClient
-from meshwright_worker.agent.inbox import Event, Inbox, Leave, LoopBroke, MeshArrived, RankExited, RankTold
+from meshwright.protocol.messages import MeshRequest, WorkerReport
+from meshwright_worker.agent import state_machine as decisions
+from meshwright_worker.agent.coordinator_client import CoordinatorClient
+from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
+from meshwright_worker.agent.events import (
+    BackgroundTaskFailed,
+    Event,
+    EventQueue,
+    MeshReceived,
+    RankExited,
+    RankMessageReceived,
+    ShutdownRequested,
+)
 from meshwright_worker.agent.launcher import Launcher, LaunchError
-from meshwright_worker.agent.link import Heartbeat, MeshPoll
+from meshwright_worker.agent.metrics import TrainerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
-from meshwright_worker.agent.ranks import process_state
+from meshwright_worker.agent.rank_process import process_state
 from meshwright_worker.agent.report import build_report
+from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.training_log import TrainingLog
-from meshwright_worker.metrics import TrainerMetrics
-from meshwright_worker.settings import Settings
+from meshwright_worker.rank import messages
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +45,14 @@ class Agent:
 
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings = settings
-        self._inbox: Inbox = asyncio.Queue()
-        self._core = decisions.Core(settings.worker, settings.incarnation, settings.drain_seconds)
-        self._launcher = Launcher(settings, self._inbox, environment)
+        self._event_queue: EventQueue = asyncio.Queue()
+        self._state_machine = decisions.AgentStateMachine(settings.worker, settings.incarnation, settings.drain_seconds)
+        self._launcher = Launcher(settings, self._event_queue, environment)
         self._metrics = TrainerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
         self._started_before = False
-        self._told: tuple[object, ...] = ()
-        self._leaving = asyncio.Event()
+        self._last_reported: tuple[object, ...] = ()
+        self._shutdown_requested = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
@@ -57,14 +65,21 @@ class Agent:
         try:
             await self._launcher.warm_up()
             async with CoordinatorClient(self._settings) as client:
-                self._link(client)
-                code = await self._live()
-                await self._end_links()
-                heard = await self._heartbeat.last(LAST_REPORT_SECONDS if code else COMPLETE_REPORT_SECONDS)
-                log.info("exit code=%d state=%s last-report=%s", code, self._core.state, "heard" if heard else "lost")
+                self._start_coordinator_tasks(client)
+                code = await self._main_loop()
+                await self._cancel_background_tasks()
+                delivered = await self._heartbeat.send_final_report(
+                    LAST_REPORT_SECONDS if code else COMPLETE_REPORT_SECONDS
+                )
+                log.info(
+                    "exit code=%d state=%s last-report=%s",
+                    code,
+                    self._state_machine.state,
+                    "heard" if delivered else "lost",
+                )
                 return code
         finally:
-            await self._end_links()
+            await self._cancel_background_tasks()
             await self._launcher.close()
             if web is not None:
                 await web.cleanup()
@@ -73,114 +88,122 @@ class Agent:
         settings = self._settings
         return settings.worker, settings.incarnation, settings.namespace, settings.job
 
-    def _link(self, client: CoordinatorClient) -> None:
-        self._poll = MeshPoll(client, self._hello, self._inbox, self._settings.reject_seconds)
-        self._heartbeat = Heartbeat(client, self._report, self._inbox, self._settings.report_seconds, self._announced)
-        self._background(self._poll.run())
-        self._background(self._heartbeat.run())
+    def _start_coordinator_tasks(self, client: CoordinatorClient) -> None:
+        self._poll = MeshPoll(client, self._build_mesh_request, self._event_queue, self._settings.reject_seconds)
+        self._heartbeat = Heartbeat(
+            client, self._build_report, self._event_queue, self._settings.report_seconds, self._on_generation_announced
+        )
+        self._start_background_task(self._poll.run())
+        self._start_background_task(self._heartbeat.run())
 
-    def _background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        def ended(task: asyncio.Task[None]) -> None:
+    def _start_background_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self._inbox.put_nowait(LoopBroke(error))
+                self._event_queue.put_nowait(BackgroundTaskFailed(error))
 
         task = asyncio.create_task(coroutine)
-        task.add_done_callback(ended)
+        task.add_done_callback(on_done)
         self._tasks.append(task)
 
-    async def _end_links(self) -> None:
+    async def _cancel_background_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
 
-    def _hello(self) -> MeshRequest:
+    def _build_mesh_request(self) -> MeshRequest:
         return MeshRequest(
             worker=self._settings.worker,
             incarnation=self._settings.incarnation,
             pod_uid=self._settings.pod_uid,
-            generation=self._core.generation,
+            generation=self._state_machine.generation,
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
         )
 
-    def _report(self) -> WorkerReport:
-        report = build_report(self._core, time.monotonic(), process_state)
+    def _build_report(self) -> WorkerReport:
+        report = build_report(self._state_machine, time.monotonic(), process_state)
         return report.model_copy(update={"pod_uid": self._settings.pod_uid})
 
-    def _announced(self, generation: int) -> None:
-        if generation > self._core.generation:
-            self._poll.hurry()
+    def _on_generation_announced(self, generation: int) -> None:
+        if generation > self._state_machine.generation:
+            self._poll.wake()
 
     def _on_signal(self, name: str) -> None:
-        self._leaving.set()
-        self._inbox.put_nowait(Leave(decisions.EXIT_DRAINED, name))
+        self._shutdown_requested.set()
+        self._event_queue.put_nowait(ShutdownRequested(decisions.EXIT_DRAINED, name))
 
-    async def _live(self) -> int:
+    async def _main_loop(self) -> int:
         actions: deque[decisions.Action] = deque()
         while True:
             while actions:
                 action = actions.popleft()
-                if isinstance(action, decisions.Exit):
+                if isinstance(action, decisions.ExitAgent):
                     return action.code
-                actions.extend(await self._carry_out(action))
-                self._tell_changes()
-            if not self._core.waits_to_start:
-                self._poll.acted(self._core.generation)
+                actions.extend(await self._execute(action))
+                self._report_changes()
+            if not self._state_machine.has_pending_start:
+                self._poll.mark_applied(self._state_machine.generation)
             event = await self._next_event()
-            actions.extend(self._core.on_tick(time.monotonic()) if event is None else self._handle(event))
-            self._tell_changes()
+            actions.extend(self._state_machine.on_tick(time.monotonic()) if event is None else self._handle(event))
+            self._report_changes()
 
-    async def _carry_out(self, action: decisions.Start | decisions.Signal | decisions.Kill) -> list[decisions.Action]:
+    async def _execute(
+        self, action: decisions.StartRanks | decisions.TerminateRanks | decisions.KillRanks
+    ) -> list[decisions.Action]:
         match action:
-            case decisions.Start():
+            case decisions.StartRanks():
                 return await self._start(action)
-            case decisions.Signal(ranks=ranks):
+            case decisions.TerminateRanks(ranks=ranks):
                 log.info("asking ranks %s to stop", list(ranks))
                 self._launcher.terminate(ranks)
-            case decisions.Kill(ranks=ranks):
+            case decisions.KillRanks(ranks=ranks):
                 log.info("killing ranks %s", list(ranks))
                 self._launcher.kill(ranks)
         return []
 
-    def _tell_changes(self) -> None:
+    def _report_changes(self) -> None:
         """Report at once what others wait for: a state, a failure, a checkpoint."""
-        current = self._core.current
-        told = (self._core.state, self._core.checkpoint, current and (current.number, len(current.failures)))
-        if told != self._told:
-            self._told = told
-            self._heartbeat.nudge()
+        current = self._state_machine.current
+        reportable = (
+            self._state_machine.state,
+            self._state_machine.checkpoint,
+            current and (current.number, len(current.failures)),
+        )
+        if reportable != self._last_reported:
+            self._last_reported = reportable
+            self._heartbeat.report_now()
 
     async def _next_event(self) -> Event | None:
-        deadline = self._core.deadline
+        deadline = self._state_machine.deadline
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await self._inbox.get()
+                return await self._event_queue.get()
         except TimeoutError:
             return None
 
     def _handle(self, event: Event) -> list[decisions.Action]:
         now = time.monotonic()
         match event:
-            case MeshArrived(document=document):
-                return self._core.on_mesh(document, now)
-            case RankTold(generation=generation, rank=rank, message=message):
-                actions = self._core.on_message(generation, rank, message, now, _time_of_day())
-                self._show(generation, rank, message, now)
+            case MeshReceived(document=document):
+                return self._state_machine.on_mesh(document, now)
+            case RankMessageReceived(generation=generation, rank=rank, message=message):
+                actions = self._state_machine.on_message(generation, rank, message, now, _time_of_day())
+                self._log_message(generation, rank, message, now)
                 return actions
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
                 log.info("rank ended rank=%d generation=%d code=%d", rank, generation, code)
-                self._launcher.gone(rank)
+                self._launcher.remove(rank)
                 self._metrics.rank_up(rank, up=False)
-                return self._core.on_exit(generation, rank, code, tail, now)
-            case Leave(code=code, reason=reason):
-                if self._core.leaving is None:
+                return self._state_machine.on_exit(generation, rank, code, tail, now)
+            case ShutdownRequested(code=code, reason=reason):
+                if self._state_machine.exit_code_on_shutdown is None:
                     log.info("leaving: %s", reason)
-                return self._core.on_leave(code, now)
-            case LoopBroke(error=error):
+                return self._state_machine.on_shutdown(code, now)
+            case BackgroundTaskFailed(error=error):
                 raise error
 
-    async def _start(self, start: decisions.Start) -> list[decisions.Action]:
+    async def _start(self, start: decisions.StartRanks) -> list[decisions.Action]:
         document, member = start.document, start.member
         ranks = range(member.first_rank, member.first_rank + member.ranks)
         master = f"{document.master_address}:{document.master_port}"
@@ -191,39 +214,39 @@ class Agent:
         self._metrics.generation(document.generation, ranks, restart=self._started_before)
         self._started_before = True
         try:
-            if not await self._prepared(start):
+            if not await self._prepare_unless_shutdown(start):
                 return []
         except LaunchError as error:
             log.error("%s", error)
-            return self._core.on_spawn_failed(document.generation, ranks[0], str(error), time.monotonic())
+            return self._state_machine.on_spawn_failed(document.generation, ranks[0], str(error), time.monotonic())
         actions: list[decisions.Action] = []
         for rank in ranks:
             try:
                 pid = await self._launcher.spawn(start, rank)
             except LaunchError as error:
                 log.error("%s", error)
-                actions += self._core.on_spawn_failed(document.generation, rank, str(error), time.monotonic())
+                actions += self._state_machine.on_spawn_failed(document.generation, rank, str(error), time.monotonic())
                 break
             log.info("rank started rank=%d generation=%d pid=%d", rank, document.generation, pid)
             self._metrics.rank_up(rank, up=True)
-            actions += self._core.on_spawned(document.generation, rank, pid, time.monotonic())
+            actions += self._state_machine.on_spawned(document.generation, rank, pid, time.monotonic())
         return actions
 
-    async def _prepared(self, start: decisions.Start) -> bool:
+    async def _prepare_unless_shutdown(self, start: decisions.StartRanks) -> bool:
         """Whether the ranks may be started: not if the pod was told to go while torch was still being imported."""
         prepare = asyncio.create_task(self._launcher.prepare(start))
-        leave = asyncio.create_task(self._leaving.wait())
-        await asyncio.wait({prepare, leave}, return_when=asyncio.FIRST_COMPLETED)
-        leave.cancel()
+        shutdown = asyncio.create_task(self._shutdown_requested.wait())
+        await asyncio.wait({prepare, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+        shutdown.cancel()
         if not prepare.done():
             prepare.cancel()
             return False
         prepare.result()
         return True
 
-    def _show(self, generation: int, rank: int, message: messages.RankMessage, now: float) -> None:
+    def _log_message(self, generation: int, rank: int, message: messages.RankMessage, now: float) -> None:
         """Log and count what a rank of the current generation told."""
-        current = self._core.current
+        current = self._state_machine.current
         if current is None or current.number != generation:
             return
         match message:

@@ -6,7 +6,7 @@ import logging
 
 from aiohttp import web
 
-from meshwright_worker.metrics import CONTENT_TYPE, TrainerMetrics
+from meshwright_worker.agent.metrics import CONTENT_TYPE, TrainerMetrics
 
 log = logging.getLogger(__name__)
 

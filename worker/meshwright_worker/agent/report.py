@@ -4,37 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.protocol import WorkerReport
-from meshwright_worker.agent.core import Core
+from meshwright.protocol.messages import WorkerReport
+from meshwright_worker.agent.state_machine import AgentStateMachine
 
 MAX_PHASES = 16
 
 
-def build_report(core: Core, now: float = 0.0, state_of: Callable[[int], str] = lambda _: "") -> WorkerReport:
+def build_report(
+    state_machine: AgentStateMachine, now: float = 0.0, read_process_state: Callable[[int], str] = lambda _: ""
+) -> WorkerReport:
     """The report of this moment. It tells the whole state, so a lost one needs no repeating.
 
     Args:
-        core: the agent's state.
+        state_machine: the agent's state.
         now: monotonic seconds.
-        state_of: the state letter of a process.
+        read_process_state: the state letter of a process.
     """
-    current = core.current
+    current = state_machine.current
     if current is None:
         return WorkerReport(
-            worker=core.worker, incarnation=core.incarnation, generation=core.generation, state=core.state
+            worker=state_machine.worker,
+            incarnation=state_machine.incarnation,
+            generation=state_machine.generation,
+            state=state_machine.state,
         )
     failure = current.failure
-    holds_rank_zero = current.first_rank == 0
+    has_rank_zero = current.first_rank == 0
     return WorkerReport(
-        worker=core.worker,
-        incarnation=core.incarnation,
+        worker=state_machine.worker,
+        incarnation=state_machine.incarnation,
         generation=current.number,
-        state=core.state,
-        ranks=current.processes(now, state_of),
+        state=state_machine.state,
+        ranks=current.processes(now, read_process_state),
         failure=failure.kind if failure else None,
         message=failure.message if failure else "",
         progress=current.progress,
-        checkpoint=core.checkpoint if holds_rank_zero else None,
+        checkpoint=state_machine.checkpoint if has_rank_zero else None,
         evaluation=current.evaluation,
-        phases=current.phases[:MAX_PHASES] if holds_rank_zero else [],
+        phases=current.phases[:MAX_PHASES] if has_rank_zero else [],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.perplexity import perplexity
-from meshwright_worker.task import StepReport
+from meshwright_worker.rank.task import StepReport
 
 # At most one line in this time: fast steps must not flood the log.
 LINE_SECONDS = 1.0

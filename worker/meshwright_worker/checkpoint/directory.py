@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from meshwright_worker.checkpoint.errors import CheckpointError
-from meshwright_worker.checkpoint.manifest import MANIFEST, Written
+from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
@@ -50,10 +50,11 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: there are checkpoints of later steps: this one would be the first that `retain` removes.
         """
-        later = [found for found in self.steps() if found > step]
-        if later:
+        newer_steps = [found for found in self.steps() if found > step]
+        if newer_steps:
             raise CheckpointError(
-                f"{self.root} has checkpoints of later steps than {step}, up to {later[0]}: load the newest before "
+                f"{self.root} has checkpoints of later steps than {step}, up to {newer_steps[0]}: load the newest "
+                "before "
                 "training, or save to an empty directory"
             )
         path = self.temporary(step)
@@ -61,7 +62,7 @@ class CheckpointDirectory:
         path.mkdir(parents=True)
         return path
 
-    def commit(self, manifest: Written) -> Path:
+    def commit(self, manifest: BaseManifest) -> Path:
         """Make the checkpoint that was written under its hidden name a complete one: the manifest, then the rename."""
         step = manifest.state.step
         hidden, final = self.temporary(step), self.path(step)
@@ -93,7 +94,7 @@ class CheckpointDirectory:
                 hidden.rename(plain)
         self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
 
-    def set_aside(self, step: int) -> None:
+    def quarantine(self, step: int) -> None:
         """Take a damaged checkpoint out of sight. It stays on the disk until the next one is complete."""
         if self.path(step).exists():
             self._hide(self.path(step), _DAMAGED)

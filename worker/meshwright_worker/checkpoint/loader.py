@@ -20,20 +20,20 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointVolumeError, DamagedCheckpointError
-from meshwright_worker.checkpoint.manifest import Kind, Manifest, read_written
-from meshwright_worker.checkpoint.storage import CheckpointReader
-from meshwright_worker.checkpoint.together import on_first_rank, together
-from meshwright_worker.checkpoint.verify import check_files
-from meshwright_worker.checkpoint.whole import candidates, first_whole
-from meshwright_worker.mesh import Mesh
+from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
+from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, read_manifest_as
+from meshwright_worker.checkpoint.verification import check_files
+from meshwright_worker.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
 _UNSEEN = "unseen"
-_SHARED = "do all pods mount the same volume there, with every file visible to all?"
-_NAMED = 8
+_SHARED_VOLUME_HINT = "do all pods mount the same volume there, with every file visible to all?"
+_MAX_NAMED = 8
 """Ranks that a message names at most."""
 
 
@@ -41,7 +41,7 @@ class CheckpointMismatchError(ValueError):
     """A checkpoint belongs to another run. The message names what differs and the fix."""
 
 
-def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) -> Kind | None:
+def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType | None:
     """The newest complete checkpoint whose files are what was written; None when there is none. Collective.
 
     Raises:
@@ -49,18 +49,18 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
         ForeignCheckpointError: the newest is of another kind or version.
     """
     on_first_rank(directory.clean, mesh)
-    listed = together(directory.steps, mesh)
-    strangers = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
-    if strangers:
-        seen = f"{_ranks(strangers)} but not by rank 0"
-        raise CheckpointVolumeError(f"the checkpoints in {directory.root} are seen by {seen}: {_SHARED}")
+    listed = on_all_ranks(directory.steps, mesh)
+    ranks_with_checkpoints = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
+    if ranks_with_checkpoints:
+        seen = f"{_ranks(ranks_with_checkpoints)} but not by rank 0"
+        raise CheckpointVolumeError(f"the checkpoints in {directory.root} are seen by {seen}: {_SHARED_VOLUME_HINT}")
     for step in listed[0]:
         try:
-            return read_whole(directory.path(step), mesh, kind)
+            return read_intact(directory.path(step), mesh, manifest_type)
         except DamagedCheckpointError as error:
             if mesh.rank == 0:
                 log.warning("%s; trying the checkpoint before it", error)
-        on_first_rank(partial(directory.set_aside, step), mesh)
+        on_first_rank(partial(directory.quarantine, step), mesh)
     if listed[0] and mesh.rank == 0:
         log.warning(
             "EVERY checkpoint in %s is damaged (steps %s): the run begins at step 0. The damaged ones stay there under "
@@ -71,18 +71,18 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, kind: type[Kind]) 
     return None
 
 
-def find_together(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
+def find_checkpoint_on_mesh(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
     """As `find_checkpoint`, but each rank reads its share of the files alone, and all take the same. Collective.
 
     Raises:
         DamagedCheckpointError: it is damaged, or all are. The message names the file.
-        CheckpointVolumeError, ForeignCheckpointError: as `read_whole`.
+        CheckpointVolumeError, ForeignCheckpointError: as `read_intact`.
     """
-    listed = together(partial(candidates, path), mesh)[0]
-    return first_whole(listed, lambda checkpoint: read_whole(checkpoint, mesh, Manifest))
+    listed = on_all_ranks(partial(candidate_checkpoints, path), mesh)[0]
+    return first_intact(listed, lambda checkpoint: read_intact(checkpoint, mesh, Manifest))
 
 
-def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind:
+def read_intact(checkpoint: Path, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType:
     """The manifest of a checkpoint whose files are all what was written. Collective: each rank reads its share of them.
 
     Raises:
@@ -90,12 +90,12 @@ def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind:
         CheckpointVolumeError: a rank cannot read it, or does not see it.
         ForeignCheckpointError: it is of another kind or version.
     """
-    manifest: Kind | None = None
+    manifest: ManifestType | None = None
 
     def fault() -> str:
         nonlocal manifest
         try:
-            manifest = read_written(checkpoint, kind)
+            manifest = read_manifest_as(checkpoint, manifest_type)
             check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size)
         except FileNotFoundError:
             return _UNSEEN
@@ -103,33 +103,35 @@ def read_whole(checkpoint: Path, mesh: Mesh, kind: type[Kind]) -> Kind:
             return str(error)
         return ""
 
-    faults = together(fault, mesh)
-    blind = [rank for rank, text in enumerate(faults) if text == _UNSEEN]
-    if blind:
-        raise CheckpointVolumeError(f"{checkpoint} is seen by rank 0 but not by {_ranks(blind)}: {_SHARED}")
+    faults = on_all_ranks(fault, mesh)
+    ranks_without_checkpoint = [rank for rank, text in enumerate(faults) if text == _UNSEEN]
+    if ranks_without_checkpoint:
+        raise CheckpointVolumeError(
+            f"{checkpoint} is seen by rank 0 but not by {_ranks(ranks_without_checkpoint)}: {_SHARED_VOLUME_HINT}"
+        )
     damages = [text for text in faults if text]
     if damages or manifest is None:
         raise DamagedCheckpointError(damages[0])
     return manifest
 
 
-def check_same_run(found: Manifest, expected: Manifest) -> None:
+def check_same_run(actual: Manifest, expected: Manifest) -> None:
     """Refuse to continue from the checkpoint of another model or another text.
 
     Raises:
         CheckpointMismatchError: it is of another run.
     """
-    old, new = found.architecture.model_dump(exclude={"name"}), expected.architecture.model_dump(exclude={"name"})
+    old, new = actual.architecture.model_dump(exclude={"name"}), expected.architecture.model_dump(exclude={"name"})
     differing = [f"`{field}` {old[field]} there, {new[field]} here" for field in old if old[field] != new[field]]
     fix = "use an empty `checkpoint.claimName`, or the old settings"
     if differing:
         raise CheckpointMismatchError(f"the checkpoint holds another model ({'; '.join(differing)}): {fix}")
-    if (found.lora, found.initial_weights) != (expected.lora, expected.initial_weights):
+    if (actual.lora, actual.initial_weights) != (expected.lora, expected.initial_weights):
         raise CheckpointMismatchError(
             "the checkpoint has other adapters, or adapters of another model: `training.lora` or "
             f"`training.initialWeights` differ: {fix}"
         )
-    if found.stream != expected.stream:
+    if actual.stream != expected.stream:
         raise CheckpointMismatchError(
             "the checkpoint was trained on another stream of samples, so its position means nothing here: `data`, "
             f"`training.sequenceLength` or `training.seed` differ: {fix}"
@@ -157,20 +159,20 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
         raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
 
 
-def names_in(path: Path) -> frozenset[str]:
+def tensor_names(path: Path) -> frozenset[str]:
     """The names of all tensors of a complete checkpoint."""
     return frozenset(CheckpointReader(path).read_metadata().state_dict_metadata)
 
 
-def blanks_in(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def allocate_tensors(path: Path, include: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Memory for those tensors of a complete checkpoint whose names are wanted; `load_tensors` fills it."""
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in CheckpointReader(path).read_metadata().state_dict_metadata.items()
-        if wanted(name) and isinstance(entry, TensorStorageMetadata)
+        if include(name) and isinstance(entry, TensorStorageMetadata)
     }
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    more = f" (and {len(ranks) - _MAX_NAMED} more)" if len(ranks) > _MAX_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_NAMED]))}{more}"

@@ -12,7 +12,7 @@ from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
-from meshwright_worker.data.tokenizer import TokenizerRecord
+from meshwright_worker.data.tokenizer_record import TokenizerRecord
 
 MANIFEST = "meshwright.json"
 FORMAT = 1
@@ -63,7 +63,7 @@ class TrainingState(ApiModel):
     """Steps without an overflow since the scale last changed."""
 
 
-class Written(ApiModel):
+class BaseManifest(ApiModel):
     """What `meshwright.json` says of every checkpoint, whatever was trained."""
 
     format: int = FORMAT
@@ -74,7 +74,7 @@ class Written(ApiModel):
     """Every other file of the checkpoint."""
 
 
-class Manifest(Written):
+class Manifest(BaseManifest):
     """That of a checkpoint of one of the runtime's own models."""
 
     architecture: Architecture
@@ -95,7 +95,7 @@ class Manifest(Written):
     """Where the model that adapters belong to was read from; None for random weights by `seed`."""
 
 
-class ModuleManifest(Written):
+class ModuleManifest(BaseManifest):
     """That of a checkpoint of a module of one's own."""
 
     module: str
@@ -104,15 +104,15 @@ class ModuleManifest(Written):
     """Who wrote it."""
 
 
-Kind = TypeVar("Kind", bound=Written)
+ManifestType = TypeVar("ManifestType", bound=BaseManifest)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """`read_written` for one of the runtime's own models."""
-    return read_written(directory, Manifest)
+    """`read_manifest_as` for one of the runtime's own models."""
+    return read_manifest_as(directory, Manifest)
 
 
-def read_written(directory: Path, kind: type[Kind]) -> Kind:
+def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> ManifestType:
     """The manifest of a checkpoint directory.
 
     Raises:
@@ -128,32 +128,36 @@ def read_written(directory: Path, kind: type[Kind]) -> Kind:
     if not isinstance(fields, dict):
         raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is no JSON object")
     if fields.get("format", FORMAT) != FORMAT:
-        raise _of_another_version(directory, f"its format is {fields['format']}, this version reads {FORMAT}")
+        raise _foreign_version_error(directory, f"its format is {fields['format']}, this version reads {FORMAT}")
     try:
-        return kind.model_validate_json(content)
+        return manifest_type.model_validate_json(content)
     except ValidationError as error:
         for other in (Manifest, ModuleManifest):
-            if other is not kind and _is_of(content, other):
+            if other is not manifest_type and _validates_as(content, other):
                 raise ForeignCheckpointError(
-                    f"{directory} is a checkpoint of {_NAMES[other]}, not of {_NAMES[kind]}: use another directory"
+                    f"{directory} is a checkpoint of {_NAMES[other]}, not of {_NAMES[manifest_type]}: use another "
+                    "directory"
                 ) from None
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise _of_another_version(directory, f"this version cannot read `{where}`: {first['msg']}") from None
+        raise _foreign_version_error(directory, f"this version cannot read `{where}`: {first['msg']}") from None
 
 
-_NAMES: dict[type[Written], str] = {Manifest: "one of the runtime's models", ModuleManifest: "a module of one's own"}
+_NAMES: dict[type[BaseManifest], str] = {
+    Manifest: "one of the runtime's models",
+    ModuleManifest: "a module of one's own",
+}
 
 
-def _is_of(content: bytes, kind: type[Written]) -> bool:
+def _validates_as(content: bytes, manifest_type: type[BaseManifest]) -> bool:
     try:
-        kind.model_validate_json(content)
+        manifest_type.model_validate_json(content)
     except ValidationError:
         return False
     return True
 
 
-def _of_another_version(directory: Path, reason: str) -> ForeignCheckpointError:
+def _foreign_version_error(directory: Path, reason: str) -> ForeignCheckpointError:
     return ForeignCheckpointError(
         f"{directory} was written by another version of Meshwright ({reason}): use that version's image, or move the "
         "checkpoint away to go on from the one before it"

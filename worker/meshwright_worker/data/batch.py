@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TokenMetadata:
     """Where the tokens of a batch stand. Every stage has them: they are not sent along a pipeline."""
 
     positions: torch.Tensor | None = None
@@ -27,7 +27,7 @@ class Places:
     row_documents: torch.Tensor | None = None
     """int64 [batch, tokens of a whole row], `documents` of all of it, always on the CPU: what attention leaves out is
     decided there."""
-    serials: torch.Tensor | None = None
+    token_indices: torch.Tensor | None = None
     """int64 [batch, length], the number of each token among all that the run trains on: what dropout draws by."""
 
 
@@ -40,15 +40,15 @@ class Batch:
     targets: torch.Tensor
     """The tokens to predict, int64 [batch, length]; `IGNORED` where there is none."""
     positions: torch.Tensor | None = None
-    """See `Places`."""
+    """See `TokenMetadata`."""
     documents: torch.Tensor | None = None
-    """See `Places`."""
+    """See `TokenMetadata`."""
     row_length: int | None = None
-    """See `Places`."""
+    """See `TokenMetadata`."""
     row_documents: torch.Tensor | None = None
-    """See `Places`."""
-    serials: torch.Tensor | None = None
-    """See `Places`."""
+    """See `TokenMetadata`."""
+    token_indices: torch.Tensor | None = None
+    """See `TokenMetadata`."""
 
     @classmethod
     def of(cls, samples: torch.Tensor, numbers: Sequence[int] | None = None) -> Self:
@@ -59,17 +59,17 @@ class Batch:
         """
         rows, length = len(samples), samples.shape[1] - 1
         each = torch.tensor(range(rows) if numbers is None else numbers, device=samples.device)
-        serials = each.unsqueeze(1) * length + torch.arange(length, device=samples.device)
-        given = samples < 0
-        if not given.any():
-            return cls(samples[:, :-1], samples[:, 1:], serials=serials)
-        tokens = torch.where(given, ~samples, samples)
-        return cls(tokens[:, :-1], tokens[:, 1:].masked_fill(given[:, 1:], IGNORED), serials=serials)
+        token_indices = each.unsqueeze(1) * length + torch.arange(length, device=samples.device)
+        is_given = samples < 0
+        if not is_given.any():
+            return cls(samples[:, :-1], samples[:, 1:], token_indices=token_indices)
+        tokens = torch.where(is_given, ~samples, samples)
+        return cls(tokens[:, :-1], tokens[:, 1:].masked_fill(is_given[:, 1:], IGNORED), token_indices=token_indices)
 
     @property
-    def places(self) -> Places:
+    def token_metadata(self) -> TokenMetadata:
         """What the layers are told of the tokens."""
-        return Places(self.positions, self.documents, self.row_length, self.row_documents, self.serials)
+        return TokenMetadata(self.positions, self.documents, self.row_length, self.row_documents, self.token_indices)
 
     def chunk(self, count: int) -> list[Self]:
         """`count` micro-batches of the same number of rows.
@@ -96,7 +96,7 @@ class Batch:
             None if self.documents is None else change(self.documents),
             self.row_length,
             None if self.row_documents is None else change(self.row_documents),
-            None if self.serials is None else change(self.serials),
+            None if self.token_indices is None else change(self.token_indices),
         )
 
 

@@ -1,7 +1,8 @@
 """A corpus as one long row of tokens, read where needed.
 
 Bytes of text files are tokens as they stand: only sizes are held in memory, so a rank starts at once and the corpus may
-be larger than memory. Every other format is tokenized into shards first (`prepared`), unless it is shards already. The
+be larger than memory. Every other format is tokenized into shards first (`tokenized_shards`), unless it is shards
+already. The
 page cache keeps what is read again.
 """
 
@@ -19,15 +20,15 @@ import numpy.typing as npt
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, LocalFolder, below, open_folder
+from meshwright.data.files import FileEntry, Folder, LocalFolder, join_uri, open_folder
 from meshwright.data.shards import Tokens, TokenShards, TokensManifest, read_manifest
-from meshwright.data.tokenize import Source
+from meshwright.data.tokenize import TextSource
 from meshwright.data.tokenizers import BYTE_SEPARATOR
-from meshwright_worker.data.prepared import prepared, source_of, tokenizer_of
+from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
 
-_NAMED = 5
+_MAX_NAMED = 5
 """Files or folders that an error names: enough to see what was meant."""
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 class CorpusError(DataError):
@@ -35,7 +36,7 @@ class CorpusError(DataError):
 
 
 @contextmanager
-def errors_of(path: str | None) -> Iterator[None]:
+def naming_corpus(path: str | None) -> Iterator[None]:
     """Lets errors say which corpus of a mixture they are about; without a mixture there is one alone."""
     try:
         yield
@@ -127,7 +128,7 @@ class TextCorpus:
             raw = file.read(length)
         if len(raw) != length:
             raise CorpusError(
-                f"{below(self._folder.where, document.name)} became shorter while it is trained on; `data` must not "
+                f"{join_uri(self._folder.where, document.name)} became shorter while it is trained on; `data` must not "
                 "change during a run"
             )
         return np.frombuffer(raw, dtype=np.uint8)
@@ -155,44 +156,44 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
         DataError: there is no volume, nothing in it matches, or it cannot be read.
     """
     if data.source is DataSource.PYTHON_STDLIB:
-        library = LocalFolder(Path(sysconfig.get_path("stdlib")), _NOT_LIBRARY)
+        library = LocalFolder(Path(sysconfig.get_path("stdlib")), _EXCLUDED_FOLDERS)
         return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
-    root = root_of(data, data_dir)
-    folder = folder_of(data, data_dir, path)
+    root = data_root(data, data_dir)
+    folder = open_data_folder(data, data_dir, path)
     if data.format is DataFormat.TOKENS:
-        shards = _shards(folder)
-        expected = tokenizer_of(data, root).identity
+        shards = _open_shards(folder)
+        expected = open_data_tokenizer(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
                 f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
                 "and `data.tokenizerFile` must be what wrote them"
             )
         return shards
-    source = source_of(data, folder, path)
-    found = matched(source)
+    source = data_source(data, folder, path)
+    entries = matching_files(source)
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(folder, found)
-    return ShardCorpus(prepared(source, tokenizer_of(data, root)))
+        return TextCorpus(folder, entries)
+    return ShardCorpus(tokenized_shards(source, open_data_tokenizer(data, root)))
 
 
-def matched(source: Source) -> list[FileEntry]:
+def matching_files(source: TextSource) -> list[FileEntry]:
     """The files that `data.pattern` names.
 
     Raises:
         CorpusError: none has any content; says which files there are.
     """
-    found = source.files()
-    if any(entry.size for entry in found):
-        return found
-    there = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
-    wrong = f"`data.pattern: {source.pattern}` matches {'empty files alone' if found else 'no file'}"
-    if not there:
-        raise CorpusError(f"{wrong}: there is none with any content")
-    more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
-    raise CorpusError(f"{wrong}; there are {', '.join(there[:_NAMED])}{more}")
+    entries = source.files()
+    if any(entry.size for entry in entries):
+        return entries
+    existing = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
+    problem = f"`data.pattern: {source.pattern}` matches {'empty files alone' if entries else 'no file'}"
+    if not existing:
+        raise CorpusError(f"{problem}: there is none with any content")
+    more = f" and {len(existing) - _MAX_NAMED} more" if len(existing) > _MAX_NAMED else ""
+    raise CorpusError(f"{problem}; there are {', '.join(existing[:_MAX_NAMED])}{more}")
 
 
-def manifest_of(folder: Folder) -> TokensManifest:
+def read_tokens_manifest(folder: Folder) -> TokensManifest:
     """The manifest of the folder of a corpus of tokens.
 
     Raises:
@@ -204,32 +205,32 @@ def manifest_of(folder: Folder) -> TokensManifest:
         raise CorpusError(f"`data.format: Tokens`: {error}") from error
 
 
-def _shards(folder: Folder) -> ShardCorpus:
+def _open_shards(folder: Folder) -> ShardCorpus:
     try:
         return ShardCorpus(folder)
     except DataError as error:
         raise CorpusError(f"`data.format: Tokens`: {error}") from error
 
 
-def folder_of(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
+def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
     """The folder of the corpus, or of the one of the mixture at `path`.
 
     Raises:
         DataError: no volume is mounted, or there is no such folder; says which there are.
     """
-    root = root_of(data, data_dir)
+    root = data_root(data, data_dir)
     try:
-        return open_folder(below(root, path) if path else root)
+        return open_folder(join_uri(root, path) if path else root)
     except DataError as error:
         if data.uri is not None:
             raise
         parent = Path(root) if path else Path(root).parent
-        there = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        existing = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
         field = f"`data.mixture` with `path: {path}`" if path else "`data.claimName`"
-        raise CorpusError(f"{field}: {error}; folders there: {', '.join(there[:_NAMED]) or 'none'}") from error
+        raise CorpusError(f"{field}: {error}; folders there: {', '.join(existing[:_MAX_NAMED]) or 'none'}") from error
 
 
-def root_of(data: DataSpec, data_dir: str | None) -> str:
+def data_root(data: DataSpec, data_dir: str | None) -> str:
     """The folder of the data, as a path or a URI.
 
     Raises:

@@ -15,16 +15,16 @@ from meshwright.api.data import DataSpec, Packing
 from meshwright_worker.data.batch import IGNORED, Batch
 
 
-def batch_of(samples: torch.Tensor, data: DataSpec, separator: int, numbers: Sequence[int] | None = None) -> Batch:
+def make_batch(samples: torch.Tensor, data: DataSpec, separator: int, numbers: Sequence[int] | None = None) -> Batch:
     """The batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` asks.
 
     `numbers` are those of the samples in the run, see `Batch.of`.
     """
     batch = Batch.of(samples, numbers)
-    return documents_apart(batch, separator) if data.packing is Packing.DOCUMENTS else batch
+    return separate_documents(batch, separator) if data.packing is Packing.DOCUMENTS else batch
 
 
-def documents_apart(batch: Batch, separator: int) -> Batch:
+def separate_documents(batch: Batch, separator: int) -> Batch:
     """A batch of rows in which each document ends with a `separator`, with the documents told apart.
 
     A row may begin and end inside a document: the piece is a document of its own.

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_worker.data.batch import Places
+from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.models.decoder import DecoderStage, LayerRunner
 from meshwright_worker.models.layers import Block
-from meshwright_worker.models.llama import DecoderStage, Through
 
 _LEAST_BYTES = 1024
 """Smaller tensors stay: a copy would cost more than it frees."""
 
 
 @dataclass(eq=False)
-class _Kept:
+class _OffloadedTensor:
     """One tensor of a page."""
 
     host: torch.Tensor
@@ -37,8 +37,8 @@ class _Page:
     """What one layer, or group of layers, keeps of one micro-batch."""
 
     before: _Page | None
-    copies: Copies
-    kept: list[_Kept] = field(default_factory=list)
+    copies: HostCopier
+    offloaded: list[_OffloadedTensor] = field(default_factory=list)
     sources: dict[tuple[object, ...], tuple[torch.Tensor, int]] = field(default_factory=dict)
     """By place in memory, what was packed. Holding it keeps the place from being taken by another tensor, so that a
     tensor that several operators keep is copied once."""
@@ -48,8 +48,8 @@ class _Page:
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         known = self.sources.get(place)
         if known is None:
-            self.kept.append(_Kept(self.copies.out(tensor), tensor.device))
-            known = self.sources[place] = (tensor, len(self.kept) - 1)
+            self.offloaded.append(_OffloadedTensor(self.copies.out(tensor), tensor.device))
+            known = self.sources[place] = (tensor, len(self.offloaded) - 1)
         return known[1]
 
     def close(self) -> None:
@@ -58,22 +58,22 @@ class _Page:
 
     def fetch(self) -> None:
         """Begin to bring back everything."""
-        for kept in self.kept:
-            if kept.back is None:
-                kept.back, kept.arrived = self.copies.back(kept.host, kept.device)
+        for offloaded in self.offloaded:
+            if offloaded.back is None:
+                offloaded.back, offloaded.arrived = self.copies.back(offloaded.host, offloaded.device)
 
     def unpack(self, number: int) -> torch.Tensor:
         """The tensor, on its device."""
         self.fetch()
         if self.before is not None:
             self.before.fetch()
-        kept = self.kept[number]
-        assert kept.back is not None
-        self.copies.wait(kept.arrived, kept.back)
-        return kept.back
+        offloaded = self.offloaded[number]
+        assert offloaded.back is not None
+        self.copies.wait(offloaded.arrived, offloaded.back)
+        return offloaded.back
 
 
-class Copies:
+class HostCopier:
     """Copies between a device and main memory: pinned and on streams of their own on CUDA, plain ones elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
@@ -108,24 +108,24 @@ class Copies:
             tensor.record_stream(torch.cuda.current_stream())
 
 
-class Offloaded:
+class OffloadedLayers:
     """Runs a stage's layers one by one as `inner` does, each with a page of its own."""
 
-    def __init__(self, inner: Through, group: int, copies: Copies) -> None:
+    def __init__(self, inner: LayerRunner, group: int, copies: HostCopier) -> None:
         self._inner = inner
         self._group = group
         self._copies = copies
 
-    def __call__(self, layers: Sequence[Block], x: torch.Tensor, places: Places) -> torch.Tensor:
+    def __call__(self, layers: Sequence[Block], x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """See `in_turn`."""
         if not torch.is_grad_enabled():
-            return self._inner(layers, x, places)
+            return self._inner(layers, x, token_metadata)
         page: _Page | None = None
         for first in range(0, len(layers), self._group):
             group = layers[first : first + self._group]
             page = _Page(page, self._copies)
             with torch.autograd.graph.saved_tensors_hooks(_packing(page, group), _unpack):
-                x = self._inner(group, x, places)
+                x = self._inner(group, x, token_metadata)
             page.close()
         return x
 
@@ -138,19 +138,19 @@ def offload_activations(stage: DecoderStage, group: int, device: torch.device) -
         group: layers of a page, as many as are recomputed together.
         device: where the stage computes.
     """
-    stage.through = Offloaded(stage.through, group, Copies(device))
+    stage.run_layers = OffloadedLayers(stage.run_layers, group, HostCopier(device))
 
 
 def _packing(page: _Page, layers: Sequence[Block]) -> Callable[[torch.Tensor], Any]:
-    own: set[int] = set()
+    parameter_storages: set[int] = set()
 
     def pack(tensor: torch.Tensor) -> Any:
         # Parameters stay where they are; FSDP even frees and refills the memory of gathered ones meanwhile. They are
         # asked for here, since a layer's hooks gather them first: before, they are DTensors.
-        if not own:
+        if not parameter_storages:
             parameters = [p for layer in layers for p in layer.parameters() if not isinstance(p, DTensor)]
-            own.update(p.untyped_storage().data_ptr() for p in parameters)
-        if tensor.nbytes < _LEAST_BYTES or tensor.untyped_storage().data_ptr() in own:
+            parameter_storages.update(p.untyped_storage().data_ptr() for p in parameters)
+        if tensor.nbytes < _LEAST_BYTES or tensor.untyped_storage().data_ptr() in parameter_storages:
             return tensor
         return page, page.pack(tensor)
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.api.training import TrainingSpec
-from meshwright_worker.counters import key, mixed, uniform
-from meshwright_worker.data.batch import Places
+from meshwright_worker.counter_rng import random_bits, stream_key, uniform
+from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.layers import AttentionCore
-from meshwright_worker.models.llama import DecoderStage
 
 
 class TokenDropout(nn.Module):
@@ -38,11 +38,11 @@ class TokenDropout(nn.Module):
         self._slices = slices
         self._index = index
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """[batch, positions, width] -> the same shape."""
         if not (self.training and torch.is_grad_enabled()):
             return x
-        tokens = _serials(places).chunk(self._slices, dim=1)[self._index]
+        tokens = _token_indices(token_metadata).chunk(self._slices, dim=1)[self._index]
         dropped: torch.Tensor = _Drop.apply(x, tokens, self._salt, self._rate)  # type: ignore[no-untyped-call]
         return dropped
 
@@ -62,11 +62,11 @@ class _Drop(torch.autograd.Function):
 
 def _mask(x: torch.Tensor, tokens: torch.Tensor, salt: int, rate: float) -> torch.Tensor:
     features = torch.arange(x.shape[-1], device=x.device)
-    bits = mixed(features, mixed(tokens, salt).unsqueeze(-1))
+    bits = random_bits(features, random_bits(tokens, salt).unsqueeze(-1))
     return (uniform(bits) >= rate).to(x.dtype) / (1 - rate)
 
 
-class DroppingAttention(AttentionCore):
+class DropoutAttention(AttentionCore):
     """Attention with dropout of its probabilities, which have to exist for that: [batch, heads, length, length].
 
     Args:
@@ -82,31 +82,35 @@ class DroppingAttention(AttentionCore):
         self._salt = salt
         self._first_head = first_head
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, stream_key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
+    ) -> torch.Tensor:
         """See `AttentionCore.forward`."""
         if not (self.training and torch.is_grad_enabled()):
-            return super().forward(query, key, value, places)
-        groups = query.shape[2] // key.shape[2]
-        queries, keys, values = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return super().forward(query, stream_key, value, token_metadata)
+        groups = query.shape[2] // stream_key.shape[2]
+        queries, keys, values = query.transpose(1, 2), stream_key.transpose(1, 2), value.transpose(1, 2)
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-        seen = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
-        if places.documents is not None:
-            seen = seen & (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
+        visible = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
+        if token_metadata.documents is not None:
+            visible = visible & (
+                token_metadata.documents.unsqueeze(2) == token_metadata.documents.unsqueeze(1)
+            ).unsqueeze(1)
         scores = queries @ keys.mT * (self.scale or query.shape[-1] ** -0.5)
-        probabilities = F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
-        attended: torch.Tensor = (probabilities * self._kept(scores, places)) @ values
+        probabilities = F.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+        attended: torch.Tensor = (probabilities * self._keep_mask(scores, token_metadata)) @ values
         return attended.transpose(1, 2)
 
-    def _kept(self, scores: torch.Tensor, places: Places) -> torch.Tensor:
+    def _keep_mask(self, scores: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         heads = torch.arange(self._first_head, self._first_head + scores.shape[1], device=scores.device)
-        tokens = _serials(places).unsqueeze(1)
-        rows = mixed(tokens, mixed(heads, self._salt).view(1, -1, 1))
-        bits = mixed(tokens.unsqueeze(2), rows.unsqueeze(-1))
+        tokens = _token_indices(token_metadata).unsqueeze(1)
+        rows = random_bits(tokens, random_bits(heads, self._salt).view(1, -1, 1))
+        bits = random_bits(tokens.unsqueeze(2), rows.unsqueeze(-1))
         return (uniform(bits) >= self._rate).to(scores.dtype) / (1 - self._rate)
 
 
 @dataclass(frozen=True)
-class Slice:
+class TensorSlice:
     """This rank's part of what its tensor group splits."""
 
     rank: int = 0
@@ -115,13 +119,13 @@ class Slice:
     """Whether the positions of the residual stream are split."""
 
 
-def drop_out(stage: DecoderStage, heads: int, training: TrainingSpec, part: Slice) -> None:
+def apply_dropout(stage: DecoderStage, heads: int, training: TrainingSpec, part: TensorSlice) -> None:
     """Put a run's dropout into a stage in place; `heads` are those of one of its layers, whole."""
     seed, rate = training.seed, training.dropout
     slices = (part.ranks, part.rank) if part.sequence else (1, 0)
 
     def residual(*place: str) -> TokenDropout:
-        return TokenDropout(rate, key(seed, "dropout", *place), *slices)
+        return TokenDropout(rate, stream_key(seed, "dropout", *place), *slices)
 
     if rate and stage.is_first:
         stage.embedding_dropout = residual("embedding")
@@ -130,13 +134,13 @@ def drop_out(stage: DecoderStage, heads: int, training: TrainingSpec, part: Slic
             block.attention_dropout = residual(number, "attention")
             block.feed_forward_dropout = residual(number, "feed-forward")
         if training.attention_dropout:
-            salt, first = key(seed, "dropout", number, "scores"), heads // part.ranks * part.rank
+            salt, first = stream_key(seed, "dropout", number, "scores"), heads // part.ranks * part.rank
             attention = block.get_submodule("attention")
             scale = attention.core.scale if isinstance(attention.core, AttentionCore) else None
-            attention.core = DroppingAttention(training.attention_dropout, salt, first, scale)
+            attention.core = DropoutAttention(training.attention_dropout, salt, first, scale)
 
 
-def _serials(places: Places) -> torch.Tensor:
-    if places.serials is None:
-        raise ValueError("dropout draws by the tokens' serial numbers: `Batch.serials` is required")
-    return places.serials
+def _token_indices(token_metadata: TokenMetadata) -> torch.Tensor:
+    if token_metadata.token_indices is None:
+        raise ValueError("dropout draws by the tokens' serial numbers: `Batch.token_indices` is required")
+    return token_metadata.token_indices

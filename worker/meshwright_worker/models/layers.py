@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshwright.api.shape import Activation, Norm
+from meshwright.api.model_parts import Activation, Norm
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.batch import IGNORED, Places
-from meshwright_worker.models.deferred import linear
+from meshwright_worker.data.batch import IGNORED, TokenMetadata
 from meshwright_worker.models.rotary import RotaryEmbedding
-from meshwright_worker.precision import WIDE, wide
+from meshwright_worker.models.split_backward import linear
+from meshwright_worker.precision.dtypes import WIDE_DTYPES, upcast
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -46,10 +46,12 @@ class Linear(nn.Linear):
 
 
 Products = Callable[[torch.Tensor, Sequence[Linear]], list[torch.Tensor]]
-"""A way to put one input through several linear layers: `one_by_one`, or one that fetches the input meanwhile."""
+"""A way to put one input through several linear layers: `multiply_separately`, or one that fetches the input
+meanwhile.
+"""
 
 
-def one_by_one(x: torch.Tensor, linears: Sequence[Linear]) -> list[torch.Tensor]:
+def multiply_separately(x: torch.Tensor, linears: Sequence[Linear]) -> list[torch.Tensor]:
     """[..., inputs] -> [..., outputs] of each layer."""
     return [linear(x) for linear in linears]
 
@@ -64,9 +66,9 @@ class TokenEmbedding(nn.Embedding):
         rows = local(self.weight)
         if rows.shape[0] == self.num_embeddings:
             return F.embedding(tokens, rows)
-        own = tokens - self.first_row
-        elsewhere = (own < 0) | (own >= rows.shape[0])
-        return F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        local_tokens = tokens - self.first_row
+        outside = (local_tokens < 0) | (local_tokens >= rows.shape[0])
+        return F.embedding(local_tokens.masked_fill(outside, 0), rows).masked_fill(outside.unsqueeze(-1), 0.0)
 
 
 class RMSNorm(nn.Module):
@@ -80,9 +82,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> [..., width]."""
         weight = local(self.weight).to(x.dtype)
-        if x.dtype in WIDE:
+        if x.dtype in WIDE_DTYPES:
             return F.rms_norm(x, x.shape[-1:], weight, self.epsilon)
-        return F.rms_norm(wide(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * weight
+        return F.rms_norm(upcast(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * weight
 
 
 class LayerNorm(nn.Module):
@@ -98,13 +100,13 @@ class LayerNorm(nn.Module):
         """[..., width] -> [..., width]."""
         weight = local(self.weight).to(x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if x.dtype in WIDE:
+        if x.dtype in WIDE_DTYPES:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.epsilon)
-        normed = F.layer_norm(wide(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * weight
+        normed = F.layer_norm(upcast(x), x.shape[-1:], eps=self.epsilon).to(x.dtype) * weight
         return normed if bias is None else normed + bias
 
 
-def norm_of(model: Architecture) -> nn.Module:
+def build_norm(model: Architecture) -> nn.Module:
     """A norm of the residual stream."""
     if model.norm is Norm.LAYER_NORM:
         return LayerNorm(model.hidden_size, model.norm_epsilon, bias=model.biases)
@@ -134,23 +136,25 @@ class AttentionCore(nn.Module):
         self.causal = causal
         self.scale = scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
+    ) -> torch.Tensor:
         """Mix values.
 
         Args:
             query: [batch, length, heads, head_size].
             key: [batch, length, key and value heads, head_size].
             value: like `key`, of any head size.
-            places: where the tokens stand.
+            token_metadata: where the tokens stand.
 
         Returns:
             [batch, length, heads, value's head size].
         """
         mask = None
-        if places.documents is not None:
-            mask = (places.documents.unsqueeze(2) == places.documents.unsqueeze(1)).unsqueeze(1)
+        if token_metadata.documents is not None:
+            mask = (token_metadata.documents.unsqueeze(2) == token_metadata.documents.unsqueeze(1)).unsqueeze(1)
             mask = mask.tril() if self.causal else mask
-        mixed = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -159,7 +163,7 @@ class AttentionCore(nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        return mixed.transpose(1, 2)
+        return attended.transpose(1, 2)
 
 
 def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -185,9 +189,9 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.rotary = rotary
         self.core = AttentionCore(scale=model.score_scale)
-        self.products = one_by_one
+        self.products = multiply_separately
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
         products = self.products(x, (self.query, self.key, self.value))
         sizes = (self.head_size, self.head_size, self.value_size)
@@ -195,8 +199,8 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            query, key = self.rotary(query, places.positions), self.rotary(key, places.positions)
-        projected: torch.Tensor = self.output(self.core(query, key, value, places).flatten(2))
+            query, key = self.rotary(query, token_metadata.positions), self.rotary(key, token_metadata.positions)
+        projected: torch.Tensor = self.output(self.core(query, key, value, token_metadata).flatten(2))
         return projected
 
 
@@ -227,9 +231,9 @@ class LatentAttention(nn.Module):
         self.output = Linear(model.heads * model.value_size, model.hidden_size)
         self.rotary = rotary
         self.core = AttentionCore(scale=model.score_scale)
-        self.products = one_by_one
+        self.products = multiply_separately
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
         query, narrow = self.products(x, (self.query_down or self.query, self.kv_down))
         if self.query_norm is not None:
@@ -240,10 +244,13 @@ class LatentAttention(nn.Module):
         key, value = self.kv(self.kv_norm(latent)).unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
         shared = shared.unsqueeze(2)
         if self.rotary is not None:
-            turned, shared = self.rotary(turned, places.positions), self.rotary(shared, places.positions)
+            turned, shared = (
+                self.rotary(turned, token_metadata.positions),
+                self.rotary(shared, token_metadata.positions),
+            )
         query = torch.cat((query, turned), dim=-1)
         key = torch.cat((key, shared.expand(*key.shape[:-1], -1)), dim=-1)
-        projected: torch.Tensor = self.output(self.core(query, key, value, places).flatten(2))
+        projected: torch.Tensor = self.output(self.core(query, key, value, token_metadata).flatten(2))
         return projected
 
 
@@ -259,7 +266,7 @@ class FeedForward(nn.Module):
         self.up = Linear(hidden, width, bias=model.biases)
         self.down = Linear(width, hidden, bias=model.biases)
         self.activation = model.activation
-        self.products = one_by_one
+        self.products = multiply_separately
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
@@ -274,7 +281,7 @@ class FeedForward(nn.Module):
 class NoDropout(nn.Module):
     """The place of dropout in a run without; see `models/dropout.py`."""
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """`x` itself."""
         return x
 
@@ -297,18 +304,20 @@ class Block(nn.Module):
 
     def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = norm_of(model)
+        self.attention_norm = build_norm(model)
         self.attention = Attention(model, rotary) if model.latent is None else LatentAttention(model, rotary)
-        self.feed_forward_norm = norm_of(model)
+        self.feed_forward_norm = build_norm(model)
         self.feed_forward = feed_forward
         self.attention_dropout: nn.Module = NoDropout()
         self.feed_forward_dropout: nn.Module = NoDropout()
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), places), places)
-        mixed: torch.Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)), places)
-        return mixed
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), token_metadata), token_metadata)
+        attended: torch.Tensor = x + self.feed_forward_dropout(
+            self.feed_forward(self.feed_forward_norm(x)), token_metadata
+        )
+        return attended
 
 
 class TokenLoss(nn.Module):
@@ -316,4 +325,4 @@ class TokenLoss(nn.Module):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits [batch, positions, vocabulary] and targets [batch, positions] -> []."""
-        return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+        return F.cross_entropy(upcast(logits.flatten(0, 1)), targets.flatten(), reduction="sum", ignore_index=IGNORED)

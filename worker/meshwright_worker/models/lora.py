@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from meshwright.api.lora import LoraSpec
-from meshwright_worker.models.deferred import linear
+from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.layers import Linear
-from meshwright_worker.models.llama import DecoderStage
+from meshwright_worker.models.split_backward import linear
 
 DOWN, UP = "adapter_down", "adapter_up"
 """The last part of the names of A, [rank, inputs], and B, [outputs, rank]."""
@@ -40,23 +40,23 @@ class AdaptedLinear(Linear):
         return super().forward(x) + self.scale * added
 
 
-def adapt(stage: DecoderStage, spec: LoraSpec) -> None:
+def apply_lora(stage: DecoderStage, spec: LoraSpec) -> None:
     """Give the matrices that `spec` names an adapter, and let nothing else be trained. In place, on the meta device.
 
     Raises:
         ValueError: a layer has none of the matrices.
     """
-    wanted = {target.value.lower() for target in spec.targets}
+    target_names = {target.value.lower() for target in spec.targets}
     for index, block in stage.layers.items():
-        found = 0
+        adapted_count = 0
         for path in ("attention", "feed_forward"):
             module = block.get_submodule(path)
             for name, child in list(module.named_children()):
-                if name in wanted and isinstance(child, Linear):
+                if name in target_names and isinstance(child, Linear):
                     setattr(module, name, AdaptedLinear(child, spec))
-                    found += 1
-        if not found:
-            raise ValueError(f"`training.lora.targets`: layer {index} has none of {', '.join(sorted(wanted))}")
+                    adapted_count += 1
+        if not adapted_count:
+            raise ValueError(f"`training.lora.targets`: layer {index} has none of {', '.join(sorted(target_names))}")
     for name, parameter in stage.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
@@ -66,6 +66,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
-def merged(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
+def merge_adapter(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
     """The one matrix that computes what matrix and adapter compute, in the format of `weight`."""
     return (weight.double() + spec.alpha / spec.rank * (up.double() @ down.double())).to(weight.dtype)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from meshwright.api.shape import RopeScaling, RopeScalingSpec
+from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
 
 
 class RotaryEmbedding(nn.Module):
@@ -39,12 +39,14 @@ class RotaryEmbedding(nn.Module):
     def _at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, each [*positions.shape, 1, head_size / 2]."""
         exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
-        frequencies = rescaled(self.theta**-exponents, self.scaling, self.theta)
+        frequencies = rescale_frequencies(self.theta**-exponents, self.scaling, self.theta)
         angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-def rescaled(frequencies: torch.Tensor, scaling: RopeScalingSpec | None, theta: float = 10000.0) -> torch.Tensor:
+def rescale_frequencies(
+    frequencies: torch.Tensor, scaling: RopeScalingSpec | None, theta: float = 10000.0
+) -> torch.Tensor:
     """Radians a position, with the low ones slowed down (arXiv 2407.21783, section 3.4.2; Llama 3.1's reference code).
 
     What turns at least `high_frequency_factor` times within the original length stays; what turns at most
@@ -55,14 +57,14 @@ def rescaled(frequencies: torch.Tensor, scaling: RopeScalingSpec | None, theta: 
         return frequencies
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     if scaling.kind is RopeScaling.YARN:
-        kept = _kept_by_yarn(frequencies, scaling, theta)
+        unscaled_share = _yarn_unscaled_share(frequencies, scaling, theta)
     else:
         turns = scaling.original_length * frequencies / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+        unscaled_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (unscaled_share + (1.0 - unscaled_share) / scaling.factor)
 
 
-def _kept_by_yarn(frequencies: torch.Tensor, scaling: RopeScalingSpec, theta: float) -> torch.Tensor:
+def _yarn_unscaled_share(frequencies: torch.Tensor, scaling: RopeScalingSpec, theta: float) -> torch.Tensor:
     """Part of each frequency that stays (arXiv 2309.00071, section 3.2; whole numbers as in its reference code)."""
     count = len(frequencies)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright_worker.models.layers import local
-from meshwright_worker.precision import wide
+from meshwright_worker.precision.dtypes import upcast
 
 _TINY = 1e-20
 
@@ -52,9 +52,9 @@ class ExpertRouter(nn.Module):
     def forward(self, x: torch.Tensor) -> Routing:
         """Route x, [batch, positions, hidden]."""
         mixture = self.mixture
-        logits = F.linear(wide(x), wide(local(self.weight).to(x.dtype)))
+        logits = F.linear(upcast(x), upcast(local(self.weight).to(x.dtype)))
         scores = logits.softmax(dim=-1) if mixture.router is Router.SOFTMAX else logits.sigmoid()
-        experts = chosen(scores.detach(), mixture, self.bias)
+        experts = select_experts(scores.detach(), mixture, self.bias)
         weights = scores.gather(-1, experts)
         if mixture.renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
@@ -62,7 +62,7 @@ class ExpertRouter(nn.Module):
         return Routing(experts, weights * mixture.scaling, shares, logits)
 
 
-def chosen(scores: torch.Tensor, mixture: MixtureSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
+def select_experts(scores: torch.Tensor, mixture: MixtureSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The experts of each token by falling score, int64 [..., per_token].
 
     With groups a token stays in its best ones: by their best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) or,
@@ -73,11 +73,16 @@ def chosen(scores: torch.Tensor, mixture: MixtureSpec, bias: torch.Tensor | None
         mixture: the numbers.
         bias: [experts], added to the scores.
     """
-    wanted = scores if bias is None else scores + bias
+    selection_scores = scores if bias is None else scores + bias
     if mixture.groups > 1:
-        grouped = wanted.reshape(*wanted.shape[:-1], mixture.groups, -1)
-        counted = 1 if mixture.router is Router.SOFTMAX else min(2, grouped.shape[-1])
-        best = grouped.topk(counted, dim=-1).values.sum(dim=-1).topk(mixture.groups_per_token, dim=-1).indices
-        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-        wanted = grouped.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(-2)
-    return wanted.topk(mixture.per_token, dim=-1).indices
+        grouped = selection_scores.reshape(*selection_scores.shape[:-1], mixture.groups, -1)
+        experts_per_group_score = 1 if mixture.router is Router.SOFTMAX else min(2, grouped.shape[-1])
+        best = (
+            grouped.topk(experts_per_group_score, dim=-1)
+            .values.sum(dim=-1)
+            .topk(mixture.groups_per_token, dim=-1)
+            .indices
+        )
+        excluded_groups = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        selection_scores = grouped.masked_fill(excluded_groups.unsqueeze(-1), -torch.inf).flatten(-2)
+    return selection_scores.topk(mixture.per_token, dim=-1).indices

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardedAlong
+from torch.distributed.tensor import Shard as ShardPlacement
 
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.optimizer import AdamW, forget
-from meshwright_worker.parallel.shards import Shard
+from meshwright_worker.optimizers.optimizer import AdamW, forget
+from meshwright_worker.parallel.shards import ParameterShard
 
 MOMENTUM = "momentum"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -38,14 +38,14 @@ class Muon:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], spec: OptimizerSpec, working: torch.dtype, device: torch.device
+        self, shards: Sequence[ParameterShard], spec: OptimizerSpec, working: torch.dtype, device: torch.device
     ) -> None:
         self._spec = spec
         self._working = working
         self._device = device
         self._shards = shards
-        self._momenta = {id(shard): torch.zeros_like(shard.local) for shard in shards if is_muons(shard)}
-        rest = [shard for shard in shards if not is_muons(shard)]
+        self._momenta = {id(shard): torch.zeros_like(shard.local) for shard in shards if uses_muon(shard)}
+        rest = [shard for shard in shards if not uses_muon(shard)]
         self._adamw = AdamW(rest, spec) if rest else None
 
     @torch.no_grad()
@@ -65,34 +65,34 @@ class Muon:
         """See `Optimizer.forget`."""
         forget(self._shards)
 
-    def moments(self, shard: Shard) -> dict[str, torch.Tensor]:
+    def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
         """See `Optimizer.moments`."""
         if id(shard) in self._momenta:
             return {MOMENTUM: self._momenta[id(shard)]}
         assert self._adamw is not None
         return self._adamw.moments(shard)
 
-    def set_steps(self, steps: int) -> None:
-        """See `Optimizer.set_steps`."""
+    def set_step_count(self, steps: int) -> None:
+        """See `Optimizer.set_step_count`."""
         if self._adamw is not None:
-            self._adamw.set_steps(steps)
+            self._adamw.set_step_count(steps)
 
-    def _update(self, shard: Shard, gradient: torch.Tensor, rate: float) -> None:
+    def _update(self, shard: ParameterShard, gradient: torch.Tensor, rate: float) -> None:
         momentum, beta = self._momenta[id(shard)], self._spec.momentum
         momentum.lerp_(gradient, 1 - beta)
         nesterov = gradient.lerp(momentum, beta).to(self._device)
         whole, box = _matrices(shard, nesterov)
-        update = orthogonal(whole.to(self._working))[box].to(shard.local)
+        update = newton_schulz(whole.to(self._working))[box].to(shard.local)
         scale = _RMS_OF_ADAMW * math.sqrt(max(whole.shape[-2:]))
         shard.local.mul_(1 - rate * self._spec.weight_decay).add_(update, alpha=-rate * scale)
 
 
-def is_muons(shard: Shard) -> bool:
+def uses_muon(shard: ParameterShard) -> bool:
     """Whether a parameter is a matrix, or a stack of them, of a layer."""
     return shard.local.ndim > 1 and shard.name not in _TABLES
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     """Five steps of the Newton-Schulz iteration of degree five: singular values of [..., m, n] brought near 1."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -105,13 +105,13 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _matrices(shard: Shard, local: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def _matrices(shard: ParameterShard, local: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """Whole matrices that hold the part `local`, and where in them it lies. Collective where they are split."""
     everything = tuple(slice(None) for _ in local.shape)
     if shard.whole is None:
         return local, everything
     placements = shard.whole.placements
-    stack = local.ndim > 2 and all(p.dim == 0 for p in placements if isinstance(p, ShardedAlong))
+    stack = local.ndim > 2 and all(p.dim == 0 for p in placements if isinstance(p, ShardPlacement))
     if stack:
         return local, everything
     mesh, shape, stride = shard.whole.device_mesh, shard.whole.shape, shard.whole.stride()

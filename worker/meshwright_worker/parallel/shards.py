@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.protocol import RunConfig
-from meshwright_worker.mesh import SHARD_REPLICA, TENSOR, Mesh
-from meshwright_worker.models.initialize import local_part, local_shard
-from meshwright_worker.models.llama import DecoderStage
-from meshwright_worker.parallel.apply import shards_over_replicas
-from meshwright_worker.parallel.expert import experts_of
-from meshwright_worker.parallel.tensor import partial_parameters
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import local_part, local_shard
+from meshwright_worker.parallel.expert.expert_parallel import expert_parameters
+from meshwright_worker.parallel.parallelize import uses_fsdp
+from meshwright_worker.parallel.tensor.tensor_parallel import partial_parameters
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class ParameterShard:
     """This rank's part of one parameter."""
 
     name: str
@@ -65,27 +65,31 @@ class Shard:
         return local_part(gradient)
 
 
-def shards_of(stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh) -> list[Shard]:
+def parameter_shards(
+    stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh
+) -> list[ParameterShard]:
     """The shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
-    sharded = shards_over_replicas(run)
+    sharded = uses_fsdp(run)
     layout, tensor, replica = mesh.layout, mesh.coordinates.tensor, mesh.replicas.get_local_rank()
-    copies = mesh.hybrid is not None and mesh.hybrid.get_local_rank(SHARD_REPLICA) > 0
+    copies = mesh.hsdp_mesh is not None and mesh.hsdp_mesh.get_local_rank(SHARD_REPLICA) > 0
     sequence = run.parallelism.sequence and mesh.layout.tensor > 1
     partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
-    spread = {id(parameter) for parameter in experts_of(stage)} if layout.expert > 1 else set()
+    expert_parameter_ids = {id(parameter) for parameter in expert_parameters(stage)} if layout.expert > 1 else set()
     shards = []
     for name, parameter in stage.named_parameters():
         local, whole = local_part(parameter), distributed.get(name)
-        expert = id(parameter) in spread
+        expert = id(parameter) in expert_parameter_ids
         # Norms and routers are whole on each rank of a tensor group.
-        own_part = tensor == 0 or is_split_over_tensor(whole)
+        owns_part = tensor == 0 or is_split_over_tensor(whole)
         first = replica // layout.expert == 0 if expert else replica == 0
-        counted = own_part and (not copies if sharded else first)
-        shards.append(Shard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded, expert))
+        counted = owns_part and (not copies if sharded else first)
+        shards.append(
+            ParameterShard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded, expert)
+        )
     return shards
 
 
-def buffers_of(stage: DecoderStage) -> dict[str, torch.Tensor]:
+def stage_buffers(stage: DecoderStage) -> dict[str, torch.Tensor]:
     """What a stage has learned beside its parameters, whole on every rank: the routers' balancing biases."""
     return dict(stage.named_buffers())
 

@@ -9,19 +9,19 @@ import torch
 
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface import ConfigError
-from meshwright.models.pretrained import read_architecture
-from meshwright.models.published_mixtures import OF_TRAINING
-from meshwright_worker.models.initialize import local_shard
-from meshwright_worker.parallel.shards import Shard
-from meshwright_worker.pretrained.files import CONFIG, PretrainedError, TensorFiles
-from meshwright_worker.pretrained.names import Source, Stack, sources
+from meshwright.models.huggingface.mixture import OF_TRAINING
+from meshwright.models.huggingface.planner_config import ConfigError
+from meshwright.models.huggingface.runtime_config import read_architecture
+from meshwright_worker.models.init_weights import local_shard
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
+from meshwright_worker.pretrained.tensor_files import CONFIG, PretrainedError, TensorFiles
 
 _BIASED = "mixture.balancing"
 
 
 def load_pretrained(
-    shards: Sequence[Shard],
+    shards: Sequence[ParameterShard],
     model: Architecture,
     directory: Path,
     buffers: Mapping[str, torch.Tensor] | None = None,
@@ -42,23 +42,23 @@ def load_pretrained(
     """
     published = check_architecture(model, directory)
     files = TensorFiles(directory)
-    known = sources(model)
+    sources_by_name = parameter_sources(model)
     for shard in shards:
-        if shard.name not in known:
+        if shard.name not in sources_by_name:
             raise PretrainedError(f"published weights have nothing for the parameter `{shard.name}`")
         whole = shard.local if shard.whole is None else shard.whole
         _, box = local_shard(whole)
-        fill(shard.local, known[shard.name], files, tuple(whole.shape), box)
+        load_part(shard.local, sources_by_name[shard.name], files, tuple(whole.shape), box)
     if has_router_biases(published):
         for name, buffer in (buffers or {}).items():
-            fill(buffer, known[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))
+            load_part(buffer, sources_by_name[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))
     return files.fingerprint
 
 
 @torch.no_grad()
-def fill(
+def load_part(
     target: torch.Tensor,
-    source: Source | Stack,
+    source: TensorSource | StackedSource,
     files: TensorFiles,
     shape: tuple[int, ...],
     box: tuple[slice, ...],
@@ -68,9 +68,9 @@ def fill(
     Raises:
         PretrainedError: the published tensor is missing or of another shape.
     """
-    if isinstance(source, Stack):
+    if isinstance(source, StackedSource):
         for row, part in enumerate(source.parts[box[0]]):
-            fill(target[row], part, files, shape[1:], box[1:])
+            load_part(target[row], part, files, shape[1:], box[1:])
         return
     published = files.find(source.tensor).map()
     check_shape(source, published.shape, shape)
@@ -120,7 +120,7 @@ def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bo
     return there[field] != here[field] and not (field == "rope_theta" and here["positions"])
 
 
-def check_shape(source: Source, published: torch.Size, shape: tuple[int, ...]) -> None:
+def check_shape(source: TensorSource, published: torch.Size, shape: tuple[int, ...]) -> None:
     """Refuse a published tensor of another shape than the parameter's, or than that of `source.parts` such parameters.
 
     Raises:

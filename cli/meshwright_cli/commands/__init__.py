@@ -1,0 +1,1 @@
+"""The smaller commands of `meshwright`, one module each."""

@@ -1,0 +1,13 @@
+"""`meshwright crd`."""
+
+from __future__ import annotations
+
+import click
+
+from meshwright.crd.generated_files import CRD_FILE, generated_files
+
+
+@click.command()
+def crd() -> None:
+    """Print the CustomResourceDefinition, as in `meshwright crd | kubectl apply --server-side -f -`."""
+    click.echo(generated_files()[CRD_FILE], nl=False)

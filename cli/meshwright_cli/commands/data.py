@@ -1,0 +1,189 @@
+"""`meshwright data`: tokenize text once for all runs, verify what was written, look at it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
+from meshwright.data.documents import SkippedRecords
+from meshwright.data.errors import DataError
+from meshwright.data.files import Folder, open_folder
+from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest
+from meshwright.data.tokenize import Progress as Done
+from meshwright.data.tokenize import TextSource, tokenize
+from meshwright.data.tokenizers import open_tokenizer
+from meshwright.data.verify_shards import verify
+
+_SHOWN_TOKENS = 200
+_OPTIONS = {
+    "pattern": "--pattern",
+    "format": "--format",
+    "field": "--field",
+    "tokenizer": "--tokenizer",
+    "tokenizerFile": "--tokenizer-file",
+    "onCorruptRecord": "--skip-corrupt",
+    "uri": "the folder",
+}
+"""What the command calls the fields of a job."""
+
+
+@click.group()
+def data() -> None:
+    """Prepare and check training data."""
+
+
+@data.command("tokenize")
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--pattern", default="**/*", show_default=True, help="Glob of the files, relative to SOURCE.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([f.value for f in DataFormat if f not in (DataFormat.TOKENS, DataFormat.PROMPT_COMPLETION)]),
+    default=DataFormat.TEXT.value,
+    show_default=True,
+    help="How documents lie in the files.",
+)
+@click.option("--field", default="text", show_default=True, help="Field or column that holds the text.")
+@click.option(
+    "--tokenizer",
+    "kind_of_tokenizer",
+    type=click.Choice([t.value for t in Tokenizer]),
+    default=Tokenizer.BYTE.value,
+    show_default=True,
+    help="How text becomes tokens.",
+)
+@click.option("--tokenizer-file", type=click.Path(path_type=Path), help="tokenizer.json or SentencePiece model.")
+@click.option("--skip-corrupt", is_flag=True, help="Count and leave out records that cannot be read.")
+@click.option("--shard-tokens", type=click.IntRange(1), default=SHARD_TOKENS, show_default=True, help="Tokens a shard.")
+def tokenize_command(
+    source: str,
+    target: Path,
+    pattern: str,
+    kind: str,
+    field: str,
+    kind_of_tokenizer: str,
+    tokenizer_file: Path | None,
+    skip_corrupt: bool,
+    shard_tokens: int,
+) -> None:
+    """Write the tokens of SOURCE, a folder or a URI, to the new folder TARGET.
+
+    TARGET is what `data.format: Tokens` reads.
+    """
+    console = Console(stderr=True)
+    with _errors():
+        tokenizer = open_tokenizer(Tokenizer(kind_of_tokenizer), tokenizer_file)
+        policy = OnCorrupt.SKIP if skip_corrupt else OnCorrupt.FAIL
+        folder = open_folder(source)
+        token_source = TextSource(
+            folder, pattern, DataFormat(kind), field, policy, _relative_name(folder, tokenizer_file)
+        )
+        with _progress(console) as bar:
+            task = bar.add_task("tokenizing", total=None)
+
+            def report_progress(done: Done) -> None:
+                bar.update(task, completed=done.files, total=done.of, description=done.file[-40:] or "done")
+
+            manifest, skipped = tokenize(token_source, tokenizer, target, report_progress, shard_tokens)
+    _print_skipped(console, skipped)
+    click.echo(_summary(manifest))
+
+
+@data.command("verify")
+@click.argument("folder")
+def verify_command(folder: str) -> None:
+    """Read every shard of FOLDER, a path or a URI, and compare it with what was written."""
+    with _errors():
+        manifest, problems = verify(open_folder(folder))
+    if problems:
+        raise click.ClickException("\n  ".join([f"{len(problems)} shards are damaged:", *problems]))
+    click.echo(f"whole: {_summary(manifest)}")
+
+
+@data.command("show")
+@click.argument("folder")
+@click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="First token.")
+@click.option("--count", type=click.IntRange(1), default=_SHOWN_TOKENS, show_default=True, help="How many.")
+@click.option("--tokenizer-file", type=click.Path(path_type=Path), help="What wrote the tokens; bytes need none.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def show_command(folder: str, start: int, count: int, tokenizer_file: Path | None, output: str) -> None:
+    """Print what the tokens of FOLDER say."""
+    with _errors():
+        shards = TokenShards(open_folder(folder))
+        if start >= len(shards):
+            raise click.ClickException(f"--start {start} is behind the last of {len(shards)} tokens")
+        tokens = shards.tokens(start, min(len(shards), start + count)).tolist()
+        if output == "json":
+            click.echo(json.dumps({**shards.manifest.wire(), "start": start, "tokens": tokens}))
+            return
+        kind = {"byte": Tokenizer.BYTE, "bpe": Tokenizer.BPE}.get(
+            shards.manifest.tokenizer.split("/")[0], Tokenizer.SENTENCE_PIECE
+        )
+        tokenizer = open_tokenizer(kind, tokenizer_file)
+    if tokenizer.identity != shards.manifest.tokenizer:
+        raise click.ClickException(f"--tokenizer-file is not what wrote these tokens (`{shards.manifest.tokenizer}`)")
+    click.echo(_summary(shards.manifest))
+    click.echo(tokenizer.decode(tokens))
+
+
+def _summary(manifest: TokensManifest) -> str:
+    skipped = f", {manifest.skipped:,} records left out" if manifest.skipped else ""
+    return (
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of a vocabulary of {manifest.vocabulary:,} in "
+        f"{len(manifest.shards)} shards ({manifest.dtype}){skipped}"
+    )
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Ends the command with one line about what cannot be read or written."""
+    try:
+        yield
+    except DataError as error:
+        raise click.ClickException(_as_options(str(error))) from None
+    except OSError as error:
+        # A full disk is told without a name.
+        where = f"{error.filename}: " if error.filename is not None else "reading or writing failed: "
+        raise click.ClickException(f"{where}{error.strerror or error}") from None
+
+
+def _as_options(message: str) -> str:
+    """A message that names fields of a job, for somebody who types options."""
+
+    def option(field: re.Match[str]) -> str:
+        name, value = field["name"], field["value"]
+        if name == "uri" and value:
+            return value
+        return f"{_OPTIONS[name]} {value}" if value else _OPTIONS[name]
+
+    return re.sub(rf"`data\.(?P<name>{'|'.join(_OPTIONS)})(?:: (?P<value>[^`]*))?`", option, message)
+
+
+def _relative_name(folder: Folder, file: Path | None) -> str | None:
+    """What a folder calls a file, if the file is in it: the tokenizer's own is no text."""
+    root = folder.local("")
+    if file is None or root is None:
+        return None
+    resolved = file.parent.resolve() / file.name
+    return resolved.relative_to(root.resolve()).as_posix() if resolved.is_relative_to(root.resolve()) else None
+
+
+def _print_skipped(console: Console, skipped: SkippedRecords) -> None:
+    for example in skipped.examples:
+        console.print(f"left out: {example}", markup=False, emoji=False, highlight=False)
+    if skipped.count > len(skipped.examples):
+        console.print(f"and {skipped.count - len(skipped.examples)} more")
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

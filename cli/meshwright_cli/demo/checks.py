@@ -1,0 +1,58 @@
+"""What proves that a demo went well, and what it lacks when it did not. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.api import conditions
+from meshwright_cli.demo.fault import Fault
+from meshwright_cli.demo.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """What the manifest of the last checkpoint says: the trained model's own record."""
+
+    step: int
+    samples: int
+    digest: str
+
+
+def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord | None, samples: int) -> list[str]:
+    """Each claim of the demo that the cluster and the checkpoint do not bear out; empty when all of them hold.
+
+    Args:
+        end: the job at the end.
+        fault: the fault; None when the demo was to have none.
+        record: manifest of the last checkpoint; None when there is none.
+        samples: sequences that the whole run must have consumed.
+    """
+    problems = []
+    if not end.holds(conditions.COMPLETE):
+        problems.append(f"the job is not Complete: {end.state} {end.message}".rstrip())
+    if end.step != end.total_steps or not end.total_steps:
+        problems.append(f"the last step is {end.step} of {end.total_steps}")
+    if record is None:
+        problems.append("there is no checkpoint")
+    elif (record.step, record.samples) != (end.total_steps, samples):
+        problems.append(
+            f"the last checkpoint is of step {record.step} and {record.samples} samples, "
+            f"not of step {end.total_steps} and {samples}"
+        )
+    if fault is not None:
+        problems += failed_recovery_checks(end, fault)
+    return problems
+
+
+def failed_recovery_checks(end: Snapshot, fault: Fault) -> list[str]:
+    """What a real loss and a real recovery leave behind, and is missing."""
+    if fault.deleted_pod is None:
+        return ["no worker was lost: the job ended before half of its steps were seen"]
+    problems = []
+    if fault.recovered_at is None or fault.replacement is None:
+        problems.append(f"no new generation trained after {fault.deleted_pod.name} was deleted")
+    if end.generation <= fault.generation:
+        problems.append(f"the mesh generation is still {end.generation}")
+    if end.status.restart_count < 1:
+        problems.append("the status counts no restart")
+    return problems

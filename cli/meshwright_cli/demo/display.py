@@ -1,0 +1,98 @@
+"""Where a demo is shown: a live picture in a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from meshwright_cli.demo.line_view import LineWriter
+from meshwright_cli.demo.live_view import render_live_view
+from meshwright_cli.demo.loss_curve import LossCurve
+from meshwright_cli.demo.snapshot import Snapshot
+from meshwright_cli.demo.text import clock
+
+
+class Display(Protocol):
+    """What the demo tells its story to. A context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def announce(self, text: str) -> None:
+        """Tell what the demo itself does."""
+
+    def show(self, now: Snapshot, curve: LossCurve) -> None:
+        """Show the job as it is now."""
+
+
+class LiveDisplay:
+    """A picture that is redrawn in place; what is said scrolls by above it."""
+
+    def __init__(self, console: Console, hint: str) -> None:
+        self._console = console
+        self._hint = hint
+        self._started = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def announce(self, text: str) -> None:
+        """One line above the picture."""
+        self._console.print(Text.assemble((f"[{clock(time.monotonic() - self._started):>5}] ", "dim"), (text, "bold")))
+
+    def show(self, now: Snapshot, curve: LossCurve) -> None:
+        """Draw the picture again."""
+        elapsed = time.monotonic() - self._started
+        self._live.update(render_live_view(now, curve, elapsed, datetime.now(UTC), self._hint), refresh=True)
+
+
+class LineDisplay:
+    """Plain lines, one after the other."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self._writer = LineWriter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def announce(self, text: str) -> None:
+        """One line."""
+        self._line(f"[{clock(time.monotonic() - self._started):>5}] {text}")
+
+    def show(self, now: Snapshot, curve: LossCurve) -> None:
+        """The lines that are new."""
+        for line in self._writer.lines(now, time.monotonic() - self._started):
+            self._line(line)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def choose_display(console: Console, hint: str) -> Display:
+    """The live picture where the output is a terminal of some size, plain lines otherwise."""
+    if console.is_terminal and not console.is_dumb_terminal and console.height >= 20:
+        return LiveDisplay(console, hint)
+    return LineDisplay(console)

@@ -1,0 +1,151 @@
+"""One look at the job: its status, its pods and its events, parsed from raw objects. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.api import conditions
+from meshwright.api.labels import LABEL_WORKER
+from meshwright.api.parsing import parse_status
+from meshwright.api.status import ParallelTrainingJobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What rank 0 itself says of its training at this moment, finer than the status that is written every 10 s."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A worker pod in a few words."""
+
+    worker: int
+    name: str
+    node: str
+    state: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventView:
+    """An event about the job."""
+
+    uid: str
+    time: str
+    """RFC 3339, as the cluster wrote it."""
+    warning: bool
+    reason: str
+    note: str
+
+    @property
+    def clock(self) -> str:
+        """Only hours, minutes and seconds (UTC)."""
+        return self.time[11:19]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The job at one moment."""
+
+    name: str
+    uid: str
+    status: ParallelTrainingJobStatus
+    pods: Sequence[PodView]
+    events: Sequence[EventView]
+    sample: Sample | None = None
+
+    @property
+    def state(self) -> str:
+        """The reason of the Ready condition: what `kubectl get` shows as STATUS."""
+        ready = conditions.find(self.status.conditions, conditions.READY)
+        return ready.reason if ready else "Pending"
+
+    @property
+    def message(self) -> str:
+        """The message of the Ready condition."""
+        ready = conditions.find(self.status.conditions, conditions.READY)
+        return ready.message if ready else ""
+
+    def holds(self, condition: str) -> bool:
+        """Whether a condition stands at True."""
+        return conditions.is_true(self.status.conditions, condition)
+
+    @property
+    def generation(self) -> int:
+        """Mesh generation; 0 before the first."""
+        return self.status.mesh.generation if self.status.mesh else 0
+
+    @property
+    def step(self) -> int:
+        """Last finished step: rank 0's own word where there is one, since it is newer."""
+        return self.sample.step if self.sample else self.status.step or 0
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last finished step."""
+        if self.sample:
+            return self.sample.loss
+        return float(self.status.loss) if self.status.loss else None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; 0 while unknown."""
+        return self.status.total_steps or 0
+
+
+def pod_view(pod: Mapping[str, Any]) -> PodView:
+    """A pod of the job, from its raw object."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    return PodView(
+        worker=int(metadata.get("labels", {}).get(LABEL_WORKER, -1)),
+        name=metadata["name"],
+        node=pod.get("spec", {}).get("nodeName", ""),
+        state=pod_state(pod),
+        address=status.get("podIP", ""),
+    )
+
+
+def pod_state(pod: Mapping[str, Any]) -> str:
+    """The word `kubectl get pods` would show."""
+    if "deletionTimestamp" in pod["metadata"]:
+        return "Terminating"
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting") or container.get("state", {}).get("terminated")
+        if waiting and waiting.get("reason"):
+            return str(waiting["reason"])
+    if pod.get("spec", {}).get("schedulingGates"):
+        return "SchedulingGated"
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def event_view(event: Mapping[str, Any]) -> EventView:
+    """An event in the core group's form, which shows events of either API."""
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
+    return EventView(
+        uid=event["metadata"].get("uid", event["metadata"]["name"]),
+        time=next((time for time in times if time), event["metadata"].get("creationTimestamp", "")),
+        warning=event.get("type") == "Warning",
+        reason=event.get("reason", ""),
+        note=event.get("message", ""),
+    )
+
+
+def snapshot(
+    job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> Snapshot:
+    """The job at one moment, from raw objects; pods by worker, events about this very job by time."""
+    uid = job["metadata"]["uid"]
+    mine = [event_view(event) for event in events if (event.get("involvedObject") or {}).get("uid") == uid]
+    return Snapshot(
+        name=job["metadata"]["name"],
+        uid=uid,
+        status=parse_status(job),
+        pods=sorted((pod_view(pod) for pod in pods), key=lambda pod: (pod.worker, pod.name)),
+        events=sorted(mine, key=lambda event: event.time),
+    )

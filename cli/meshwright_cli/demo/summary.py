@@ -1,0 +1,82 @@
+"""The end of a demo in a page. Pure: facts in, a rich renderable out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.planner.render import render_placement
+from meshwright_cli.demo.checks import CheckpointRecord
+from meshwright_cli.demo.fault import Fault
+from meshwright_cli.demo.loss_curve import LossCurve, sparkline
+from meshwright_cli.demo.snapshot import Snapshot
+from meshwright_cli.demo.text import clock
+
+RECOVERED = "Recovered"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What there is to tell when the job is over."""
+
+    end: Snapshot
+    curve: LossCurve
+    fault: Fault | None
+    record: CheckpointRecord | None
+    prompt: str
+    text: str
+    """What the trained model wrote after the prompt."""
+    seconds: float
+    """The whole demo."""
+
+
+def summary(result: DemoResult) -> RenderableType:
+    """The page. Its lines are as long as they are: a path that is cut short is of no use."""
+    parts: list[RenderableType] = [Text()]
+    parts += [Text.assemble((f"{name:<12}", "dim"), text) for name, text in rows(result)]
+    plan, placement = result.end.status.plan, result.end.status.placement
+    if plan is not None and placement is not None:
+        parts += [Text("\nplacement", style="dim"), *(Text(f"  {line}") for line in render_placement(plan, placement))]
+    if result.text:
+        heading = f"\ntext from the trained model, after the prompt {result.prompt!r}"
+        lines = (line.rstrip() for line in result.text.splitlines())
+        parts += [Text(heading, style="dim"), *(Text(f"  {line}", style="cyan") for line in lines)]
+    return Group(*parts)
+
+
+def rows(result: DemoResult) -> list[tuple[str, str]]:
+    """Name and value of each fact."""
+    end, status = result.end, result.end.status
+    out = [("job", f"{end.name}: {end.state}, {end.message}"), ("plan", status.plan.summary if status.plan else "")]
+    first, last = result.curve.first, result.curve.last
+    if first and last:
+        curve_line = sparkline(result.curve.values(), 32)
+        out.append(("loss", f"{first[1]:.4f} (step {first[0]})  {curve_line}  {last[1]:.4f} (step {last[0]})"))
+    if result.fault is not None:
+        out += fault_rows(end, result.fault)
+    if result.record is not None:
+        steps = f"step {result.record.step}, {result.record.samples:,} samples, data digest {result.record.digest}"
+        out.append(("trained", steps))
+    if status.checkpoint is not None:
+        out.append(("checkpoint", status.checkpoint.path))
+    out.append(("total time", clock(result.seconds)))
+    return out
+
+
+def fault_rows(end: Snapshot, fault: Fault) -> list[tuple[str, str]]:
+    """What was lost, how long it took to come back and where the time went."""
+    if fault.deleted_pod is None:
+        return []
+    out = [("fault", f"pod {fault.deleted_pod.name} on {fault.deleted_pod.node} deleted near step {fault.step}")]
+    if fault.seconds is not None and fault.replacement is not None:
+        out.append(("recovery", f"{fault.seconds:.1f} s, with {fault.replacement.name} on {fault.replacement.node}"))
+    if fault.resumed_after is not None:
+        reruns = (
+            f"{fault.repeated_steps} finished steps were run again"
+            if fault.repeated_steps
+            else "no finished step was run again"
+        )
+        out.append(("", f"resumed after step {fault.resumed_after}: {reruns}"))
+    return out + [("", event.note) for event in end.events if event.reason == RECOVERED]

@@ -1,0 +1,23 @@
+"""Numbers and moments in words, alike in the live view, the plain lines and the summary."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+
+def clock(seconds: float) -> str:
+    """`75.2` as `1:15`."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def format_age(time: str, now: datetime) -> str:
+    """How long ago an RFC 3339 time was, such as `4 s ago`; empty where the text is no such time."""
+    try:
+        then = datetime.fromisoformat(time)
+    except ValueError:
+        return ""
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=UTC)
+    seconds = max(0, int((now - then).total_seconds()))
+    return f"{seconds} s ago" if seconds < 120 else f"{seconds // 60} min ago"

@@ -1,0 +1,155 @@
+"""`meshwright plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.parsing import InvalidSpecError
+from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
+from meshwright.planner.errors import PlanError
+from meshwright.planner.search.request import Objective
+from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
+from meshwright_cli.plan.report import plan_report
+from meshwright_cli.plan.report_json import document
+from meshwright_cli.plan.report_text import lines
+
+KIND = "ParallelTrainingJob"
+ASSUMED_GPUS = 64
+"""GPUs of the cluster that is assumed when none is described."""
+
+
+@click.command()
+@click.option("-f", "--filename", required=True, type=click.Path(path_type=Path), help="Manifest with the job.")
+@click.option(
+    "--inventory",
+    type=click.Path(path_type=Path),
+    help="Nodes: a saved `kubectl get nodes -o json`, or a list of {name, gpus, free, product, labels, count}.",
+)
+@click.option(
+    "--gpus", type=click.IntRange(1, 1_000_000), help=f"Without an inventory: GPUs to assume ({ASSUMED_GPUS})."
+)
+@click.option("--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="Without an inventory: their product.")
+@click.option(
+    "--objective",
+    type=click.Choice([o.value for o in Objective]),
+    default=Objective.TIME.value,
+    show_default=True,
+    help="What the whole-cluster search looks for.",
+)
+@click.option(
+    "--every-technique", is_flag=True, help="Look among all techniques of the field, not only this runtime's."
+)
+@click.option("--what-if", is_flag=True, help="Also say what a better cluster would give.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def plan(
+    filename: Path,
+    inventory: Path | None,
+    gpus: int | None,
+    gpu: str,
+    objective: str,
+    every_technique: bool,
+    what_if: bool,
+    output: str,
+) -> None:
+    """Plan and place a job without a cluster: layout, placement, estimates, alternatives and reasons.
+
+    Prints what the operator itself would do with the job on these nodes. Exits with 1 when the job cannot be planned,
+    with 3 when it can, but has no room now.
+    """
+    job = _job(filename)
+    resource = _gpu_resource(job)
+    nodes, pods = _nodes(inventory, gpus, gpu, resource, _node_selector(job))
+    try:
+        found = plan_report(
+            job,
+            nodes,
+            pods,
+            objective=Objective(objective),
+            every_technique=every_technique,
+            with_what_if=what_if,
+        )
+    except (InvalidSpecError, PlanError) as error:
+        raise click.ClickException(f"{filename}: {error}") from error
+    if output == "json":
+        click.echo(json.dumps(document(found), indent=2))
+    else:
+        if inventory is None:
+            click.echo(f"No inventory given: {gpus or ASSUMED_GPUS} free {gpu} are assumed.\n", err=True)
+        for line in lines(found):
+            click.echo(line)
+    if found.placement is None:
+        raise SystemExit(3)
+
+
+def _job(filename: Path) -> dict[str, Any]:
+    """The only job of a manifest.
+
+    Raises:
+        click.ClickException: the file cannot be read or holds no job, or several.
+    """
+    try:
+        documents = list(yaml.safe_load_all(filename.read_text()))
+    except OSError as error:
+        raise click.ClickException(f"{filename}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise click.ClickException(f"{filename}: no valid YAML: {error}") from error
+    jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
+    if len(jobs) != 1:
+        raise click.ClickException(f"{filename}: there must be one {KIND}, and there are {len(jobs)}")
+    return jobs[0]
+
+
+def _workers(job: dict[str, Any]) -> dict[str, Any]:
+    """`spec.workers` as it stands; empty where there is nothing that could be read."""
+    spec = job.get("spec")
+    workers = spec.get("workers") if isinstance(spec, dict) else None
+    return workers if isinstance(workers, dict) else {}
+
+
+def _gpu_resource(job: dict[str, Any]) -> str:
+    found = _workers(job).get("gpuResource")
+    return found if isinstance(found, str) else GPU_RESOURCE
+
+
+def _node_selector(job: dict[str, Any]) -> dict[str, str]:
+    """What the job asks of its nodes: a cluster that is assumed has it."""
+    selector = _workers(job).get("nodeSelector")
+    return {str(k): str(v) for k, v in selector.items()} if isinstance(selector, dict) else {}
+
+
+def _nodes(
+    inventory: Path | None, gpus: int | None, gpu: str, resource: str, labels: dict[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Nodes and pods of the file, or of the cluster that is assumed.
+
+    Raises:
+        click.ClickException: the file describes no nodes, or the GPU is not known.
+    """
+    if inventory is not None:
+        if gpus is not None:
+            raise click.ClickException("--gpus is for when there is no --inventory: leave one of them out")
+        try:
+            return read_nodes(inventory, resource)
+        except InventoryFileError as error:
+            raise click.ClickException(str(error)) from error
+    accelerator_spec = accelerator(gpu)
+    if accelerator_spec is None:
+        raise click.ClickException(f"--gpu: `{gpu}` is not known. Known are: {', '.join(ACCELERATORS)}")
+    full_nodes, rest = divmod(gpus or ASSUMED_GPUS, accelerator_spec.node)
+    if full_nodes > MAX_NODES:
+        raise click.ClickException(
+            f"--gpus: {gpus} is more than {MAX_NODES} nodes of {accelerator_spec.node} `{gpu}`: lower it"
+        )
+    entries = (
+        [NodeEntry(name="node", gpus=accelerator_spec.node, product=gpu, count=full_nodes, labels=labels)]
+        if full_nodes
+        else []
+    )
+    entries += [NodeEntry(name="node-rest", gpus=rest, product=gpu, labels=labels)] if rest else []
+    return [node for entry in entries for node, _ in nodes_of(entry, resource)], []

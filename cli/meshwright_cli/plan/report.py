@@ -1,0 +1,196 @@
+"""The answer to `meshwright plan`: what the operator would do with this job on these nodes, and what it would not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.api.parsing import parse_spec
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost_model import CostModel, cost_model_for
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.placement import Placement, PlacingOptions, cost_of_fragmentation, nodes_to_free, with_spares
+from meshwright.planner.placement.traffic_weights import weights_for
+from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan_and_place import place_best
+from meshwright.planner.search.best_first import SearchResult, search
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.explain import RejectedAlternative, alternatives_of
+from meshwright.planner.search.request import (
+    ALL_TECHNIQUES,
+    MESHWRIGHT_TECHNIQUES,
+    Objective,
+    Pins,
+    SearchRequest,
+    Techniques,
+)
+from meshwright.planner.search.spec_request import apply_strategy, search_request
+from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.planner.workload import CHECKPOINTING, SCHEDULES
+
+MAX_NAMED = 8
+"""Nodes to free that are named."""
+QUICK_EFFORT = 50_000
+"""Search for a placement that only serves to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a job would get."""
+
+    spec: ParallelTrainingJobSpec
+    inventory: Inventory
+    plan: Plan
+    placement: Placement | None
+    pending: str
+    """Why it would wait, what fits now, and which nodes to free; empty when it is placed."""
+    fragmentation_cost: float = 0.0
+    """What the placement costs more than on the same nodes with nothing else on them."""
+    ideal_estimate: Estimate | None = None
+    """The plan's estimate with each group as close as domains allow; `plan.estimate` is on the nodes it got."""
+    rejected: tuple[RejectedAlternative, ...] = ()
+    """The plan with one decision changed, and why that was not taken."""
+    whole_cluster: SearchResult | None = None
+    """The best layout if the whole cluster were the job's and every degree free."""
+    what_if: tuple[WhatIf, ...] = ()
+    proposal: ParallelTrainingJobSpec | None = None
+    """The job in the layout of `whole_cluster`; None where other runtimes' techniques were allowed."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all usable nodes."""
+        return sum(node.capacity.gpus for node in self.inventory.usable)
+
+
+def plan_report(
+    job: dict[str, Any],
+    nodes: Sequence[dict[str, Any]],
+    pods: Sequence[dict[str, Any]],
+    *,
+    objective: Objective = Objective.TIME,
+    every_technique: bool = False,
+    with_what_if: bool = False,
+) -> PlanReport:
+    """Plan, place, and look around.
+
+    Args:
+        job: a ParallelTrainingJob object.
+        nodes: raw Node objects.
+        pods: raw Pod objects that take room on them.
+        objective: of the look around; the plan itself is the operator's.
+        every_technique: look around among all techniques of the field, not only those of this runtime.
+        with_what_if: also ask what a better cluster would give.
+
+    Raises:
+        InvalidSpecError: the job does not fit the schema.
+        PlanError: the job contradicts itself, or no layout fits this cluster's GPUs.
+    """
+    spec = parse_spec(job)
+    inventory = Inventory.from_objects(
+        nodes,
+        pods,
+        gpu_resource=spec.workers.gpu_resource,
+        node_selector=spec.workers.node_selector,
+        tolerations=spec.workers.tolerations,
+    )
+    plans = make_plans(spec, inventory)
+    plan, placement, pending = plans[0], None, ""
+    cost_model = cost_model_for(spec, plan.architecture, inventory)
+    try:
+        placement = with_spares(place_best(plans, inventory, cost_model), inventory, spec.recovery.spare_nodes)
+        plan = placement.plan
+    except DoesNotFitError as error:
+        pending = "; ".join(filter(None, (str(error), _nodes_to_free(plan, inventory))))
+    fragmentation_cost = _fragmentation_cost(placement, inventory, cost_model) if placement else 0.0
+    if cost_model is None:
+        return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
+    techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
+    ideal_estimate = plan.cost_model(cost_model).price(plan.layout, plan.micro_batches)
+    whole_cluster = _whole_cluster(spec, inventory, cost_model, objective, techniques)
+    return PlanReport(
+        spec,
+        inventory,
+        plan,
+        placement,
+        pending,
+        fragmentation_cost,
+        ideal_estimate=ideal_estimate,
+        rejected=_lost(spec, plan, ideal_estimate, cost_model, techniques),
+        whole_cluster=whole_cluster,
+        what_if=what_ifs(whole_cluster) if with_what_if and whole_cluster else (),
+        proposal=apply_strategy(spec, whole_cluster.best.choices) if whole_cluster and not every_technique else None,
+    )
+
+
+def _nodes_to_free(plan: Plan, inventory: Inventory) -> str:
+    found = nodes_to_free(plan, inventory)
+    if found is None:
+        return ""
+    more = f" and {len(found.nodes) - MAX_NAMED} more" if len(found.nodes) > MAX_NAMED else ""
+    return f"freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would make room"
+
+
+def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: CostModel | None) -> float:
+    plan = placement.plan
+    if cost_model is None:
+        return cost_of_fragmentation(placement, inventory)
+    weights = weights_for(
+        plan.cost_model(cost_model), plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels
+    )
+    return cost_of_fragmentation(placement, inventory, PlacingOptions(weights, effort=QUICK_EFFORT))
+
+
+def _lost(
+    spec: ParallelTrainingJobSpec, plan: Plan, ideal_estimate: Estimate, cost_model: CostModel, techniques: Techniques
+) -> tuple[RejectedAlternative, ...]:
+    """What else there was, as `ideal_estimate` was: neither it nor the others placed."""
+    chosen = Candidate(
+        plan.cost_model(cost_model).choices(plan.layout, plan.micro_batches),
+        ideal_estimate,
+        cost_model.machine.gpu.node,
+    )
+    request = SearchRequest(
+        cost_model.work,
+        cost_model.machine,
+        plan.layout.world_size,
+        techniques=techniques,
+        pins=_pins_of(spec),
+        numbers=cost_model.job.numbers,
+        settings=cost_model.job.settings,
+        gpus_per_worker=spec.workers.gpus_per_worker,
+    )
+    return alternatives_of(request, chosen)
+
+
+def _pins_of(spec: ParallelTrainingJobSpec) -> Pins:
+    """What the job states itself: nothing else is worth comparing it with."""
+    requested = spec.parallelism
+    again = spec.training.activation_checkpointing if spec.training is not None else None
+    return Pins(
+        tensor=requested.tensor,
+        pipeline=requested.pipeline,
+        zero_stage=requested.zero_stage,
+        context=requested.context,
+        context_method=requested.context_method,
+        schedule=SCHEDULES[requested.schedule] if requested.schedule is not None else None,
+        recompute=CHECKPOINTING[again] if again is not None else None,
+    )
+
+
+def _whole_cluster(
+    spec: ParallelTrainingJobSpec,
+    inventory: Inventory,
+    cost_model: CostModel,
+    objective: Objective,
+    techniques: Techniques,
+) -> SearchResult | None:
+    gpus = sum(node.capacity.gpus for node in inventory.usable)
+    request = search_request(spec, cost_model, gpus, objective, techniques)
+    try:
+        return search(request)
+    except NothingFitsError:
+        return None

@@ -1,0 +1,93 @@
+"""The answer as JSON: everything the text says, for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.plan import Plan
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.explain import reasons
+from meshwright_cli.plan.report import PlanReport
+
+
+def document(plan_report: PlanReport) -> dict[str, Any]:
+    """Plan and placement as they would stand in a job's status, with estimates, alternatives and reasons."""
+    plan, placement, whole_cluster = plan_report.plan, plan_report.placement, plan_report.whole_cluster
+    return {
+        "plan": _plan(plan),
+        "estimate": _estimate(plan.estimate) if plan.estimate else None,
+        "placement": placement.to_status("job", {}).model_dump(by_alias=True) if placement else None,
+        "placementQuality": (
+            {
+                "cost": placement.cost,
+                "lowerBound": placement.bound,
+                "gap": placement.gap,
+                "costOfFragmentation": plan_report.fragmentation_cost,
+                "notes": [*placement.notes],
+            }
+            if placement
+            else None
+        ),
+        "estimateUnplaced": _estimate(plan_report.ideal_estimate) if plan_report.ideal_estimate else None,
+        "pending": plan_report.pending or None,
+        "notChosen": [{"change": o.change, "reason": o.reason, "timeRatio": o.slower} for o in plan_report.rejected],
+        "wholeCluster": (
+            {
+                "gpus": plan_report.gpus,
+                "best": _found(whole_cluster.best),
+                "reasons": list(reasons(whole_cluster)),
+                "asGood": [_found(one) for one in whole_cluster.tied[1:8]],
+                "alternatives": [_found(one) for one in whole_cluster.alternatives],
+                "spec": _changes(plan_report.proposal) if plan_report.proposal else None,
+            }
+            if whole_cluster
+            else None
+        ),
+        "whatIf": [{"change": w.change, "speedup": w.speedup, "sentence": w.sentence} for w in plan_report.what_if],
+        "warnings": list(plan_report.inventory.warnings),
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return plan.to_status().model_dump(by_alias=True, exclude_none=True)
+
+
+def _changes(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
+    """What to write into the job's spec to get the layout."""
+    fields: dict[str, Any] = spec.model_dump(
+        mode="json", by_alias=True, exclude_none=True, include={"replicas", "parallelism"}
+    )
+    if spec.training is not None:
+        again = spec.training.checkpointing.value
+        fields["training"] = {
+            "activationCheckpointing": again,
+            "optimizer": {"offload": spec.training.optimizer.offload.value},
+        }
+    return fields
+
+
+def _found(found: Candidate) -> dict[str, Any]:
+    after = found.seconds_after_node_loss
+    return {
+        "summary": found.summary,
+        "choices": asdict(found.choices),
+        "estimate": _estimate(found.estimate),
+        "stepSecondsAfterALostNode": after if after < float("inf") else None,
+    }
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "stepSeconds": estimate.seconds,
+        "stepSecondsByPart": asdict(estimate.time),
+        "tokensPerSecond": estimate.tokens_per_second,
+        "tokensPerGpuHour": estimate.tokens_per_gpu_hour,
+        "mfu": estimate.mfu,
+        "bubble": estimate.bubble,
+        "gpus": estimate.gpus,
+        "memoryBytes": estimate.memory.total,
+        "memoryBytesByKind": asdict(estimate.memory),
+    }

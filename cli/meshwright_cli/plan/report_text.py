@@ -1,0 +1,102 @@
+"""The answer for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.planner.plan_reasons import format_bytes
+from meshwright.planner.render import render_placement, summary_line
+from meshwright.planner.search.explain import reasons
+from meshwright_cli.plan.report import PlanReport
+
+MAX_DRAWN = 64
+"""Nodes of a placement that is drawn node by node."""
+NEGLIGIBLE_SHARE = 0.01
+"""Part of a placement's cost that is not worth a line."""
+
+
+def lines(plan_report: PlanReport) -> Iterator[str]:
+    """The whole text, line by line."""
+    plan = plan_report.plan
+    workers = len(plan.workers)
+    yield f"Plan: {plan.summary}, {_count(plan.micro_batches, 'micro-batch', 'es')} per replica and step"
+    ranks, each = _count(plan.layout.world_size, "rank"), _count(plan.gpus_per_worker, "GPU")
+    yield f"      {ranks} in {_count(workers, 'worker')} of {each}"
+    yield from _estimate(plan_report)
+    yield ""
+    yield "Why"
+    yield from (f"  - {reason}" for reason in plan.reasons)
+    yield ""
+    yield from _placement(plan_report)
+    if plan_report.rejected:
+        yield ""
+        yield "Not chosen"
+        yield from (f"  - {one.sentence}" for one in plan_report.rejected)
+    yield from _whole_cluster(plan_report)
+    if plan_report.what_if:
+        yield ""
+        yield "With a better cluster"
+        yield from (f"  - {one.sentence}" for one in plan_report.what_if)
+    if plan_report.inventory.warnings:
+        yield ""
+        yield "Warnings"
+        yield from (f"  - {warning}" for warning in plan_report.inventory.warnings)
+
+
+def _estimate(plan_report: PlanReport) -> Iterator[str]:
+    estimate, memory = plan_report.plan.estimate, plan_report.plan.memory
+    if estimate is not None:
+        yield (
+            f"      {estimate.seconds:.3g} s per step, {estimate.tokens_per_second:,.0f} tokens/s, "
+            f"MFU {estimate.mfu:.0%} (estimated)"
+        )
+    if memory is not None:
+        yield f"      {format_bytes(memory.total)} on the fullest rank, stage {memory.stage} (estimated)"
+
+
+def _placement(plan_report: PlanReport) -> Iterator[str]:
+    placement = plan_report.placement
+    if placement is None:
+        yield "Placement: none now"
+        yield f"  {plan_report.pending}"
+        return
+    quality = "proved best" if placement.gap == 0 else f"at most {placement.gap:.1%} above the best possible"
+    plan = plan_report.plan.to_status()
+    status = placement.to_status("job", {})
+    yield f"Placement: cost {placement.cost:g}, {quality}"
+    yield f"  {summary_line(plan, status)}"
+    if plan_report.fragmentation_cost > NEGLIGIBLE_SHARE * placement.cost:
+        yield (
+            f"  what others hold on these nodes makes {plan_report.fragmentation_cost / placement.cost:.0%} of the cost"
+        )
+    if len(set(placement.nodes.values())) <= MAX_DRAWN:
+        gpus = {node.name: node.capacity.gpus for node in plan_report.inventory.nodes.values()}
+        yield from (f"  {line}" for line in render_placement(plan, status, gpus))
+    if placement.spares:
+        yield f"  spare nodes: {', '.join(placement.spares)}"
+    yield from (f"  note: {note}" for note in placement.notes)
+
+
+def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
+    whole_cluster = plan_report.whole_cluster
+    if whole_cluster is None:
+        return
+    best = whole_cluster.best
+    yield ""
+    yield f"With {plan_report.gpus} GPUs to use, `replicas` and every degree free"
+    yield (
+        f"  {best.summary}: {best.seconds:.3g} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {best.estimate.mfu:.0%}, {best.estimate.memory.total / 2**30:.1f} GiB"
+    )
+    yield from (f"  - {reason}" for reason in reasons(whole_cluster))
+    others = [one for one in whole_cluster.alternatives if one is not best][:5]
+    if others:
+        yield "  other good ones (time, GPUs, after a lost node)"
+        for one in others:
+            after = one.seconds_after_node_loss
+            left = f"{after:.3g} s" if after < float("inf") else "stops"
+            yield f"  - {one.summary}: {one.seconds:.3g} s, {one.estimate.gpus} GPUs, {left}"
+
+
+def _count(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{plural}"

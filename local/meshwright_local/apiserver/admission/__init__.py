@@ -1,0 +1,1 @@
+"""What the API server checks and fills in before it stores an object."""

@@ -1,0 +1,116 @@
+"""Admission: an object made to fit its kind, or refused with all that is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright_local.apiserver.admission.metadata import check_metadata
+from meshwright_local.apiserver.registry.resource_types import Resource
+from meshwright_local.apiserver.rest.query_options import WriteOptions
+from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, prune
+from meshwright_local.apiserver.schema.validation import validate
+from meshwright_local.apiserver.status_errors import ApiError, Cause, Object, bad_request, invalid, not_allowed
+
+_ZERO: dict[Any, Any] = {"string": "", "integer": 0, "number": 0, "boolean": False}
+
+
+def check_type(resource: Resource, obj: Object) -> None:
+    """Refuse an object of another kind or version than the path's; fill in what is left out."""
+    version, kind = obj.setdefault("apiVersion", resource.group_version), obj.setdefault("kind", resource.kind)
+    if version != resource.group_version:
+        expected = f"the expected API version ({resource.group_version})"
+        raise bad_request(f"the API version in the data ({version}) does not match {expected}")
+    if kind != resource.kind:
+        raise bad_request(f"the kind in the data ({kind}) does not match the expected kind ({resource.kind})")
+    if not isinstance(obj.setdefault("metadata", {}), dict):
+        raise bad_request(f"{resource.kind}.metadata must be an object")
+
+
+def check_identity(resource: Resource, new: Object, old: Object) -> None:
+    """Refuse an update that speaks of another object than the path's, or of an older state of it."""
+    metadata, was = new["metadata"], old["metadata"]
+    for key in ("name", "namespace"):
+        if metadata.get(key) not in (None, "", was.get(key)):
+            text = f"the {key} of the object ({metadata[key]}) does not match the {key} on the URL ({was.get(key)})"
+            raise bad_request(text)
+    if metadata.get("uid") not in (None, "", was["uid"]):
+        text = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {was['uid']}"
+        raise resource.conflict(was["name"], text)
+    if metadata.get("resourceVersion") not in (None, "", "0", was["resourceVersion"]):
+        text = "the object has been modified; please apply your changes to the latest version and try again"
+        raise resource.conflict(was["name"], text)
+
+
+def admit(resource: Resource, obj: Object, old: Object | None, options: WriteOptions, subresource: str) -> None:
+    """Prune, default and check an object in place.
+
+    Raises:
+        ApiError: 400 for a value of the wrong type in a built-in kind, 422 for everything else that is wrong.
+    """
+    drop_unknown_fields(resource, obj, options)
+    causes = _prepare_custom(resource, obj, old) if resource.custom else _prepare_builtin(resource, obj, old)
+    metadata, was = obj["metadata"], (old or {}).get("metadata", {})
+    for key in ("finalizers", "ownerReferences", "labels", "annotations"):
+        if key in metadata and not metadata[key]:
+            del metadata[key]
+    added = sorted({*(metadata.get("finalizers") or ())} - {*(was.get("finalizers") or ())})
+    if was.get("deletionTimestamp") and added:
+        text = f"no new finalizers can be added if the object is being deleted, found new finalizers {added}"
+        causes.append(not_allowed("metadata.finalizers", text))
+    causes += check_metadata(metadata, resource.rules.name_form)
+    if not causes and old is not None:
+        resource.rules.update(obj, old, subresource)
+    causes = causes or resource.rules.check(obj, old, subresource)
+    if causes:
+        raise invalid(resource.group, resource.kind, metadata.get("name", ""), causes)
+
+
+def drop_unknown_fields(resource: Resource, obj: Object, options: WriteOptions) -> None:
+    """Prune in place; unknown fields are an error, a warning or nothing, by the field validation asked for."""
+    dropped = [f'unknown field "{path}"' for path in prune(resource.node, obj)]
+    if dropped and options.field_validation == "Strict":
+        raise _unreadable(resource, f"strict decoding error: {', '.join(dropped)}")
+    if options.field_validation == "Warn":
+        options.warnings += dropped
+
+
+def _unreadable(resource: Resource, why: str) -> ApiError:
+    kind = resource.kind
+    return bad_request(f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}')
+
+
+def _prepare_custom(resource: Resource, obj: Object, old: Object | None) -> list[Cause]:
+    apply_defaults(resource.node, obj)
+    wrong = validate(resource.node.properties["metadata"], obj["metadata"])
+    if wrong:
+        raise bad_request(f"{resource.kind}.metadata: {wrong[0].field}: {wrong[0].message}")
+    return validate(resource.node, obj, old)
+
+
+def _prepare_builtin(resource: Resource, obj: Object, old: Object | None) -> list[Cause]:
+    """Types first, as decoding into a struct does; then defaults, which may rely on them."""
+    _zero_fill(resource.node.properties.get("status"), obj.get("status"))
+    causes = validate(resource.node, obj, old)
+    wrong = next((c for c in causes if c.reason == "FieldValueTypeInvalid" or c.field == "<nil>"), None)
+    if wrong is not None:
+        raise _unreadable(resource, f"json: cannot unmarshal {wrong.field}: {wrong.message}")
+    apply_defaults(resource.node, obj)
+    causes += canonicalize(resource.node, obj)
+    causes = [c for c in causes if not (c.field.startswith("status") and c.reason == "FieldValueRequired")]
+    if not causes:
+        resource.rules.defaults(obj)
+    return causes
+
+
+def _zero_fill(node: SchemaNode | None, value: Any) -> None:
+    """Give required scalars that are missing their zero value in place, as Go's structs do in what a status reports."""
+    if node is not None and isinstance(value, dict):
+        for key in node.required:
+            sub = node.properties.get(key)
+            if key not in value and sub is not None and sub.type in _ZERO and "enum" not in sub.raw:
+                value[key] = _ZERO[sub.type] if sub.raw.get("format") != "date-time" else None
+        for key, item in value.items():
+            _zero_fill(node.child(key), item)
+    elif node is not None and isinstance(value, list):
+        for item in value:
+            _zero_fill(node.items, item)

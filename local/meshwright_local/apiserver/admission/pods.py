@@ -1,0 +1,260 @@
+"""Pods: defaults, checks, what may change later, quality of service, priority, graceful deletion."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import orjson
+
+from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.admission.metadata import problem
+from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
+from meshwright_local.apiserver.registry.resource_types import Rules, set_condition
+from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.store import Store
+from meshwright_local.kube import timestamps
+
+PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
+_SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}
+_GRACE_SECONDS = 30
+_SPEC_DEFAULTS: Object = {
+    "restartPolicy": "Always",
+    "terminationGracePeriodSeconds": _GRACE_SECONDS,
+    "dnsPolicy": "ClusterFirst",
+    "schedulerName": "default-scheduler",
+    "enableServiceLinks": True,
+    "securityContext": {},
+}
+_PROBE_DEFAULTS = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
+_ENUMS = {
+    "restartPolicy": ("Always", "OnFailure", "Never"),
+    "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    "preemptionPolicy": ("PreemptLowerPriority", "Never"),
+}
+_MUTABLE = ("activeDeadlineSeconds", "terminationGracePeriodSeconds", "tolerations", "schedulingGates")
+_IMMUTABLE_TEXT = (
+    "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
+    "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
+    "`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"
+)
+
+
+class PodRules(Rules):
+    """Pods wait for their node's agent to stop them."""
+
+    graceful = True
+    returns_deleted = True
+
+    def defaults(self, obj: Object) -> None:
+        """The defaults of a pod's spec."""
+        if isinstance(obj.get("spec"), dict):
+            default_pod_spec(obj["spec"])
+
+    def create(self, obj: Object, store: Store) -> None:
+        """What limit ranges add, the first status, and the number behind the priority class."""
+        spec = obj["spec"]
+        apply_limits(store, obj)
+        obj["status"] = {"phase": "Pending", "qosClass": qos_class(spec)}
+        if spec.get("schedulingGates"):
+            text = "Scheduling is blocked due to non-empty scheduling gates"
+            set_condition(obj, "PodScheduled", "False", timestamps.now(), reason="SchedulingGated", message=text)
+        _set_priority(obj, store)
+
+    def update(self, new: Object, old: Object, subresource: str) -> None:
+        """What admission set stays when a client leaves it out; `podIP` is the first of `podIPs`, and right."""
+        kept = {key: old["spec"][key] for key in ("priority", "preemptionPolicy") if key in old["spec"]}
+        new["spec"] = {**kept, **new["spec"]}
+        status = new.get("status") or {}
+        first = next((address.get("ip") for address in status.get("podIPs") or ()), None)
+        if status.get("podIP") and status["podIP"] != first:
+            status["podIPs"] = [{"ip": status["podIP"]}]
+        elif first:
+            status["podIP"] = first
+
+    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+        """Checks of a new spec, of what an update changed in it, and of the addresses in a status."""
+        if not isinstance(obj.get("spec"), dict):
+            return [status_errors.required("spec")]
+        if old is None:
+            return check_pod_spec(obj["spec"], "spec")
+        return _check_addresses(obj.get("status") or {}) if subresource else _check_change(obj["spec"], old["spec"])
+
+    def deletion_pending(self, obj: Object) -> bool:
+        """While there is grace left."""
+        return bool(obj["metadata"].get("deletionGracePeriodSeconds"))
+
+    def grace(self, obj: Object, requested: int | None) -> int:
+        """What was asked for, else what the pod says; none where nothing runs."""
+        if not obj["spec"].get("nodeName") or obj.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+            return 0
+        grace = requested if requested is not None else obj["spec"].get("terminationGracePeriodSeconds", _GRACE_SECONDS)
+        return int(grace) if grace >= 0 else 1
+
+
+def _set_priority(obj: Object, store: Store) -> None:
+    spec, name = obj["spec"], obj["spec"].get("priorityClassName")
+    chosen: Object | None = {"value": _SYSTEM_PRIORITIES[name]} if name in _SYSTEM_PRIORITIES else None
+    if name and chosen is None:
+        chosen = store.find(PRIORITY_CLASSES, "", name)
+        if chosen is None:
+            why = f"no PriorityClass with name {name} was found"
+            raise status_errors.forbidden("", "pods", obj["metadata"]["name"], why)
+    elif not name:
+        chosen = next((c for c in store.all(PRIORITY_CLASSES) if c.get("globalDefault")), None)
+        if chosen is not None:
+            spec["priorityClassName"] = chosen["metadata"]["name"]
+    spec["priority"] = (chosen or {}).get("value", 0)
+    spec.setdefault("preemptionPolicy", (chosen or {}).get("preemptionPolicy", "PreemptLowerPriority"))
+
+
+def _check_addresses(status: Object) -> list[Cause]:
+    causes: list[Cause] = []
+    addresses, families = status.get("podIPs") or [], []
+    for index, address in enumerate(addresses):
+        try:
+            families.append(ipaddress.ip_address(str(address.get("ip"))).version)
+        except ValueError:
+            why = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)"
+            causes.append(status_errors.invalid_value(f"status.podIPs[{index}]", address.get("ip"), why))
+    if len(families) != len(set(families)):
+        causes.append(
+            status_errors.invalid_value(
+                "status.podIPs", addresses, "may specify no more than one IP for each IP family"
+            )
+        )
+    return causes
+
+
+def default_pod_spec(spec: Object) -> None:
+    """Fill in a pod's spec in place; also used for the templates of workloads."""
+    spec |= {**orjson.loads(orjson.dumps(_SPEC_DEFAULTS)), **spec}
+    if spec.get("serviceAccountName"):
+        spec.setdefault("serviceAccount", spec["serviceAccountName"])
+    for _, container in containers_of(spec):
+        _default_container(container)
+    for volume in spec.get("volumes") or ():
+        for source in ("configMap", "secret", "downwardAPI", "projected"):
+            if isinstance(volume.get(source), dict):
+                volume[source].setdefault("defaultMode", 0o644)
+        if isinstance(volume.get("hostPath"), dict):
+            volume["hostPath"].setdefault("type", "")
+
+
+def _default_container(container: Object) -> None:
+    tag = str(container.get("image") or "").rpartition("/")[2].partition(":")[2]
+    container.setdefault("imagePullPolicy", "IfNotPresent" if tag not in ("", "latest") else "Always")
+    container.setdefault("terminationMessagePath", "/dev/termination-log")
+    container.setdefault("terminationMessagePolicy", "File")
+    resources = container.setdefault("resources", {})
+    if resources.get("limits"):
+        resources["requests"] = {**resources["limits"], **(resources.get("requests") or {})}
+    for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+        if container.get(name):
+            container[name] |= {**_PROBE_DEFAULTS, **container[name]}
+            if container[name].get("httpGet"):
+                container[name]["httpGet"] |= {"scheme": "HTTP", "path": "/", **container[name]["httpGet"]}
+    for entry in container.get("env") or ():
+        reference = (entry.get("valueFrom") or {}).get("fieldRef")
+        if reference:
+            reference.setdefault("apiVersion", "v1")
+
+
+def check_pod_spec(spec: Object, path: str) -> list[Cause]:
+    """What is wrong with a new pod's spec, whose types already fit the schema."""
+    containers, volumes = containers_of(spec, path), [volume["name"] for volume in spec.get("volumes") or ()]
+    named = [(f"{path}.volumes[{index}]", name) for index, name in enumerate(volumes)]
+    causes = _check_names(named) + _check_names([(where, c["name"]) for where, c in containers])
+    if not spec.get("containers"):
+        causes.append(status_errors.required(f"{path}.containers"))
+    for where, container in containers:
+        causes += _check_container(container, volumes, where)
+    for key, choices in _ENUMS.items():
+        if spec.get(key, choices[0]) not in choices:
+            causes.append(status_errors.unsupported_value(f"{path}.{key}", spec[key], choices))
+    for key, value in (spec.get("nodeSelector") or {}).items():
+        if text := problem("value", value):
+            causes.append(status_errors.invalid_value(f"{path}.nodeSelector[{key}]", value, text))
+    if spec.get("activeDeadlineSeconds", 1) < 1:
+        causes.append(
+            status_errors.invalid_value(
+                f"{path}.activeDeadlineSeconds", spec["activeDeadlineSeconds"], "must be positive"
+            )
+        )
+    if spec.get("schedulingGates") and spec.get("nodeName"):
+        causes.append(
+            status_errors.not_allowed(f"{path}.nodeName", "cannot be set until all schedulingGates have been cleared")
+        )
+    return causes
+
+
+def _check_names(named: list[tuple[str, str]]) -> list[Cause]:
+    wrong = [
+        status_errors.invalid_value(f"{where}.name", name, text)
+        for where, name in named
+        if (text := problem("label", name))
+    ]
+    seen: set[str] = set()
+    for where, name in named:
+        wrong += [status_errors.duplicate(f"{where}.name", name)] if name in seen else []
+        seen.add(name)
+    return wrong
+
+
+def _check_container(container: Object, volumes: list[str], path: str) -> list[Cause]:
+    causes = [] if container.get("image") else [status_errors.required(f"{path}.image")]
+    mounts = container.get("volumeMounts") or []
+    for index, mount in enumerate(mounts):
+        if mount["name"] not in volumes:
+            where = f"{path}.volumeMounts[{index}].name"
+            causes.append(Cause(where, "FieldValueNotFound", f'Not found: "{mount["name"]}"'))
+        if mount["mountPath"] in [earlier["mountPath"] for earlier in mounts[:index]]:
+            where = f"{path}.volumeMounts[{index}].mountPath"
+            causes.append(status_errors.invalid_value(where, mount["mountPath"], "must be unique"))
+    for index, entry in enumerate(container.get("env") or ()):
+        if not entry["name"] or "=" in entry["name"]:
+            text = "a valid environment variable name must consist only of printable ASCII characters other than '='"
+            causes.append(status_errors.invalid_value(f"{path}.env[{index}].name", entry["name"], text))
+        if entry.get("value") and entry.get("valueFrom"):
+            text = "may not be specified when `value` is not empty"
+            causes.append(status_errors.invalid_value(f"{path}.env[{index}].valueFrom", "", text))
+    return causes
+
+
+def _check_change(spec: Object, was: Object) -> list[Cause]:
+    gates, before = ({gate["name"] for gate in s.get("schedulingGates") or ()} for s in (spec, was))
+    if gates - before:
+        return [
+            status_errors.not_allowed("spec.schedulingGates", "only deletion is allowed, but found new scheduling gate")
+        ]
+    if any(t not in (spec.get("tolerations") or ()) for t in was.get("tolerations") or ()):
+        return [
+            status_errors.not_allowed(
+                "spec.tolerations", "existing toleration can not be modified except its tolerationSeconds"
+            )
+        ]
+    frozen = _frozen(spec, gated=bool(before)) != _frozen(was, gated=bool(before))
+    return [status_errors.not_allowed("spec", _IMMUTABLE_TEXT)] if frozen else []
+
+
+def _frozen(spec: Object, *, gated: bool) -> Object:
+    """The part of a spec that an update may not touch; while a pod is gated it may still be aimed at nodes."""
+    free = (*_MUTABLE, "nodeSelector", "affinity") if gated else _MUTABLE
+    kept: Object = {key: value for key, value in spec.items() if key not in free}
+    for key in ("containers", "initContainers"):
+        kept[key] = [{k: v for k, v in c.items() if k != "image"} for c in spec.get(key) or ()]
+    return kept
+
+
+def qos_class(spec: Object) -> str:
+    """Guaranteed, Burstable or BestEffort, by the CPU and memory the containers ask for."""
+
+    def requested(container: Object, kind: str) -> dict[str, Any]:
+        values = (container.get("resources") or {}).get(kind) or {}
+        return {name: values[name] for name in ("cpu", "memory") if name in values}
+
+    wanted = [(requested(c, "requests"), requested(c, "limits")) for _, c in containers_of(spec)]
+    if not any(requests or limits for requests, limits in wanted):
+        return "BestEffort"
+    guaranteed = all(len(limits) == 2 and requests == limits for requests, limits in wanted)
+    return "Guaranteed" if guaranteed else "Burstable"

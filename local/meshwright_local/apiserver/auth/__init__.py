@@ -1,0 +1,1 @@
+"""Who a request comes from, and the certificates of the cluster."""

@@ -1,0 +1,1 @@
+"""Which resources the API server serves, and how their objects are read and written."""

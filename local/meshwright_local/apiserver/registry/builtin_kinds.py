@@ -1,0 +1,255 @@
+"""The built-in resources as a table, and the rules of those that do more than be stored (pods have their own file).
+
+Resources whose whole point is what an API server does with them are served only when this one does it: no admission
+webhook is accepted and then ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.admission.metadata import key_problem
+from meshwright_local.apiserver.admission.pods import PodRules, check_pod_spec, default_pod_spec
+from meshwright_local.apiserver.admission.quota import LimitRangeRules, QuotaRules
+from meshwright_local.apiserver.registry.crds import CrdRules
+from meshwright_local.apiserver.registry.resource_types import Resource, Rules
+from meshwright_local.apiserver.schema.structural import builtin_types
+from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.store import Store
+
+PERMANENT_NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
+_SERVICES = ("", "services")
+_STORAGE_CLASSES = ("storage.k8s.io", "storageclasses")
+_DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
+_NETWORK = ipaddress.IPv4Network("10.96.0.0/16")
+
+
+class _Namespaces(Rules):
+    """Namespaces: their end waits until a controller has emptied them and called `/finalize`."""
+
+    name_form = "label"
+
+    def defaults(self, obj: Object) -> None:
+        labels = obj["metadata"].setdefault("labels", {})
+        labels["kubernetes.io/metadata.name"] = obj["metadata"].get("name", "")
+
+    def create(self, obj: Object, store: Store) -> None:
+        obj.update(spec={"finalizers": ["kubernetes"]}, status={"phase": "Active"})
+
+    def update(self, new: Object, old: Object, subresource: str) -> None:
+        if subresource != "finalize":
+            new["spec"] = old.get("spec", {})
+
+    def delete(self, obj: Object) -> None:
+        if obj["metadata"]["name"] in PERMANENT_NAMESPACES:
+            raise status_errors.forbidden(
+                "", "namespaces", obj["metadata"]["name"], "this namespace may not be deleted"
+            )
+        obj["status"] = {**obj.get("status", {}), "phase": "Terminating"}
+
+    def deletion_pending(self, obj: Object) -> bool:
+        return bool((obj.get("spec") or {}).get("finalizers"))
+
+
+class _Services(Rules):
+    """Services: type, ports and a cluster IP of their own."""
+
+    name_form = "dns-1035"
+    returns_deleted = True
+
+    def defaults(self, obj: Object) -> None:
+        spec = obj.setdefault("spec", {})
+        spec |= {"type": "ClusterIP", "sessionAffinity": "None", **spec}
+        if spec["type"] != "ExternalName":
+            own = {"internalTrafficPolicy": "Cluster", "ipFamilies": ["IPv4"], "ipFamilyPolicy": "SingleStack"}
+            spec |= {**own, **spec}
+            for port in spec.get("ports") or ():
+                port.setdefault("targetPort", port["port"])
+
+    def create(self, obj: Object, store: Store) -> None:
+        spec = obj["spec"]
+        obj["status"] = {"loadBalancer": {}}
+        if spec["type"] == "ExternalName":
+            return
+        if not spec.get("clusterIP"):
+            taken = {service["spec"].get("clusterIP") for service in store.all(_SERVICES)}
+            spec["clusterIP"] = next(str(ip) for ip in _NETWORK.hosts() if str(ip) not in taken)
+        spec["clusterIPs"] = [spec["clusterIP"]]
+
+    def update(self, new: Object, old: Object, subresource: str) -> None:
+        kept = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
+        new["spec"] = {**kept, **new["spec"]}
+
+    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+        spec, causes = obj["spec"], []
+        ports = spec.get("ports") or []
+        if not ports and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
+            causes.append(status_errors.required("spec.ports"))
+        for index, port in enumerate(ports):
+            if not 0 < port["port"] < 65536:
+                text = "must be between 1 and 65535, inclusive"
+                causes.append(status_errors.invalid_value(f"spec.ports[{index}].port", port["port"], text))
+            if len(ports) > 1 and not port.get("name"):
+                causes.append(status_errors.required(f"spec.ports[{index}].name"))
+        same_type = old is not None and old["spec"].get("type") == spec["type"]
+        if old is not None and same_type and old["spec"].get("clusterIP") != spec.get("clusterIP"):
+            causes.append(
+                status_errors.invalid_value("spec.clusterIPs[0]", spec.get("clusterIP"), "field is immutable")
+            )
+        return causes
+
+
+class _Data(Rules):
+    """Config maps and secrets: keys that can be file names, and `immutable`."""
+
+    def defaults(self, obj: Object) -> None:
+        if obj["kind"] == "Secret":
+            obj.setdefault("type", "Opaque")
+            plain = (obj.pop("stringData", None) or {}).items()
+            encoded = {key: base64.b64encode(value.encode()).decode() for key, value in plain}
+            if encoded:
+                obj["data"] = {**(obj.get("data") or {}), **encoded}
+
+    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+        causes = []
+        for key in {**(obj.get("data") or {}), **(obj.get("binaryData") or {})}:
+            if "/" in key or key in (".", "..") or key_problem(key.strip("._-") or "/"):
+                text = "a valid config key must consist of alphanumeric characters, '-', '_' or '.'"
+                causes.append(status_errors.invalid_value(f"data[{key}]", key, text))
+        for key, value in (obj.get("data" if obj["kind"] == "Secret" else "binaryData") or {}).items():
+            if not _is_base64(value):
+                causes.append(status_errors.invalid_value(f"data[{key}]", "<omitted>", "illegal base64 data"))
+        if old is not None and old.get("immutable"):
+            text = "field is immutable when `immutable` is set"
+            fields = [f for f in ("immutable", "data", "binaryData") if obj.get(f) != old.get(f)]
+            causes += [status_errors.not_allowed(field, text) for field in fields]
+        return causes
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        return base64.b64decode(text, validate=True) is not None
+    except ValueError:
+        return False
+
+
+class _Claims(Rules):
+    """Persistent volume claims: a class and a phase."""
+
+    returns_deleted = True
+
+    def create(self, obj: Object, store: Store) -> None:
+        obj["status"] = {"phase": "Pending"}
+        spec = obj.setdefault("spec", {})
+        spec.setdefault("volumeMode", "Filesystem")
+        for storage in store.all(_STORAGE_CLASSES):
+            if (storage["metadata"].get("annotations") or {}).get(_DEFAULT_CLASS) == "true":
+                spec.setdefault("storageClassName", storage["metadata"]["name"])
+
+
+class _Volumes(Rules):
+    def create(self, obj: Object, store: Store) -> None:
+        obj["status"] = {"phase": "Pending"}
+        if isinstance(obj.get("spec"), dict):
+            obj["spec"] = {"persistentVolumeReclaimPolicy": "Retain", "volumeMode": "Filesystem", **obj["spec"]}
+
+
+class _PriorityClasses(Rules):
+    def defaults(self, obj: Object) -> None:
+        obj.setdefault("preemptionPolicy", "PreemptLowerPriority")
+
+    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+        changed = old is not None and obj.get("value") != old.get("value")
+        return [status_errors.not_allowed("value", "may not be changed in an update.")] if changed else []
+
+
+class _Workloads(Rules):
+    """Kinds with a pod template: it must be one that pods could be made from."""
+
+    def defaults(self, obj: Object) -> None:
+        spec = obj.get("spec") or {}
+        if obj["kind"] in ("Deployment", "ReplicaSet", "StatefulSet"):
+            spec.setdefault("replicas", 1)
+        if (spec.get("template") or {}).get("spec"):
+            default_pod_spec(spec["template"]["spec"])
+
+    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+        template = (obj.get("spec") or {}).get("template") or {}
+        return [] if subresource == "status" else check_pod_spec(template.get("spec") or {}, "spec.template.spec")
+
+
+class _Roles(Rules):
+    name_form = "path-segment"
+
+
+class _Returning(Rules):
+    returns_deleted = True
+
+
+_POD_FIELDS = {"spec.hostNetwork": "false"} | {
+    **{f"spec.{name}": "" for name in ("nodeName", "restartPolicy", "schedulerName", "serviceAccountName")},
+    **{f"status.{name}": "" for name in ("phase", "podIP", "nominatedNodeName")},
+}
+_ABOUT = ("kind", "namespace", "name", "uid", "apiVersion", "resourceVersion", "fieldPath")
+_EVENT_FIELDS = [*(f"involvedObject.{n}" for n in _ABOUT), "reason", "reportingComponent", "source.component", "type"]
+_CLUSTER: dict[str, Any] = {"namespaced": False}
+_PLAIN: dict[str, Any] = {"has_status": False}
+_WITH_GENERATION: dict[str, Any] = {"counts_generation": True}
+_CLASSES: dict[str, Any] = {**_CLUSTER, **_PLAIN, **_WITH_GENERATION}
+_IN_ALL_CATEGORY: dict[str, Any] = {"categories": ("all",)}
+_RBAC = "rbac.authorization.k8s.io"
+_Row = tuple[str, str, str, str, Rules, dict[str, Any]]
+_TABLE: tuple[_Row, ...] = (
+    # group, kind, plural, short names, rules, more
+    ("", "Pod", "pods", "po", PodRules(), {"fields": _POD_FIELDS, **_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("", "Service", "services", "svc", _Services(), _IN_ALL_CATEGORY),
+    ("", "ConfigMap", "configmaps", "cm", _Data(), _PLAIN),
+    ("", "Secret", "secrets", "", _Data(), {**_PLAIN, "fields": {"type": ""}}),
+    ("", "Namespace", "namespaces", "ns", _Namespaces(), {**_CLUSTER, "fields": {"status.phase": ""}}),
+    ("", "Event", "events", "ev", Rules(), {**_PLAIN, "fields": dict.fromkeys(_EVENT_FIELDS, "")}),
+    ("", "Node", "nodes", "no", Rules(), {**_CLUSTER, "fields": {"spec.unschedulable": "false"}}),
+    ("", "PersistentVolumeClaim", "persistentvolumeclaims", "pvc", _Claims(), {}),
+    ("", "PersistentVolume", "persistentvolumes", "pv", _Volumes(), _CLUSTER),
+    ("", "ServiceAccount", "serviceaccounts", "sa", _Returning(), _PLAIN),
+    ("", "Endpoints", "endpoints", "ep", Rules(), _PLAIN),
+    ("", "ResourceQuota", "resourcequotas", "quota", QuotaRules(), {}),
+    ("", "LimitRange", "limitranges", "limits", LimitRangeRules(), _PLAIN),
+    ("apps", "Deployment", "deployments", "deploy", _Workloads(), {**_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("apps", "ReplicaSet", "replicasets", "rs", _Workloads(), {**_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("apps", "StatefulSet", "statefulsets", "sts", _Workloads(), {**_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("apps", "DaemonSet", "daemonsets", "ds", _Workloads(), {**_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("batch", "Job", "jobs", "", _Workloads(), {**_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("batch", "CronJob", "cronjobs", "cj", Rules(), {**_IN_ALL_CATEGORY, **_WITH_GENERATION}),
+    ("coordination.k8s.io", "Lease", "leases", "", Rules(), _PLAIN),
+    ("scheduling.k8s.io", "PriorityClass", "priorityclasses", "pc", _PriorityClasses(), _CLASSES),
+    ("storage.k8s.io", "StorageClass", "storageclasses", "sc", Rules(), {**_CLUSTER, **_PLAIN}),
+    ("policy", "PodDisruptionBudget", "poddisruptionbudgets", "pdb", Rules(), _WITH_GENERATION),
+    (_RBAC, "Role", "roles", "", _Roles(), _PLAIN),
+    (_RBAC, "RoleBinding", "rolebindings", "", _Roles(), _PLAIN),
+    (_RBAC, "ClusterRole", "clusterroles", "", _Roles(), {**_CLUSTER, **_PLAIN}),
+    (_RBAC, "ClusterRoleBinding", "clusterrolebindings", "", _Roles(), {**_CLUSTER, **_PLAIN}),
+    ("networking.k8s.io", "NetworkPolicy", "networkpolicies", "netpol", Rules(), {**_PLAIN, **_WITH_GENERATION}),
+    ("networking.k8s.io", "Ingress", "ingresses", "ing", Rules(), _WITH_GENERATION),
+    (
+        "apiextensions.k8s.io",
+        "CustomResourceDefinition",
+        "customresourcedefinitions",
+        "crd crds",
+        CrdRules(),
+        {**_CLUSTER, **_WITH_GENERATION},
+    ),
+)
+
+
+def builtin_resources() -> Iterator[Resource]:
+    """Every built-in resource, all in version v1."""
+    types = builtin_types()
+    for group, kind, plural, short, rules, more in _TABLE:
+        name = types.names[group, "v1", kind]
+        more = {"singular": kind.lower(), "list_kind": f"{kind}List", "short_names": tuple(short.split()), **more}
+        reference = {"$ref": f"#/definitions/{name}"}
+        yield Resource(group, "v1", plural, kind, types.node(name), rules, reference, **more)

@@ -1,0 +1,323 @@
+"""Creating, replacing, patching, applying and deleting objects: the one way into the store.
+
+Everything here runs without awaiting between reading and writing, so each request is one atomic step. As in the real
+server, garbage collection itself is a controller's work: a foreground or orphaning delete only leaves the finalizer
+that tells the collector what to do with the dependents.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import uuid
+
+import orjson
+
+from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.admission import quota
+from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type, drop_unknown_fields
+from meshwright_local.apiserver.registry.crds import CLEANUP_FINALIZER, CRDS, crd_key
+from meshwright_local.apiserver.registry.discovery import Registry
+from meshwright_local.apiserver.registry.resource_types import Resource
+from meshwright_local.apiserver.registry.server_side_apply import Writer, server_side_apply, track_update
+from meshwright_local.apiserver.rest.query_options import WriteOptions, invalid_options
+from meshwright_local.apiserver.schema.structural import apply_defaults, prune
+from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.store import ResourceKey, Store
+from meshwright_local.kube import timestamps
+
+NAMESPACES = ("", "namespaces")
+_COLLECTOR_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
+_SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
+_NOT_FROM_CLIENTS = ("deletionTimestamp", "deletionGracePeriodSeconds", "selfLink", "generation")
+_FIXED = ("uid", "name", "namespace", "generateName", "creationTimestamp", *_NOT_FROM_CLIENTS)
+
+
+class Objects:
+    """Writes on one store, which keep `registry` in step with the definitions in it."""
+
+    def __init__(self, store: Store, registry: Registry) -> None:
+        self.store = store
+        self.registry = registry
+        for crd in store.all(CRDS):
+            self._serve(crd)
+
+    def create(
+        self, resource: Resource, namespace: str, obj: Object, options: WriteOptions, *, applied: bool = False
+    ) -> Object:
+        """Create an object; raises ApiError when it exists, is invalid, or has no namespace to live in."""
+        check_type(resource, obj)
+        metadata = obj["metadata"]
+        self._check_namespace(resource, namespace, metadata)
+        self._name(resource, metadata)
+        if resource.has_status:
+            obj.pop("status", None)
+        for key in _NOT_FROM_CLIENTS:
+            metadata.pop(key, None)
+        if metadata.pop("resourceVersion", "") not in ("", "0"):
+            raise status_errors.bad_request("resourceVersion should not be set on objects to be created")
+        admit(resource, obj, None, options, "")
+        resource.rules.create(obj, self.store)
+        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=timestamps.now())
+        if resource.counts_generation:
+            metadata["generation"] = 1
+        quota.check_quotas(self.store, resource, obj)
+        if not applied:
+            track_update(resource.node, None, obj, _writer(resource, options, ""), custom=resource.custom)
+        return obj if options.dry_run else self._write(resource, obj, gone=False)
+
+    def _check_namespace(self, resource: Resource, namespace: str, metadata: Object) -> None:
+        group, plural, name = resource.group, resource.plural, str(metadata.get("name") or "")
+        crd = self.store.find(CRDS, "", f"{plural}.{group}") if resource.custom else None
+        if crd is not None and crd["metadata"].get("deletionTimestamp"):
+            text = "create not allowed while custom resource definition is terminating"
+            raise status_errors.forbidden(group, plural, name, text)
+        if not resource.namespaced:
+            metadata.pop("namespace", None)
+            return
+        if metadata.get("namespace") not in (None, "", namespace):
+            raise status_errors.bad_request(
+                "the namespace of the provided object does not match the namespace sent on the request"
+            )
+        home = self.store.find(NAMESPACES, "", namespace)
+        if home is None:
+            raise self.registry.builtin(NAMESPACES).not_found(namespace)
+        if home["metadata"].get("deletionTimestamp"):
+            text = f"unable to create new content in namespace {namespace} because it is being terminated"
+            cause = Cause("metadata.namespace", "NamespaceTerminating", f"namespace {namespace} is being terminated")
+            raise status_errors.forbidden(group, plural, name, text, [cause])
+        metadata["namespace"] = namespace
+
+    def _name(self, resource: Resource, metadata: Object) -> None:
+        name, prefix = metadata.get("name"), metadata.get("generateName")
+        namespace = metadata.get("namespace", "")
+        if not name and isinstance(prefix, str) and prefix:
+            while not name or self.store.find(resource.key, namespace, name) is not None:
+                name = prefix[:58] + "".join(random.choices(_SUFFIX_LETTERS, k=5))  # noqa: S311 - a name, no secret
+            metadata["name"] = name
+        if not isinstance(name, str) or not name:
+            cause = status_errors.required("metadata.name", "name or generateName is required")
+            raise status_errors.invalid(resource.group, resource.kind, "", [cause])
+        if self.store.find(resource.key, namespace, name) is not None:
+            raise status_errors.on_object(
+                409, "AlreadyExists", "{} already exists", resource.group, resource.plural, name
+            )
+
+    def replace(
+        self, resource: Resource, old: Object, new: Object, options: WriteOptions, subresource: str = ""
+    ) -> Object:
+        """A PUT: an update that, for custom resources, must name the revision it is based on."""
+        check_type(resource, new)
+        if resource.custom and not new["metadata"].get("resourceVersion"):
+            cause = status_errors.invalid_value("metadata.resourceVersion", 0, "must be specified for an update")
+            raise status_errors.invalid(resource.group, resource.kind, old["metadata"]["name"], [cause])
+        return self.update(resource, old, new, options, subresource)
+
+    def update(
+        self,
+        resource: Resource,
+        old: Object,
+        new: Object,
+        options: WriteOptions,
+        subresource: str = "",
+        *,
+        applied: bool = False,
+    ) -> Object:
+        """Replace `old` by `new` under the rules of an update through `subresource` ("" for the object itself).
+
+        Raises:
+            ApiError: it is invalid, or was based on another state.
+        """
+        check_type(resource, new)
+        check_identity(resource, new, old)
+        new = _restricted(resource, old, new, subresource)
+        metadata, was = new["metadata"], old["metadata"]
+        admit(resource, new, old, options, subresource)
+        if not applied:
+            track_update(resource.node, old, new, _writer(resource, options, subresource), custom=resource.custom)
+        if (
+            "generation" in was
+            and subresource != "status"
+            and _generation_fields(resource, new) != _generation_fields(resource, old)
+        ):
+            metadata["generation"] = was["generation"] + 1
+        metadata["resourceVersion"] = was["resourceVersion"]
+        if _without_times(new) == _without_times(old):
+            return old
+        return new if options.dry_run else self.commit(resource, new)
+
+    def apply(
+        self, resource: Resource, place: tuple[str, str], config: Object, options: WriteOptions, subresource: str = ""
+    ) -> tuple[Object, bool]:
+        """Server-side apply of `config` to the object at `place` (namespace, name); says whether that created it.
+
+        Raises:
+            ApiError: as `create` and `update`, and 409 with one cause per field that another manager owns.
+        """
+        config = _applicable(resource, place, config, options, subresource)
+        live = self.store.copy(resource.key, *place)
+        if live is None and (subresource or config["metadata"].get("uid")):
+            raise resource.not_found(place[1])
+        writer = _writer(resource, options, subresource)
+        merged = server_side_apply(resource.node, live, config, writer, force=options.force)
+        if live is None:
+            return self.create(resource, place[0], merged, options, applied=True), True
+        return self.update(resource, live, merged, options, subresource, applied=True), False
+
+    def delete(self, resource: Resource, obj: Object, options: Object) -> tuple[Object, bool]:
+        """Delete an object or begin to; returns it as it is now, or was last, and whether it is gone.
+
+        Raises:
+            ApiError: 409 when a precondition does not hold, 403 for what may not be deleted.
+        """
+        for key, word in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
+            wanted, has = (options.get("preconditions") or {}).get(key), obj["metadata"][key]
+            if wanted not in (None, has):
+                text = f"Precondition failed: {word} in precondition: {wanted}, {word} in object meta: {has}"
+                raise resource.conflict(obj["metadata"]["name"], text)
+        new = orjson.loads(orjson.dumps(obj))
+        metadata, started = new["metadata"], bool(obj["metadata"].get("deletionTimestamp"))
+        _set_collection(metadata, options.get("propagationPolicy"))
+        grace = resource.rules.grace(new, options.get("gracePeriodSeconds"))
+        if not started:
+            resource.rules.delete(new)
+            _set_deletion(metadata, datetime.datetime.now(datetime.UTC), grace)
+            metadata |= {"generation": metadata["generation"] + 1} if "generation" in metadata else {}
+        elif resource.rules.graceful and grace < metadata.get("deletionGracePeriodSeconds", 0):
+            begun = datetime.timedelta(seconds=metadata["deletionGracePeriodSeconds"])
+            _set_deletion(metadata, timestamps.parse(metadata["deletionTimestamp"]) - begun, grace)
+        gone = not metadata.get("finalizers") and not resource.rules.deletion_pending(new)
+        if options.get("dryRun") or (not gone and new == obj):
+            return new, gone
+        if gone and not started and not resource.rules.graceful:
+            # What goes at once was never in the state of being deleted.
+            del metadata["deletionTimestamp"], metadata["deletionGracePeriodSeconds"]
+        return self._write(resource, new, gone=gone), gone
+
+    def commit(self, resource: Resource, obj: Object) -> Object:
+        """Store an object, or remove it when its deletion waited for just this write."""
+        metadata = obj["metadata"]
+        gone = (
+            metadata.get("deletionTimestamp")
+            and not metadata.get("finalizers")
+            and not resource.rules.deletion_pending(obj)
+        )
+        return self._write(resource, obj, gone=bool(gone))
+
+    def _write(self, resource: Resource, obj: Object, *, gone: bool) -> Object:
+        stored = (self.store.remove if gone else self.store.put)(resource.key, obj)
+        if resource.key == CRDS:
+            self._sync_definition(stored, gone=gone)
+        elif gone and resource.custom:
+            self._finish(resource.key)
+        for changed in quota.updated_quotas(self.store, resource, obj):
+            self.store.put(quota.QUOTAS, changed)
+        return stored
+
+    def _sync_definition(self, crd: Object, *, gone: bool) -> None:
+        """Serve what a definition says now; when it is being deleted, delete its objects first."""
+        if gone:
+            self.registry.undefine(crd)
+            return
+        self._serve(crd)
+        key = crd_key(crd)
+        resource = self.registry.any_version(key)
+        if crd["metadata"].get("deletionTimestamp"):
+            for obj in list(self.store.all(key)) if resource else ():
+                self.delete(resource, obj, {})  # type: ignore[arg-type]  # the list is empty without one
+            self._finish(key)
+
+    def _serve(self, crd: Object) -> None:
+        """Serve a definition, and see its stored objects through its present schema, as reading them from disk does."""
+        self.registry.define(crd)
+        group, plural = crd_key(crd)
+
+        def fit(obj: Object) -> None:
+            version = obj["apiVersion"].rpartition("/")[2]
+            resource = self.registry.get(group, version, plural) or self.registry.any_version((group, plural))
+            if resource is not None:
+                prune(resource.node, obj)
+                apply_defaults(resource.node, obj)
+
+        self.store.transform_all((group, plural), fit)
+
+    def _finish(self, key: ResourceKey) -> None:
+        """Let a definition that is being deleted go once nothing of it is left."""
+        crd = self.store.copy(CRDS, "", f"{key[1]}.{key[0]}")
+        finalizers = (crd or {}).get("metadata", {}).get("finalizers") or []
+        terminating = crd is not None and crd["metadata"].get("deletionTimestamp")
+        if crd is not None and terminating and CLEANUP_FINALIZER in finalizers and not any(self.store.all(key)):
+            crd["metadata"]["finalizers"] = [f for f in finalizers if f != CLEANUP_FINALIZER]
+            self.commit(self.registry.builtin(CRDS), crd)
+
+
+def _restricted(resource: Resource, old: Object, new: Object, subresource: str) -> Object:
+    """The new object with everything put back that this way of writing may not change."""
+    metadata, was = new["metadata"], old["metadata"]
+    kept = {key: value for key, value in metadata.items() if key not in _FIXED}
+    new["metadata"] = kept | {key: was[key] for key in _FIXED if key in was}
+    copy = orjson.loads(orjson.dumps(old))
+    if subresource == "status":
+        copy["metadata"]["managedFields"] = metadata.get("managedFields")
+        copy.pop("status", None)
+        new = {**copy, "status": new["status"]} if "status" in new else copy
+    elif resource.has_status:
+        new.pop("status", None)
+        new |= {"status": copy["status"]} if "status" in copy else {}
+    return {**new, "apiVersion": resource.group_version, "kind": resource.kind}
+
+
+def _applicable(
+    resource: Resource, place: tuple[str, str], config: Object, options: WriteOptions, subresource: str
+) -> Object:
+    """The part of an applied configuration that this path is about."""
+    if not options.explicit_manager:
+        raise invalid_options("PatchOptions", status_errors.required("fieldManager", "is required for apply patch"))
+    for key in ("apiVersion", "kind"):
+        if not config.get(key):
+            raise status_errors.bad_request(f"{key} must be set in an apply patch")
+    check_type(resource, config)
+    metadata = config["metadata"]
+    if metadata.get("managedFields"):
+        raise status_errors.bad_request("metadata.managedFields must be nil")
+    for key, value in (("namespace", place[0]), ("name", place[1])):
+        if value and metadata.setdefault(key, value) != value:
+            raise status_errors.bad_request(
+                f"metadata.{key} ({metadata[key]}) does not match the one on the URL ({value})"
+            )
+    if subresource == "status":
+        identity = {k: v for k, v in metadata.items() if k in ("name", "namespace", "uid", "resourceVersion")}
+        config = {k: v for k, v in config.items() if k in ("apiVersion", "kind", "status")} | {"metadata": identity}
+    elif resource.has_status:
+        config.pop("status", None)
+    drop_unknown_fields(resource, config, options)
+    return config
+
+
+def _writer(resource: Resource, options: WriteOptions, subresource: str) -> Writer:
+    return Writer(options.manager, subresource, resource.group_version, timestamps.now())
+
+
+def _generation_fields(resource: Resource, obj: Object) -> Object:
+    """What `metadata.generation` counts changes of."""
+    left_out = ("metadata", "status") if resource.has_status else ("metadata",)
+    return {key: value for key, value in obj.items() if key not in left_out}
+
+
+def _without_times(obj: Object) -> Object:
+    """The object without the times in `managedFields`, which alone make no new revision."""
+    entries = [{k: v for k, v in e.items() if k != "time"} for e in obj["metadata"].get("managedFields") or ()]
+    return {**obj, "metadata": {**obj["metadata"], "managedFields": entries}}
+
+
+def _set_collection(metadata: Object, policy: str | None) -> None:
+    """Leave the finalizer that tells the garbage collector what becomes of the dependents."""
+    if policy is not None:
+        others = {*(metadata.pop("finalizers", None) or ())} - {*_COLLECTOR_FINALIZERS.values()}
+        finalizers = sorted(others | {_COLLECTOR_FINALIZERS.get(policy, "")} - {""})
+        metadata |= {"finalizers": finalizers} if finalizers else {}
+
+
+def _set_deletion(metadata: Object, begun: datetime.datetime, grace: int) -> None:
+    ends = (begun + datetime.timedelta(seconds=grace)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    metadata.update(deletionTimestamp=ends, deletionGracePeriodSeconds=grace)

@@ -1,0 +1,109 @@
+"""What is served under one group, version and plural name, and what a kind may do beyond the general rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshwright_local.apiserver.schema.structural import SchemaNode
+from meshwright_local.apiserver.status_errors import ApiError, Cause, Object, on_object
+from meshwright_local.apiserver.store import ResourceKey, Store
+
+
+class Rules:
+    """What a kind does beyond the general rules: nothing. Kinds with a life of their own override parts of it."""
+
+    name_form = "subdomain"
+    graceful = False
+    """Whether deletion waits for an agent to stop something."""
+    returns_deleted = False
+    """Whether a delete answers with the object rather than with a Status."""
+
+    def defaults(self, obj: Object) -> None:
+        """Fill in, in place, defaults that the schema does not state."""
+
+    def create(self, obj: Object, store: Store) -> None:
+        """Set in place what the server alone decides; raises ApiError when admission refuses the object."""
+
+    def update(self, new: Object, old: Object, subresource: str) -> None:
+        """Carry over in place what an update through `subresource` may not change."""
+
+    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+        """What is wrong beyond the schema; `old` is None on a create."""
+        return []
+
+    def delete(self, obj: Object) -> None:
+        """Mark in place the begin of a deletion; raises ApiError when the object may not be deleted."""
+
+    def deletion_pending(self, obj: Object) -> bool:
+        """Whether something besides `metadata.finalizers` keeps an object whose deletion has begun."""
+        return False
+
+    def grace(self, obj: Object, requested: int | None) -> int:
+        """How many seconds a graceful deletion may take; 0 removes at once."""
+        return 0
+
+
+class Column(NamedTuple):
+    """A printer column; `path` is a JSONPath, or for built-in kinds the name of a function."""
+
+    name: str
+    type: str
+    path: str
+    priority: int = 0
+    format: str = ""
+    missing: Any = None
+    """What is shown of an object without the value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resource:
+    """One resource in one version."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    node: SchemaNode
+    rules: Rules
+    published: Object
+    """The OpenAPI schema of a custom resource, or `{"$ref": ...}` of a built-in one."""
+    namespaced: bool = True
+    singular: str = ""
+    list_kind: str = ""
+    short_names: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+    has_status: bool = True
+    counts_generation: bool = False
+    fields: dict[str, str] = field(default_factory=dict)
+    """Field selectors beside metadata.name and metadata.namespace, each with the value of an object that lacks it."""
+    scale: dict[str, str] = field(default_factory=dict)
+    """Dotted paths of specReplicasPath, statusReplicasPath and labelSelectorPath; empty without the subresource."""
+    custom: bool = False
+    columns: tuple[Column, ...] = ()
+
+    @property
+    def key(self) -> ResourceKey:
+        """Where its objects are stored."""
+        return self.group, self.plural
+
+    @property
+    def group_version(self) -> str:
+        """The `apiVersion` of its objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def not_found(self, name: str) -> ApiError:
+        """404 for one of its objects."""
+        return on_object(404, "NotFound", "{} not found", self.group, self.plural, name)
+
+    def conflict(self, name: str, why: str) -> ApiError:
+        """409 for one of its objects."""
+        text = f"Operation cannot be fulfilled on {{}}: {why}"
+        return on_object(409, "Conflict", text, self.group, self.plural, name)
+
+
+def set_condition(obj: Object, kind: str, status: str, time: str, **more: Any) -> None:
+    """Set one of `status.conditions` in place."""
+    conditions = obj.setdefault("status", {}).get("conditions") or ()
+    new = {"type": kind, "status": status, "lastTransitionTime": time, **more}
+    obj["status"]["conditions"] = [*(c for c in conditions if c["type"] != kind), new]

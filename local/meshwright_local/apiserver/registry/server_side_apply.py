@@ -1,0 +1,278 @@
+"""Server-side apply, whole: field sets, managers, merging, conflicts and the bookkeeping of `metadata.managedFields`.
+
+A *field manager* is who writes (`fieldManager`), by which *operation* (Apply, or Update for every other write) and
+through which subresource. `managedFields` has one entry for each, with its *field set* (FieldsV1): the fields it owns.
+
+* A plain write takes what it changed from all others, and what it removed from everybody (`track_update`).
+* An apply (`server_side_apply`) merges the configuration into the live object; lists whose schema says `map` or `set`
+  are merged item by item, atomic ones replaced. A *conflict* is a field that the merge changes and that another manager
+  owns: an error, or with `force` taken over. What this manager applied last time and no longer applies is removed,
+  unless another owns it or something below it. Applying an equal value makes both owners.
+
+In a field set a path is a tuple of `f:<name>` for a field, `k:<json of the keys>` for an item of a keyed list and
+`v:<json>` for a member of a set, as in structured-merge-diff.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
+from meshwright_local.apiserver.schema.validation import list_item_key
+from meshwright_local.apiserver.status_errors import ApiError, Cause, Object, details_of
+
+Path = tuple[str, ...]
+Part = tuple[str, SchemaNode, Any, bool]
+"""Path element, node, value, and whether the schema names it."""
+
+MAX_UPDATE_MANAGERS = 10
+_ENTRY_KEYS = ("manager", "operation", "subresource", "apiVersion", "time")
+_SERVER_SET = {"name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "managedFields"}
+
+
+class Writer(NamedTuple):
+    """Who writes, through which subresource ("" for the object itself), in which version of the API, when."""
+
+    name: str
+    subresource: str
+    api_version: str
+    time: str
+
+
+@dataclass(slots=True)
+class Manager:
+    """One entry of `managedFields`."""
+
+    name: str
+    operation: str
+    subresource: str
+    api_version: str
+    time: str
+    fields: set[Path] = field(default_factory=set)
+
+    def wire(self) -> Object:
+        """The form it has in an object."""
+        entry = {"manager": self.name, "operation": self.operation, "apiVersion": self.api_version, "time": self.time}
+        entry |= {"subresource": self.subresource} if self.subresource else {}
+        return {**entry, "fieldsType": "FieldsV1", "fieldsV1": encode(self.fields)}
+
+
+def encode(paths: Iterable[Path]) -> Object:
+    """FieldsV1 of a field set; `.` marks a field that is in the set and has members below it too."""
+    root: Object = {}
+    ordered = sorted(paths)
+    for path, following in zip(ordered, [*ordered[1:], ()], strict=True):
+        node = root
+        for part in path:
+            node = node.setdefault(part, {})
+        if following[: len(path)] == path:  # the first below comes right after in this order
+            node["."] = {}
+    return root
+
+
+def decode(fields: Object, path: Path = ()) -> set[Path]:
+    """The field set that FieldsV1 says."""
+    found: set[Path] = set()
+    for part, below in fields.items():
+        current_path = path if part == "." else (*path, part)
+        found |= decode(below, current_path) if below else {current_path}
+    return found
+
+
+def _managers_of(obj: Object | None) -> list[Manager]:
+    """The entries of an object; those that make no sense are left out."""
+    entries = ((obj or {}).get("metadata") or {}).get("managedFields") or ()
+    good = (e for e in entries if e.get("operation") in ("Apply", "Update") and isinstance(e.get("fieldsV1"), dict))
+    found = []
+    for entry in good:
+        manager, operation, subresource, version, time = (entry.get(key) or "" for key in _ENTRY_KEYS)
+        found.append(Manager(manager, operation, subresource, version, time, decode(entry["fieldsV1"])))
+    return found
+
+
+def _manager_entry(managers: list[Manager], writer: Writer, operation: str) -> Manager:
+    """The writer's entry among `managers`, added when there was none."""
+    who = (writer.name, operation, writer.subresource)
+    own_entry = next((m for m in managers if (m.name, m.operation, m.subresource) == who), None)
+    if own_entry is None:
+        own_entry = Manager(*who, writer.api_version, writer.time)
+        managers.append(own_entry)
+    return own_entry
+
+
+def _store_managers(obj: Object, managers: Iterable[Manager]) -> None:
+    """Write the entries into an object, empty ones left out; the oldest updates beyond a number become one."""
+    kept = sorted((m for m in managers if m.fields), key=lambda m: (m.operation, m.time, m.name))
+    updates = [m for m in kept if m.operation == "Update" and not m.subresource]
+    surplus = updates[: max(0, len(updates) - MAX_UPDATE_MANAGERS)]
+    if surplus:
+        last = surplus[-1]
+        last.name, last.fields = "ancient-changes", set().union(*(m.fields for m in surplus))
+        kept = [m for m in kept if m not in surplus[:-1]]
+    obj["metadata"].pop("managedFields", None)
+    if kept:
+        obj["metadata"]["managedFields"] = [m.wire() for m in kept]
+
+
+def track_update(node: SchemaNode, old: Object | None, new: Object, writer: Writer, *, custom: bool) -> None:
+    """Bring `managedFields` of `new` up to date after a plain write.
+
+    Objects of built-in kinds are structs whose `spec` and `status` always exist and so are never added: not `custom`.
+    An empty list of entries, or one empty entry, asks to forget all owners.
+    """
+    changed, removed = compare(node, _owned_parts(old or {}), _owned_parts(new))
+    changed -= {("f:metadata",)} if custom else {("f:metadata",), ("f:spec",), ("f:status",)}
+    managers = [] if new["metadata"].get("managedFields") in ([], [{}]) else _managers_of(old)
+    own_entry = _manager_entry(managers, writer, "Update")
+    before = set(own_entry.fields)
+    for manager in managers:
+        manager.fields -= removed
+        manager.fields = manager.fields | changed if manager is own_entry else manager.fields - changed
+    if own_entry.fields != before:
+        own_entry.time, own_entry.api_version = writer.time, writer.api_version
+    _store_managers(new, managers)
+
+
+def server_side_apply(node: SchemaNode, live: Object | None, config: Object, writer: Writer, *, force: bool) -> Object:
+    """The object after `writer` applied `config` to `live` (None: a new object), its `managedFields` up to date.
+
+    Raises:
+        ApiError: 409, with one cause for each field that another manager owns, unless `force`.
+    """
+    managers = _managers_of(live)
+    own_entry = _manager_entry(managers, writer, "Apply")
+    others = [m for m in managers if m is not own_entry]
+    applied_fields = _applied_fields(node, _owned_parts(config))
+    merged: Object = merge(node, live, config) if live is not None else copy.deepcopy(config)
+    changed, _ = compare(node, _owned_parts(live or {}), _owned_parts(merged))
+    conflicts = [(m, path) for m in others for path in sorted(m.fields & changed)]
+    if conflicts and not force:
+        raise _conflict(conflicts)
+    for manager in others:
+        manager.fields -= changed
+    owned = {path[:depth] for m in others for path in m.fields for depth in range(1, len(path) + 1)}
+    for path in sorted(own_entry.fields - applied_fields, key=lambda path: (len(path), path)):
+        if path not in owned and not _identifies(path):
+            _remove(node, merged, path, owned, ())
+    if own_entry.fields != applied_fields:
+        own_entry.time = writer.time
+    own_entry.fields, own_entry.api_version = applied_fields, writer.api_version
+    merged.setdefault("metadata", {})
+    _store_managers(merged, managers)
+    return merged
+
+
+def merge(node: SchemaNode, live: Any, config: Any) -> Any:
+    """`config` laid over `live`, part by part where parts have owners of their own. Shares nothing with either."""
+    if isinstance(config, dict) and isinstance(live, dict) and not node.atomic_map:
+        out = {key: copy.deepcopy(item) for key, item in live.items() if key not in config}
+        return out | {key: merge(node.child(key) or FREE, live.get(key), item) for key, item in config.items()}
+    if isinstance(config, list) and isinstance(live, list) and node.list_type in ("map", "set"):
+        position = {list_item_key(node, item): index for index, item in enumerate(live)}
+        items = copy.deepcopy(live)
+        for item in config:
+            key = list_item_key(node, item)
+            if key not in position:
+                items.append(copy.deepcopy(item))
+            elif node.list_type == "map":
+                items[position[key]] = merge(node.items or FREE, items[position[key]], item)
+        return items
+    return copy.deepcopy(config)
+
+
+def compare(node: SchemaNode, old: Any, new: Any, path: Path = ()) -> tuple[set[Path], set[Path]]:
+    """The fields that were added or modified, and those removed. Equal parts are not walked, so it is cheap."""
+    if old == new:
+        return set(), set()
+    before, after = _parts(node, old), _parts(node, new)
+    if before is None and after is None:
+        return {path}, set()
+    was, now = {p[0]: p for p in before or ()}, {p[0]: p for p in after or ()}
+    replaced = any(parts is None and not isinstance(v, dict | list) for parts, v in ((before, old), (after, new)))
+    changed: set[Path] = {path} if replaced else set()
+    removed: set[Path] = set()
+    for part, sub, item, _ in now.values():
+        if part not in was:
+            changed |= _nodes(sub, item, (*path, part))
+        elif part[0] != "v":
+            more = compare(sub, was[part][2], item, (*path, part))
+            changed, removed = changed | more[0], removed | more[1]
+    for part, sub, item, _ in was.values():
+        if part not in now:
+            removed |= _nodes(sub, item, (*path, part))
+    return changed, removed
+
+
+def _owned_parts(obj: Object) -> Object:
+    """The object without what never has an owner: its identity and what only the server sets."""
+    metadata = {k: v for k, v in (obj.get("metadata") or {}).items() if k not in _SERVER_SET}
+    rest = {k: v for k, v in obj.items() if k not in ("apiVersion", "kind", "metadata")}
+    return {**rest, "metadata": metadata} if metadata else rest
+
+
+def _parts(node: SchemaNode, value: Any) -> Iterator[Part] | None:
+    """The parts of a value that have owners of their own; None for a leaf: scalar, atomic, or empty."""
+    if isinstance(value, dict) and value and not node.atomic_map:
+        return ((f"f:{key}", node.child(key) or FREE, item, key in node.properties) for key, item in value.items())
+    if isinstance(value, list) and value and node.list_type in ("map", "set"):
+        letter = node.list_type.replace("map", "k").replace("set", "v")
+        return ((f"{letter}:{list_item_key(node, item)}", node.items or FREE, item, False) for item in value)
+    return None
+
+
+def _applied_fields(node: SchemaNode, value: Any, path: Path = ()) -> set[Path]:
+    """The fields that an applied configuration is about: its leaves, and the items of lists and maps."""
+    parts = _parts(node, value)
+    if parts is None:
+        return {path} if path else set()
+    found: set[Path] = set()
+    for part, sub, item, named in parts:
+        current_path = (*path, part)
+        if not named and (isinstance(item, dict) or part[0] != "f"):
+            found.add(current_path)
+        found |= {current_path} if part[0] == "v" else _applied_fields(sub, item, current_path)
+    return found
+
+
+def _nodes(node: SchemaNode, value: Any, path: Path) -> set[Path]:
+    """A field and all below it."""
+    below = (_nodes(sub, item, (*path, part)) for part, sub, item, _ in _parts(node, value) or ())
+    return {path}.union(*below) if path[-1][0] != "v" else {path}
+
+
+def _identifies(path: Path) -> bool:
+    """Whether a field is part of its list item's key: it goes with the item and never before it."""
+    return len(path) > 1 and path[-2].startswith("k:") and path[-1][2:] in orjson.loads(path[-2][2:])
+
+
+def _remove(node: SchemaNode, value: Any, path: Path, owned: set[Path], above: Path) -> None:
+    """Remove one field in place, and the maps and lists that this leaves empty and unowned."""
+    current_path, rest = (*above, path[0]), path[1:]
+    found = next((part for part in list(_parts(node, value) or ()) if part[0] == path[0]), None)
+    if found is None:
+        return
+    if rest:
+        _remove(found[1], found[2], rest, owned, current_path)
+    if not rest or (found[2] in ({}, []) and current_path not in owned):
+        if isinstance(value, dict):
+            del value[path[0][2:]]
+        else:
+            value[:] = [item for item in value if item is not found[2]]
+
+
+def _conflict(conflicts: list[tuple[Manager, Path]]) -> ApiError:
+    causes = []
+    for manager, path in conflicts:
+        text = f'conflict with "{manager.name}"'
+        text += f' with subresource "{manager.subresource}"' if manager.subresource else ""
+        text += f" using {manager.api_version}" if manager.operation == "Update" else ""
+        name = "".join(f".{p[2:]}" if p.startswith("f:") else f"[{p[2:]}]" for p in path)
+        causes.append(Cause(name, "FieldManagerConflict", text))
+    text = ", ".join(f"{cause.message}: {cause.field}" for cause in causes)
+    text = f"Apply failed with {len(causes)} conflict{'s' if len(causes) > 1 else ''}: {text}"
+    return ApiError(409, "Conflict", text, details_of("", "", "", causes))

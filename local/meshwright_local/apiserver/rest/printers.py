@@ -1,0 +1,299 @@
+"""How objects are shown: as they are, by their metadata alone, or as rows of a Table (kubectl get); JSON or YAML.
+
+The columns of most built-in kinds are JSONPaths, as those of custom resources are; a few are functions.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import orjson
+import yaml
+
+from meshwright_local.apiserver.registry.resource_types import Column, Resource
+from meshwright_local.apiserver.status_errors import ApiError, Object
+from meshwright_local.apiserver.store import Stored
+from meshwright_local.kube import timestamps
+
+_META = "meta.k8s.io/v1"
+_FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}
+_MEDIA = ("*/*", "application/*", "application/json", "application/yaml", "")
+_NONE = "<none>"
+_STEP = re.compile(
+    r"""\[\?\(\s*@\.(?P<field>[\w.]+)\s*==\s*(?P<quote>['"])(?P<value>.*?)(?P=quote)\s*\)\]"""
+    r"""|\[['"](?P<quoted>[^'"]+)['"]\]|\[(?P<index>-?\d+)\]|\[(?P<all>\*)\]"""
+    r"""|\.?(?P<name>(?:[^.\[\]\\]|\\.)+)"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How to show objects of one resource to one client; `form` is Table, Partial, or empty for all of an object."""
+
+    resource: Resource
+    form: str = ""
+    yaml: bool = False
+    include_object: str = "Metadata"
+
+    def one(self, stored: Stored, *, header: bool = True) -> bytes:
+        """One object. In a Table, `header` says whether the columns are described too."""
+        if self.form == "Table":
+            metadata = {"resourceVersion": stored.obj["metadata"]["resourceVersion"]}
+            return orjson.dumps(self._table([stored.obj], metadata, header))
+        if self.form:
+            return orjson.dumps(_partial(stored.obj))
+        same = stored.api_version == self.resource.group_version
+        return stored.body if same else orjson.dumps(self._converted(stored.obj))
+
+    def many(self, items: Sequence[Stored], metadata: Object) -> bytes:
+        """A list."""
+        if self.form == "Table":
+            return orjson.dumps(self._table([item.obj for item in items], metadata, True))
+        kind, version = self.resource.list_kind, self.resource.group_version
+        if self.form:
+            kind, version = "PartialObjectMetadataList", _META
+        head = orjson.dumps({"kind": kind, "apiVersion": version, "metadata": metadata})[:-1]
+        return head + b',"items":[' + b",".join(self.one(item) for item in items) + b"]}"
+
+    def bookmark(self, revision: int, *, initial_end: bool) -> bytes:
+        """The object of a BOOKMARK event: nothing but a revision."""
+        metadata: Object = {"resourceVersion": str(revision), "creationTimestamp": None}
+        metadata |= {"annotations": {"k8s.io/initial-events-end": "true"}} if initial_end else {}
+        obj = {"kind": self.resource.kind, "apiVersion": self.resource.group_version, "metadata": metadata}
+        if self.form == "Table":
+            return orjson.dumps(self._table([], {"resourceVersion": str(revision)}, False))
+        return orjson.dumps(_partial(obj) if self.form else obj)
+
+    def encode(self, body: bytes) -> tuple[bytes, str]:
+        """A finished JSON answer in the client's format, with its content type."""
+        if self.yaml:
+            return yaml.safe_dump(orjson.loads(body), sort_keys=True).encode(), "application/yaml"
+        return body, "application/json"
+
+    def _converted(self, obj: Object) -> Object:
+        return {**obj, "apiVersion": self.resource.group_version}
+
+    def _table(self, objects: Sequence[Object], metadata: Object, header: bool) -> Object:
+        columns = columns_of(self.resource)
+        shown = {"Object": self._converted, "Metadata": _partial}.get(self.include_object)
+        rows = [
+            {"cells": [_cell(column, obj) for column in columns], **({"object": shown(obj)} if shown else {})}
+            for obj in objects
+        ]
+        keys = ("name", "type", "priority", "format")
+        described = [{"description": "", **{k: getattr(c, k) for k in keys}} for c in columns] if header else None
+        table: Object = {"kind": "Table", "apiVersion": _META, "metadata": metadata}
+        return {**table, "columnDefinitions": described, "rows": rows}
+
+
+def _partial(obj: Object) -> Object:
+    return {"kind": "PartialObjectMetadata", "apiVersion": _META, "metadata": obj["metadata"]}
+
+
+def negotiate(resource: Resource, accept: str, include_object: str = "") -> View:
+    """The view that an Accept header asks for: the first of its choices that is served; raises ApiError 406."""
+    for choice in accept.split(","):
+        media, *parameters = (part.strip() for part in choice.split(";"))
+        wanted = dict(p.partition("=")[::2] for p in parameters)
+        form = _FORMS.get(wanted.get("as"))
+        known = form == "" or (form and (wanted.get("g"), wanted.get("v")) == ("meta.k8s.io", "v1"))
+        if media in _MEDIA and known:
+            return View(resource, form or "", media == "application/yaml", include_object or "Metadata")
+    text = "only the following media types are accepted: application/json, application/yaml"
+    raise ApiError(406, "NotAcceptable", text)
+
+
+@lru_cache(maxsize=1024)
+def _steps(path: str) -> tuple[re.Match[str], ...]:
+    return tuple(_STEP.finditer(path.strip("{}")))
+
+
+def first(obj: Any, path: str) -> Any:
+    """The first value under a JSONPath such as `.status.conditions[?(@.type=="Ready")].status`; None when none is."""
+    values = [obj]
+    for step in _steps(path):
+        values = [found for value in values for found in _follow(value, step)]
+    return values[0] if values else None
+
+
+def _follow(value: Any, step: re.Match[str]) -> list[Any]:
+    if step["field"]:
+        key = "." + step["field"]
+        return [item for item in value if str(first(item, key)) == step["value"]] if isinstance(value, list) else []
+    if step["all"]:
+        return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
+    if step["index"]:
+        index = int(step["index"])
+        return [value[index]] if isinstance(value, list) and -len(value) <= index < len(value) else []
+    name = step["quoted"] or re.sub(r"\\(.)", r"\1", step["name"])
+    return [value[name]] if isinstance(value, dict) and name in value else []
+
+
+def human_duration(seconds: float) -> str:
+    """A time span as kubectl prints it: `42s`, `3m10s`, `2d4h`."""
+    s = int(seconds)
+    for limit, unit, size, sub, part in (
+        (120, "s", 1, "", 1),
+        (600, "m", 60, "s", 1),
+        (10800, "m", 60, "", 1),
+        (28800, "h", 3600, "m", 60),
+        (172800, "h", 3600, "", 1),
+        (691200, "d", 86400, "h", 3600),
+        (63072000, "d", 86400, "", 1),
+    ):
+        if s < limit:
+            rest = s % size // part if sub else 0
+            return f"{s // size}{unit}" + (f"{rest}{sub}" if rest else "")
+    years, days = s // 31536000, s % 31536000 // 86400
+    return f"{years}y" + (f"{days}d" if days and years < 8 else "")
+
+
+def _since(text: Any) -> str:
+    try:
+        age = datetime.datetime.now(datetime.UTC) - timestamps.parse(text)
+        return human_duration(max(0.0, age.total_seconds()))
+    except (TypeError, ValueError, AttributeError):
+        return "<unknown>"
+
+
+def _cell(column: Column, obj: Object) -> Any:
+    if column.path in _COMPUTED:
+        return _COMPUTED[column.path](obj)
+    value = first(obj, column.path)
+    if value is None:
+        return column.missing
+    if column.type == "date":
+        return _since(value)
+    if column.type in ("integer", "number", "boolean"):
+        return value if isinstance(value, int | float) else None
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _pod_reason(obj: Object) -> str:
+    """The STATUS column of a pod."""
+    status = obj.get("status") or {}
+    reason = str(status.get("reason") or status.get("phase") or "Unknown")
+    if obj["spec"].get("schedulingGates"):
+        reason = "SchedulingGated"
+    for container in reversed(status.get("containerStatuses") or []):
+        state = container.get("state") or {}
+        ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
+        code = f"Signal:{ended['signal']}" if ended.get("signal") else f"ExitCode:{ended.get('exitCode')}"
+        reason = waiting.get("reason") or (ended and (ended.get("reason") or code)) or reason
+    for index, container in enumerate(status.get("initContainerStatuses") or ()):
+        state = container.get("state") or {}
+        ended, waiting = state.get("terminated"), state.get("waiting") or {}
+        if ended and not ended.get("exitCode"):
+            continue
+        text = ended.get("reason") or f"ExitCode:{ended.get('exitCode')}" if ended else waiting.get("reason")
+        progress = f"{index}/{len(obj['spec'].get('initContainers') or ())}"
+        reason = f"Init:{text if text not in (None, 'PodInitializing') else progress}"
+        break
+    if obj["metadata"].get("deletionTimestamp") and status.get("phase") not in ("Succeeded", "Failed"):
+        reason = "Unknown" if status.get("reason") == "NodeLost" else "Terminating"
+    return reason
+
+
+def _pod_ready(obj: Object) -> str:
+    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
+    return f"{sum(bool(s.get('ready')) for s in statuses)}/{len(obj['spec']['containers'])}"
+
+
+def _restarts(obj: Object) -> str:
+    return str(sum(s.get("restartCount", 0) for s in (obj.get("status") or {}).get("containerStatuses") or ()))
+
+
+def _node_status(obj: Object) -> str:
+    ready = first(obj, '.status.conditions[?(@.type=="Ready")].status')
+    cordoned = ",SchedulingDisabled" if (obj.get("spec") or {}).get("unschedulable") else ""
+    return {"True": "Ready", None: "Unknown"}.get(ready, "NotReady") + cordoned
+
+
+def _node_roles(obj: Object) -> str:
+    prefix = "node-role.kubernetes.io/"
+    return (
+        ",".join(sorted(k[len(prefix) :] for k in obj["metadata"].get("labels") or {} if k.startswith(prefix))) or _NONE
+    )
+
+
+def _last_seen(obj: Object) -> str:
+    moments = (first(obj, f".{p}") for p in ("series.lastObservedTime", "lastTimestamp", "firstTimestamp", "eventTime"))
+    return _since(next(filter(None, moments), None) or obj["metadata"].get("creationTimestamp"))
+
+
+def _about(obj: Object) -> str:
+    about = obj.get("involvedObject") or {}
+    return f"{about.get('kind', '').lower()}/{about.get('name', '')}"
+
+
+def _ports(obj: Object) -> str:
+    return ",".join(f"{p['port']}/{p.get('protocol', 'TCP')}" for p in obj["spec"].get("ports") or ()) or _NONE
+
+
+def _replicas(obj: Object) -> str:
+    return f"{(obj.get('status') or {}).get('readyReplicas', 0)}/{(obj.get('spec') or {}).get('replicas', 1)}"
+
+
+def _completions(obj: Object) -> str:
+    return f"{(obj.get('status') or {}).get('succeeded', 0)}/{(obj.get('spec') or {}).get('completions', 1)}"
+
+
+_COMPUTED: dict[str, Callable[[Object], Any]] = {
+    "ready": _pod_ready,
+    "reason": _pod_reason,
+    "restarts": _restarts,
+    "node": _node_status,
+    "roles": _node_roles,
+    "seen": _last_seen,
+    "about": _about,
+    "ports": _ports,
+    "replicas": _replicas,
+    "completions": _completions,
+    "message": lambda obj: (obj.get("message") or "").strip(),
+    "data": lambda obj: len(obj.get("data") or {}) + len(obj.get("binaryData") or {}),
+}
+# Columns: name, path or function, separated by "=". A star: shown by `-o wide` alone; a hash: a number.
+_AGE = "Age=.metadata.creationTimestamp"
+_COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("", "pods"): (
+        "Ready=ready",
+        "Status=reason",
+        "Restarts=restarts",
+        _AGE,
+        "IP=.status.podIP*",
+        "Node=.spec.nodeName*",
+    )
+    + ("Nominated Node=.status.nominatedNodeName*", "Readiness Gates=none*"),
+    ("", "nodes"): ("Status=node", "Roles=roles", _AGE, "Version=.status.nodeInfo.kubeletVersion")
+    + ('Internal-IP=.status.addresses[?(@.type=="InternalIP")].address*', "External-IP=none*")
+    + ("OS-Image=.status.nodeInfo.osImage*", "Kernel-Version=.status.nodeInfo.kernelVersion*")
+    + ("Container-Runtime=.status.nodeInfo.containerRuntimeVersion*",),
+    ("", "events"): ("Last Seen=seen", "Type=.type", "Reason=.reason", "Object=about", "Message=message"),
+    ("", "namespaces"): ("Status=.status.phase", _AGE),
+    ("", "services"): ("Type=.spec.type", "Cluster-IP=.spec.clusterIP", "External-IP=.spec.externalName")
+    + ("Port(s)=ports", _AGE),
+    ("", "configmaps"): ("Data=data#", _AGE),
+    ("", "secrets"): ("Type=.type", "Data=data#", _AGE),
+    ("apps", "deployments"): ("Ready=replicas", "Up-to-date=.status.updatedReplicas#")
+    + ("Available=.status.availableReplicas#", _AGE),
+    ("batch", "jobs"): ("Completions=completions", _AGE),
+    ("apiextensions.k8s.io", "customresourcedefinitions"): ("Created At=.metadata.creationTimestamp",),
+}
+
+
+def columns_of(resource: Resource) -> list[Column]:
+    """The columns of a resource."""
+    name = Column("Name", "string", ".metadata.name", 0, "name")
+    if resource.custom:
+        return [name, *(resource.columns or (Column("Age", "date", ".metadata.creationTimestamp"),))]
+    columns = [] if resource.key == ("", "events") else [name]
+    for row in _COLUMNS.get(resource.key, (_AGE,)):
+        title, _, path = row.rstrip("*#").partition("=")
+        kind = "date" if title == "Age" else "integer" if row[-1] == "#" else "string"
+        columns.append(Column(title, kind, path, int(row[-1] == "*"), missing=0 if kind == "integer" else _NONE))
+    return columns

@@ -1,0 +1,132 @@
+"""The query parameters of requests, read and checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.status_errors import ApiError, Cause, Object
+
+MAX_MANAGER = 128
+_POLICIES = ("Foreground", "Background", "Orphan")
+_KINDS = {"POST": "CreateOptions", "PUT": "UpdateOptions", "DELETE": "DeleteOptions"}
+
+
+@dataclass(slots=True)
+class WriteOptions:
+    """How to write: as which field manager, whether really, and what unknown fields lead to."""
+
+    manager: str
+    explicit_manager: bool = True
+    dry_run: bool = False
+    field_validation: str = "Warn"
+    force: bool = False
+    warnings: list[str] = field(default_factory=list)
+    """What the answer's Warning headers will say."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListOptions:
+    """What to list or watch; `resume` is the `continue` token."""
+
+    label_selector: str
+    field_selector: str
+    limit: int
+    resume: str
+    revision: str
+    revision_match: str
+    watch: bool
+    timeout_seconds: float | None
+    bookmarks: bool
+    initial_events: bool | None
+
+
+def invalid_options(kind: str, cause: Cause) -> ApiError:
+    """422: a parameter that cannot be; `kind` is such as PatchOptions."""
+    return status_errors.invalid("meta.k8s.io", kind, "", [cause])
+
+
+def write_options(method: str, query: Mapping[str, str], user_agent: str) -> WriteOptions:
+    """The options of a create, update or patch; raises ApiError for a value that cannot be."""
+    kind = _KINDS.get(method, "PatchOptions")
+    dry_run = query.get("dryRun", "")
+    _check_dry_run(kind, [dry_run] if dry_run else [])
+    validation = query.get("fieldValidation", "")
+    if validation not in ("", "Ignore", "Strict", "Warn"):
+        raise invalid_options(
+            kind, status_errors.unsupported_value("fieldValidation", validation, ("Ignore", "Strict", "Warn"))
+        )
+    manager = query.get("fieldManager", "")
+    if len(manager) > MAX_MANAGER or not manager.isprintable():
+        text = f"must be printable and at most {MAX_MANAGER} characters"
+        raise invalid_options(kind, status_errors.invalid_value("fieldManager", manager, text))
+    fallback = user_agent.split("/")[0][:MAX_MANAGER] or "unknown"
+    force = _flag(query, "force") or False
+    return WriteOptions(manager or fallback, bool(manager), bool(dry_run), validation or "Warn", force)
+
+
+def list_options(query: Mapping[str, str]) -> ListOptions:
+    """The options of a list or watch; raises ApiError for a value that cannot be."""
+    options = ListOptions(
+        query.get("labelSelector", ""),
+        query.get("fieldSelector", ""),
+        _number(query, "limit") or 0,
+        query.get("continue", ""),
+        query.get("resourceVersion", ""),
+        query.get("resourceVersionMatch", ""),
+        _flag(query, "watch") or False,
+        _number(query, "timeoutSeconds"),
+        _flag(query, "allowWatchBookmarks") or False,
+        _flag(query, "sendInitialEvents"),
+    )
+    if options.revision and not (options.revision.isascii() and options.revision.isdigit()):
+        text = f'Invalid value: "{options.revision}": must be a number'
+        raise status_errors.bad_request(f"ListOptions.meta.k8s.io is invalid: resourceVersion: {text}")
+    if options.initial_events is not None and options.revision_match != "NotOlderThan":
+        text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
+        raise invalid_options("ListOptions", status_errors.not_allowed("resourceVersionMatch", text))
+    return options
+
+
+def delete_options(query: Mapping[str, str], body: Object) -> Object:
+    """The options of a delete: those of the body, and over them those of the query; raises ApiError likewise."""
+    options: dict[str, Any] = {key: value for key, value in body.items() if key not in ("kind", "apiVersion")}
+    grace = _number(query, "gracePeriodSeconds")
+    options |= {} if grace is None else {"gracePeriodSeconds": grace}
+    policy = query.get("propagationPolicy") or options.get("propagationPolicy")
+    if "orphanDependents" in options or "orphanDependents" in query:
+        if policy is not None:
+            text = "orphanDependents and deletionPropagation cannot be both set"
+            raise invalid_options("DeleteOptions", status_errors.invalid_value("propagationPolicy", policy, text))
+        policy = "Orphan" if options.get("orphanDependents") or _flag(query, "orphanDependents") else "Background"
+    stages = options.get("dryRun") or ([query["dryRun"]] if query.get("dryRun") else [])
+    if policy not in (None, *_POLICIES):
+        cause = status_errors.unsupported_value("propagationPolicy", policy, (*_POLICIES, "nil"))
+        raise invalid_options("DeleteOptions", cause)
+    kinds: dict[str, Any] = {"dryRun": list, "gracePeriodSeconds": int, "preconditions": dict}
+    for key, kind in kinds.items():
+        if not isinstance(options.get(key), kind | None) or isinstance(options.get(key), bool):
+            raise status_errors.bad_request(f"{key}: Invalid value: must be of type {kind.__name__}")
+    _check_dry_run("DeleteOptions", stages)
+    return {**options, "propagationPolicy": policy, "dryRun": bool(stages)}
+
+
+def _check_dry_run(kind: str, stages: list[Any]) -> None:
+    if any(stage != "All" for stage in stages):
+        raise invalid_options(kind, status_errors.unsupported_value("dryRun", stages[0], ["All"]))
+
+
+def _number(query: Mapping[str, str], name: str) -> int | None:
+    text = query.get(name)
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise status_errors.bad_request(f'{name}: Invalid value: "{text}": must be a non-negative number')
+    return int(text)
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool | None:
+    text = query.get(name)
+    return None if text is None else text.lower() not in ("false", "0")

@@ -1,0 +1,1 @@
+"""Schemas of built-in and custom kinds: pruning, defaults, validation and CEL rules."""

@@ -1,0 +1,108 @@
+"""Numbers against the bounds of a schema, compared as the real server does: in Go's types.
+
+A JSON number without a point or an exponent is an int64 if it fits one, and a float64 otherwise. A whole number is
+compared with the bound cut to int64, and a bound beyond int64 wraps to the smallest there is: `maximum: 1e30` then
+refuses every whole number, and 2.5 means 2. Where the type is `integer`, a bound that is none is said to be wrong
+whenever a value is checked, defaults included.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from decimal import Decimal
+
+from meshwright_local.apiserver.status_errors import Cause, Object, invalid_value
+
+_SMALLEST, _LARGEST = -(1 << 63), (1 << 63) - 1
+_JSON_INTEGER = (1 << 53) - 1
+_LARGEST_FLOAT32 = 3.4028235677973366e38  # halfway between the largest float32 and the next one that there would be
+# Keyword -> when a number breaks it, and in which words; exclusive bounds are a flag beside the bound.
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "minimum": (operator.lt, "greater than"),
+    "maximum": (operator.gt, "less than"),
+}
+
+
+def as_go(value: float) -> float:
+    """The number as the server holds it: int for int64, float for float64."""
+    return value if isinstance(value, int) and _SMALLEST <= value <= _LARGEST else float(value)
+
+
+def is_integer(value: float) -> bool:
+    """Whether a number has the JSON type `integer`; floats only as far as they count in steps of one."""
+    number = as_go(value)
+    return isinstance(number, int) or (abs(number) <= _JSON_INTEGER and _is_nearly_integer(number))
+
+
+def _is_nearly_integer(number: float) -> bool:
+    """As the server has it: equal to the part before the point, or a little above it in proportion."""
+    integer_part = int(number)
+    return number == integer_part or (
+        integer_part != 0 and abs(number - integer_part) < 1e-9 * (abs(number) + abs(integer_part))
+    )
+
+
+def check_range(schema: Object, value: float, path: str) -> list[Cause]:
+    """What a number breaks of its type's size, `multipleOf`, `minimum` and `maximum`, in the words of the server."""
+    number = as_go(value)
+    causes = _fits(schema, number, "Checked", path)
+    if schema.get("multipleOf") is not None:
+        step = as_go(float(schema["multipleOf"]))
+        wrong = _fits(schema, step, "MultipleOf", path)
+        causes += wrong + _check_step(number, step if wrong else _in_type_of(number, step), path)
+    for key, (breaks, words) in _BOUNDS.items():
+        if schema.get(key) is not None:
+            bound = float(schema[key])
+            wrong = _fits(schema, bound, f"{key.capitalize()} boundary", path)
+            if not wrong:
+                bound = _in_type_of(number, bound)
+            exclusive = schema.get(f"exclusive{key.capitalize()}") is True
+            if breaks(number, bound) or (exclusive and number == bound):
+                text = f"{path} in body should be {words}{'' if exclusive else ' or equal to'} {_format_bound(bound)}"
+                wrong.append(invalid_value(path, value, text))
+            causes += wrong
+    return causes
+
+
+def _in_type_of(number: float, bound: float) -> float:
+    """The bound in the type of the number that is compared with it."""
+    if isinstance(number, float):
+        return bound
+    return int(bound) if _SMALLEST <= bound < _LARGEST else _SMALLEST
+
+
+def _check_step(number: float, step: float, path: str) -> list[Cause]:
+    if step <= 0:
+        return [
+            invalid_value(path, step, f"factor MultipleOf declared for {path} must be positive: {_format_bound(step)}")
+        ]
+    if isinstance(number, int) and isinstance(step, int):
+        good = number % step == 0
+    else:
+        good = is_integer(number / step)
+    return (
+        [] if good else [invalid_value(path, number, f"{path} in body should be a multiple of {_format_bound(step)}")]
+    )
+
+
+def _fits(schema: Object, number: float, what: str, path: str) -> list[Cause]:
+    """A value, or a bound, that its type and format cannot hold; the cause names no field, as the server's does not."""
+    kind, form = schema.get("type"), schema.get("format") or ""
+    if kind == "integer":
+        bits = 31 if form == "int32" else 63
+        # A float is read again from its shortest decimal digits: 2**63 - 1 as a bound is 9223372036854776000 by then.
+        exact = Decimal(repr(number))
+        good = exact == int(exact) and -(1 << bits) <= exact < 1 << bits
+    else:
+        good = form != "float" or abs(number) < _LARGEST_FLOAT32
+    if good:
+        return []
+    said = f"with format {form}" if form else "(default format)"
+    text = f'Invalid value: "": {what} value must be of type {kind} {said} in {path}'
+    return [Cause("<nil>", "FieldValueInvalid", text)]
+
+
+def _format_bound(bound: float) -> str:
+    """A number as Go prints it: whole floats without a point."""
+    return str(int(bound)) if float(bound).is_integer() and abs(bound) < 1e21 else str(bound)

@@ -1,0 +1,235 @@
+"""Schemas as graphs of nodes: what pruning, defaulting, merging and checking walk.
+
+The OpenAPI definitions of the built-in types and the structural schemas of custom resources are both read into nodes
+once, so that nothing resolves references or guesses at shapes while a request is handled. `data/definitions.json.gz`
+lists the built-in types in the form of OpenAPI v2: names, types, formats, enums, required fields and `x-kubernetes-*`
+extensions (group-version-kinds, list types, merge keys). It has no descriptions.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import orjson
+
+from meshwright_local.apiserver.status_errors import Cause, Object, invalid_value
+from meshwright_local.kube import quantities
+
+OBJECT_META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
+MISSING: Any = object()
+"""Stands for "no default", since null can be one."""
+
+_QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"
+_SCHEMA = "io.k8s.apiextensions-apiserver.pkg.apis.apiextensions.v1.JSONSchemaProps"
+# A schema, or something simpler: where it is a schema it is checked like one.
+_SCHEMA_OR_ELSE = (f"{_SCHEMA}OrArray", f"{_SCHEMA}OrBool")
+# Protocol is part of the key of port lists, and a client may leave it out.
+_KEY_DEFAULTS = {"io.k8s.api.core.v1.ContainerPort": "TCP", "io.k8s.api.core.v1.ServicePort": "TCP"}
+_LIMITS = {f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Properties", "imum")}
+_LIMITS |= {"enum", "pattern", "format", "multipleOf", "uniqueItems", "allOf", "anyOf", "oneOf", "not"}
+_STRING = {"type": "string"}
+_ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_STORAGE_CLASS = "io.k8s.api.storage.v1.StorageClass"
+_STORAGE_CLASS_SCHEMA: Object = {
+    "type": "object",
+    "required": ["provisioner"],
+    "properties": {
+        **dict.fromkeys(("apiVersion", "kind", "provisioner"), _STRING),
+        "metadata": {"$ref": f"#/definitions/{OBJECT_META}"},
+        "parameters": {"type": "object", "additionalProperties": _STRING},
+        "reclaimPolicy": {"type": "string", "enum": ["Delete", "Retain"], "default": "Delete"},
+        "mountOptions": {"type": "array", "items": _STRING},
+        "allowVolumeExpansion": {"type": "boolean"},
+        "volumeBindingMode": {"type": "string", "enum": ["Immediate", "WaitForFirstConsumer"], "default": "Immediate"},
+    },
+    "x-kubernetes-group-version-kind": [{"group": "storage.k8s.io", "kind": "StorageClass", "version": "v1"}],
+}
+
+
+@dataclass(slots=True, eq=False)
+class SchemaNode:
+    """What one place of an object may hold. `raw` is the schema as written: limits, CEL rules, `anyOf` and its kin."""
+
+    raw: Object = field(default_factory=dict)
+    type: str | None = None
+    properties: dict[str, SchemaNode] = field(default_factory=dict)
+    additional: SchemaNode | None = None
+    """Schema of keys that `properties` does not name; None: no other keys."""
+    items: SchemaNode | None = None
+    free: bool = False
+    """Whether unknown keys are kept (`x-kubernetes-preserve-unknown-fields`, and types without fields)."""
+    nullable: bool = False
+    int_or_string: bool = False
+    quantity: bool = False
+    default: Any = MISSING
+    required: tuple[str, ...] = ()
+    list_type: str = "atomic"
+    list_keys: tuple[str, ...] = ()
+    atomic_map: bool = False
+    merge_key: str = ""
+    merges: bool = False
+    """Whether a strategic merge patch merges this list rather than replacing it."""
+    limited: bool = False
+    """Whether there is anything beyond the type to check a value against."""
+
+    def child(self, key: str) -> SchemaNode | None:
+        """The node of a key; None when the key is not known."""
+        return self.properties.get(key) or self.additional or (FREE if self.free else None)
+
+    def read(self, raw: Object) -> None:
+        """Take over what the schema says of this place itself; its children are linked by whoever reads the schema."""
+        strategy = raw.get("x-kubernetes-patch-strategy") or ""
+        self.raw, self.type = raw, raw.get("type")
+        self.int_or_string = bool(raw.get("x-kubernetes-int-or-string"))
+        self.free = bool(raw.get("x-kubernetes-preserve-unknown-fields"))
+        self.nullable, self.default = bool(raw.get("nullable")), raw.get("default", MISSING)
+        self.required = tuple(raw.get("required") or ())
+        self.list_type = raw.get("x-kubernetes-list-type") or "atomic"
+        self.list_keys = tuple(sorted(raw.get("x-kubernetes-list-map-keys") or ()))
+        self.atomic_map = raw.get("x-kubernetes-map-type") == "atomic"
+        self.merges, self.merge_key = "merge" in strategy, raw.get("x-kubernetes-patch-merge-key") or ""
+        self.limited = not _LIMITS.isdisjoint(raw)
+
+
+FREE = SchemaNode(free=True, nullable=True)
+"""Anything at all."""
+
+
+class BuiltinTypes:
+    """All built-in types: their definitions as JSON, and their nodes, made when first asked for."""
+
+    def __init__(self, definitions: Object) -> None:
+        self.definitions = definitions
+        self._nodes: dict[str, SchemaNode] = {}
+        self.names = {
+            (gvk["group"], gvk["version"], gvk["kind"]): name
+            for name, definition in definitions.items()
+            for gvk in definition.get("x-kubernetes-group-version-kind") or ()
+        }
+        """Names of definitions by group, version and kind."""
+
+    def node(self, name: str) -> SchemaNode:
+        """The node of a definition. Types may contain themselves, so a node is known before its children are."""
+        if name not in self._nodes:
+            found = self._nodes[name] = SchemaNode()
+            if name in _SCHEMA_OR_ELSE:
+                found.properties = self.node(_SCHEMA).properties
+            else:
+                self._link(found, self.definitions[name])
+                found.quantity = name == _QUANTITY
+                found.free = not found.properties and found.type in (None, "object") and not found.int_or_string
+        return self._nodes[name]
+
+    def _link(self, node: SchemaNode, raw: Object) -> None:
+        node.read(raw)
+        node.properties = {key: self._child(sub) for key, sub in (raw.get("properties") or {}).items()}
+        if isinstance(raw.get("additionalProperties"), dict):
+            node.additional = self._child(raw["additionalProperties"])
+        if isinstance(raw.get("items"), dict):
+            node.items = self._child(raw["items"])
+
+    def _child(self, raw: Object) -> SchemaNode:
+        if "$ref" in raw:
+            return self.node(raw["$ref"].rsplit("/", 1)[-1])
+        node = SchemaNode()
+        self._link(node, raw)
+        return node
+
+
+@lru_cache(maxsize=1)
+def builtin_types() -> BuiltinTypes:
+    """The built-in types in `data/definitions.json.gz`. They never change, so a process reads them once."""
+    packed = files("meshwright_local.apiserver").joinpath("data", "definitions.json.gz").read_bytes()
+    definitions: Object = orjson.loads(gzip.decompress(packed))
+    definitions[_STORAGE_CLASS] = _STORAGE_CLASS_SCHEMA
+    for name, protocol in _KEY_DEFAULTS.items():
+        definitions[name]["properties"]["protocol"]["default"] = protocol
+    return BuiltinTypes(definitions)
+
+
+def custom_schema(raw: Object | None) -> SchemaNode:
+    """The node of one version of a custom resource. Without a schema everything is kept and nothing checked."""
+    return _custom({**(raw or _ANYTHING), "x-kubernetes-embedded-resource": True})
+
+
+def published_schema(raw: Object | None, gvk: dict[str, str]) -> Object:
+    """A custom resource's schema as OpenAPI publishes it: with apiVersion, kind, metadata and its kind."""
+    body = dict(raw or _ANYTHING)
+    metadata = {"$ref": f"#/definitions/{OBJECT_META}", "description": "Name, labels, annotations, owners."}
+    own = {"apiVersion": _STRING, "kind": _STRING, "metadata": metadata}
+    return {**body, "properties": {**(body.get("properties") or {}), **own}, "x-kubernetes-group-version-kind": [gvk]}
+
+
+def _custom(raw: Object) -> SchemaNode:
+    node = SchemaNode()
+    node.read(raw)
+    node.properties = {key: _custom(sub) for key, sub in (raw.get("properties") or {}).items()}
+    extra = raw.get("additionalProperties")
+    node.additional = _custom(extra) if isinstance(extra, dict) else None
+    node.free = node.free or extra is True
+    node.items = _custom(raw["items"]) if isinstance(raw.get("items"), dict) else None
+    if raw.get("x-kubernetes-embedded-resource"):
+        text = SchemaNode(type="string", raw=_STRING)
+        node.properties |= {"apiVersion": text, "kind": text, "metadata": builtin_types().node(OBJECT_META)}
+    return node
+
+
+def prune(node: SchemaNode, value: Any, path: str = "") -> list[str]:
+    """Drop in place what the schema does not name, and nulls where none may be; returns the paths that are unknown."""
+    dropped: list[str] = []
+    if isinstance(value, dict) and node is not FREE:
+        for key in list(value):
+            current_path = f"{path}.{key}" if path else key
+            sub = node.child(key)
+            if sub is None:
+                if node.type is not None or node.properties:
+                    dropped.append(current_path)
+                    del value[key]
+            elif value[key] is None and not sub.nullable:
+                if sub.default is MISSING:
+                    del value[key]
+            else:
+                dropped += prune(sub, value[key], current_path)
+    elif isinstance(value, list) and node.items is not None:
+        for index, item in enumerate(value):
+            dropped += prune(node.items, item, f"{path}[{index}]")
+    return dropped
+
+
+def apply_defaults(node: SchemaNode, value: Any) -> None:
+    """Fill in defaults in place, parents before children; a null that may not be takes the default too."""
+    if isinstance(value, dict):
+        for key, sub in node.properties.items():
+            if sub.default is not MISSING and (key not in value or (value[key] is None and not sub.nullable)):
+                value[key] = copy.deepcopy(sub.default)
+        for key, item in value.items():
+            child = node.child(key)
+            if child is not None and child is not FREE:
+                apply_defaults(child, item)
+    elif isinstance(value, list) and node.items is not None:
+        for item in value:
+            apply_defaults(node.items, item)
+
+
+def canonicalize(node: SchemaNode, value: Any, path: str = "") -> list[Cause]:
+    """Rewrite every quantity below `value` in place to its canonical form; returns what is wrong with the others."""
+    causes: list[Cause] = []
+    places = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in list(places):
+        sub = node.items if isinstance(key, int) else node.child(key)
+        current_path = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+        if sub is None or sub is FREE:
+            continue
+        if sub.quantity and not isinstance(item, dict | list):
+            try:
+                value[key] = quantities.canonical(item)
+            except ValueError as error:
+                causes.append(invalid_value(current_path, item, str(error)))
+        else:
+            causes += canonicalize(sub, item, current_path)
+    return causes

@@ -1,0 +1,1 @@
+"""The `meshwright local` commands."""

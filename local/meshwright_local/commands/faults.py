@@ -1,0 +1,171 @@
+"""`meshwright local node` and `meshwright local chaos`: break the cluster on purpose, and mend it.
+
+Nodes and processes are broken by the cluster's own process (see control.py); requests and watches by the rules of the
+embedded API server's `/debug/chaos`, which this module only writes and reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright_local import control_socket
+from meshwright_local.daemon import daemon_pid
+from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient, ApiError
+from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.resources import Object
+
+CHAOS_PATH = "/debug/chaos"
+
+_EFFECTS = {
+    "answer": "answer",
+    "delay": "delay",
+    "drop-watches": "dropWatches",
+    "delay-events": "delayEvents",
+    "half-open": "halfOpen",
+    "stale": "stale",
+    "lost-answer": "lostAnswer",
+}
+"""Effect on the command line → its type in a rule."""
+
+
+def default_directory() -> Path:
+    """Where `meshwright local` keeps its cluster: the user's state directory."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "meshwright" / "cluster"
+
+
+directory_option = click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=default_directory,
+    show_default="~/.local/state/meshwright/cluster",
+    help="Directory of the cluster.",
+)
+
+
+def running_directory(directory: Path) -> Path:
+    """The directory, if a cluster runs in it."""
+    directory = directory.resolve()
+    if daemon_pid(directory) is None:
+        raise click.ClickException(f"no cluster runs in {directory}: start one with `meshwright local up`")
+    return directory
+
+
+def _send_command(directory: Path, **order: str) -> None:
+    try:
+        control_socket.send(running_directory(directory), **order)
+    except control_socket.ControlError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.command()
+@click.argument("action", type=click.Choice(control_socket.NODE_ACTIONS))
+@click.argument("name")
+@click.option("--rack", default="rack0", show_default=True, help="Of a node to add.")
+@directory_option
+def node(action: str, name: str, rack: str, directory: Path) -> None:
+    """Let a simulated node fail and come back, or add and remove one.
+
+    partition: it falls silent, its processes go on. power-off: its processes are killed and nobody is told. recover:
+    it comes back after either. add, remove: until `meshwright local down`. For the rest there is kubectl: get nodes,
+    cordon, drain, taint.
+    """
+    _send_command(directory, action=action, node=name, rack=rack)
+    click.echo(f"{name}: {action}")
+
+
+@click.group()
+def chaos() -> None:
+    """Break requests, watches and processes on purpose."""
+
+
+@chaos.command("list")
+@directory_option
+def list_rules(directory: Path) -> None:
+    """Print the rules in force, one JSON object a line."""
+    for rule in _rules(directory):
+        click.echo(json.dumps(rule))
+
+
+@chaos.command()
+@directory_option
+def clear(directory: Path) -> None:
+    """Remove every rule."""
+    _request(directory, "DELETE")
+
+
+@chaos.command()
+@click.argument("effect", type=click.Choice(list(_EFFECTS)))
+@click.argument("details", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--match", "matches", multiple=True, metavar="KEY=VALUE", help="Which requests; all when left out.")
+@directory_option
+def add(effect: str, details: tuple[str, ...], matches: tuple[str, ...], directory: Path) -> None:
+    """Add a rule: requests that match have the effect.
+
+    \b
+    answer code=429 retryAfter=1 reason=... message=...   an error, and the request is not carried out
+    delay seconds=2                                       the request is carried out later
+    drop-watches                                          open watches end
+    delay-events seconds=2                                watches lag behind
+    half-open                                             watches stay connected and silent
+    stale revisions=20                                    reads answer from the past
+    lost-answer                                           carried out, and the connection closed
+
+    \b
+    --match verbs=list,watch    resource=pods    namespace=...    name=...    subresource=status
+    --match userAgent=...       probability=0.5  count=3
+    """  # noqa: D301 - click takes the escape as "leave these lines as they are"
+    rule = {"match": _pairs(matches), "effect": {"type": _EFFECTS[effect], **_pairs(details)}}
+    _request(directory, "PUT", [*_rules(directory), rule])
+    click.echo(json.dumps(rule))
+
+
+@chaos.command()
+@click.argument("pod")
+@click.option("--namespace", "-n", default="default", show_default=True)
+@click.option("--container", "-c", default="", help="[default: the first]")
+@directory_option
+def kill(pod: str, namespace: str, container: str, directory: Path) -> None:
+    """Kill the main process of a pod's container, as an accident would; its restart policy decides what follows."""
+    _send_command(directory, action="kill", namespace=namespace, pod=pod, container=container)
+    click.echo(f"{namespace}/{pod}: killed")
+
+
+def _pairs(words: tuple[str, ...]) -> Object:
+    """`key=value` words as JSON; numbers become numbers. What a key may be and mean is the server's to check."""
+    pairs: Object = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise click.UsageError(f"{word!r}: write it as KEY=VALUE")
+        value: Any = text
+        with contextlib.suppress(ValueError):
+            value = float(text) if "." in text else int(text)
+        pairs[key] = text.split(",") if key == "verbs" else value
+    return pairs
+
+
+def _rules(directory: Path) -> list[Object]:
+    return list(_request(directory, "GET"))
+
+
+def _request(directory: Path, method: str, body: Any = None) -> Any:
+    connection = Connection.from_kubeconfig(running_directory(directory) / "kubeconfig")
+
+    async def ask() -> Any:
+        async with ApiClient(connection, timeout=10) as client:
+            return await client.request(method, CHAOS_PATH, body=body)
+
+    try:
+        return asyncio.run(ask())
+    except REQUEST_ERRORS as error:
+        if isinstance(error, ApiError) and error.status == 404:
+            raise click.ClickException(f"{connection.url} has no chaos switches: it is no embedded cluster") from error
+        raise click.ClickException(f"{connection.url}: {error}") from error

@@ -1,0 +1,89 @@
+"""Replica sets: as many pods of one template as asked for, and how many of them are ready and available."""
+
+from __future__ import annotations
+
+import datetime
+
+from meshwright_local.controllers.base import Controller, Key, controller_of, owner_key
+from meshwright_local.kube import timestamps
+from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.informers import Informers
+from meshwright_local.kube.resources import PODS, REPLICA_SETS, Object, key_of
+from meshwright_local.scheduler.snapshot import has_ended
+
+
+class ReplicaSetController(Controller):
+    """Creates missing pods and deletes surplus ones. It counts what the server says now: a cache would lag behind."""
+
+    def __init__(self, informers: Informers) -> None:
+        super().__init__(informers, "replicaset-controller")
+        self.watch_resource(REPLICA_SETS)
+        self.watch_resource(PODS, lambda change: owner_key(change, "ReplicaSet"))
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring the number of one set's pods to what it asks for; when the next pod becomes available."""
+        item = await self.client.find(REPLICA_SETS, key[1], key[0])
+        if item is None or item["metadata"].get("deletionTimestamp"):
+            return None
+        pods = [pod for pod in await own_pods(self.client, item) if not pod["metadata"].get("deletionTimestamp")]
+        wanted: int = item["spec"].get("replicas", 1)
+        for _ in range(wanted - len(pods)):
+            pod = await self.client.create(PODS, _pod_of(item), key[0])
+            self.events.emit(item, "Normal", "SuccessfulCreate", f"Created pod: {pod['metadata']['name']}")
+        # Those that serve nobody yet go first.
+        for pod in sorted(pods, key=lambda pod: ready_for(pod) is not None)[: max(0, len(pods) - wanted)]:
+            await self.client.delete(PODS, pod["metadata"]["name"], key[0], uid=pod["metadata"]["uid"])
+            self.events.emit(item, "Normal", "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
+        return await self._update_status(item, pods)
+
+    async def _update_status(self, item: Object, pods: list[Object]) -> float | None:
+        patience = item["spec"].get("minReadySeconds") or 0
+        ready = [seconds for pod in pods if (seconds := ready_for(pod)) is not None]
+        status = {
+            "replicas": len(pods),
+            "fullyLabeledReplicas": len(pods),
+            "readyReplicas": len(ready),
+            "availableReplicas": sum(seconds >= patience for seconds in ready),
+            "observedGeneration": item["metadata"]["generation"],
+        }
+        if any((item.get("status") or {}).get(name, 0) != value for name, value in status.items()):
+            space, name = key_of(item)
+            await self.client.patch(REPLICA_SETS, name, {"status": status}, space, subresource="status")
+        return min((patience - seconds for seconds in ready if seconds < patience), default=None)
+
+
+async def own_pods(client: ApiClient, item: Object) -> list[Object]:
+    """The pods a replica set made and that are not over, those being deleted included."""
+    selector = ",".join(f"{key}={value}" for key, value in (item["spec"]["selector"].get("matchLabels") or {}).items())
+    listed = (await client.list(PODS, item["metadata"]["namespace"], label_selector=selector or None)).items
+    uid = item["metadata"]["uid"]
+    return [pod for pod in listed if (controller_of(pod) or {}).get("uid") == uid and not has_ended(pod)]
+
+
+def ready_for(pod: Object) -> float | None:
+    """Seconds since a pod became ready; None when it is not."""
+    for condition in (pod.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            since = timestamps.parse(condition["lastTransitionTime"])
+            return max(0.0, (datetime.datetime.now(datetime.UTC) - since).total_seconds())
+    return None
+
+
+def controlled_by(owner: Object, kind: str) -> list[Object]:
+    """The ownerReferences of what a controller made for an object."""
+    reference = {"apiVersion": "apps/v1", "kind": kind, "controller": True, "blockOwnerDeletion": True}
+    return [{**reference, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}]
+
+
+def _pod_of(item: Object) -> Object:
+    template = item["spec"]["template"]
+    metadata = template.get("metadata") or {}
+    return {
+        "metadata": {
+            "generateName": f"{item['metadata']['name']}-",
+            "labels": metadata.get("labels") or {},
+            "annotations": metadata.get("annotations") or {},
+            "ownerReferences": controlled_by(item, "ReplicaSet"),
+        },
+        "spec": template["spec"],
+    }

@@ -1,0 +1,1 @@
+"""A small Kubernetes client: requests, informers, selectors and quantities."""

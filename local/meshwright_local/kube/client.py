@@ -1,0 +1,283 @@
+"""A small asynchronous Kubernetes API client: raw dictionaries in and out, nothing generated.
+
+The scheduler, the controllers and the node agents of the embedded cluster use it and nothing else, so they work against
+any API server. The official client is not used here: its models cost more than the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.resources import Object, Resource
+
+MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_PATCH = "application/strategic-merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+_WATCH_SECONDS = 290
+_PAGE = "500"
+
+
+class ApiError(Exception):
+    """An answer of 400 or more. `reason` is the machine-readable one of the Status object."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+
+    @classmethod
+    def of(cls, status: int, content: bytes) -> ApiError:
+        """From an answer's body; whatever is no Status object becomes the message."""
+        try:
+            body = orjson.loads(content)
+            return cls(status, body.get("reason", ""), body.get("message", ""))
+        except (orjson.JSONDecodeError, AttributeError):
+            return cls(status, "", content.decode(errors="replace")[:500])
+
+
+REQUEST_ERRORS = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
+"""What a request may raise that is no defect of the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectList:
+    """A consistent list: every item, and the revision to watch from."""
+
+    items: list[Object]
+    resource_version: str
+
+
+class ApiClient:
+    """Requests to one API server over a shared pool of connections.
+
+    Every method raises ApiError for an error answer, aiohttp.ClientError or TimeoutError when the server is away.
+    """
+
+    def __init__(self, connection: Connection, *, user_agent: str = "meshwright-local", timeout: float = 30.0) -> None:
+        self.connection = connection
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._headers = {"User-Agent": user_agent, "Accept": "application/json"}
+        if connection.token:
+            self._headers["Authorization"] = f"Bearer {connection.token}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session, opened on first use because it belongs to the running event loop."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, ssl=self.connection.ssl_context() or False)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        """One request; the decoded JSON answer, or the text of one that is no JSON."""
+        data = None if body is None else orjson.dumps(body)
+        headers = {} if body is None else {"Content-Type": content_type}
+        url = self.connection.url + path
+        async with self.session.request(
+            method, url, params=params, data=data, headers=headers, timeout=self._timeout
+        ) as response:
+            content = await response.read()
+            if response.status >= 400:
+                raise ApiError.of(response.status, content)
+            return orjson.loads(content) if "json" in response.content_type else content.decode()
+
+    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
+        """One object."""
+        answer: Object = await self.request("GET", resource.path(namespace, name))
+        return answer
+
+    async def find(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
+        """One object, or None when there is none."""
+        try:
+            return await self.get(resource, name, namespace)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+    ) -> ObjectList:
+        """Every matching object, fetched in pages. Items get the kind and apiVersion that lists leave out."""
+        params = _params(labelSelector=label_selector, fieldSelector=field_selector, limit=_PAGE)
+        items: list[Object] = []
+        while True:
+            page = await self.request("GET", resource.path(namespace), params=params)
+            for item in page.get("items") or ():
+                items.append({**item, "kind": resource.kind, "apiVersion": resource.api_version})
+            continue_token = page["metadata"].get("continue")
+            if not continue_token:
+                return ObjectList(items, page["metadata"].get("resourceVersion", ""))
+            params["continue"] = continue_token
+
+    async def create(self, resource: Resource, body: Object, namespace: str | None = None) -> Object:
+        """Create an object; the namespace is the body's own unless given."""
+        space = namespace or (body.get("metadata") or {}).get("namespace")
+        full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
+        answer: Object = await self.request("POST", resource.path(space), body=full)
+        return answer
+
+    async def patch(
+        self,
+        resource: Resource,
+        name: str,
+        body: Any,
+        namespace: str | None = None,
+        *,
+        subresource: str | None = None,
+        content_type: str = MERGE_PATCH,
+    ) -> Object:
+        """Patch an object or its subresource."""
+        path = resource.path(namespace, name, subresource)
+        answer: Object = await self.request("PATCH", path, body=body, content_type=content_type)
+        return answer
+
+    async def set_condition(self, resource: Resource, item: Object, condition: Object) -> None:
+        """Merge one condition into the status of exactly this object (409 when another has taken its name)."""
+        metadata = item["metadata"]
+        body = {"metadata": {"uid": metadata["uid"]}, "status": {"conditions": [condition]}}
+        space = metadata.get("namespace")
+        kind = STRATEGIC_PATCH
+        await self.patch(resource, metadata["name"], body, space, subresource="status", content_type=kind)
+
+    async def delete(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None = None,
+        *,
+        grace_seconds: int | None = None,
+        propagation: str | None = None,
+        uid: str | None = None,
+    ) -> bool:
+        """Delete an object; False when there was none, or (with `uid`) only another one of that name."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        if propagation is not None:
+            options["propagationPolicy"] = propagation
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        try:
+            await self.request("DELETE", resource.path(namespace, name), body=options)
+        except ApiError as error:
+            if error.status == 404 or (error.status == 409 and uid is not None):
+                return False
+            raise
+        return True
+
+    async def watch(
+        self,
+        resource: Resource,
+        resource_version: str,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+    ) -> AsyncIterator[Object]:
+        """Watch events `{type, object}` after a revision, until the server ends the stream.
+
+        Raises:
+            ApiError: The stream carried an error; 410 means the revision is too old, so list again.
+        """
+        params = _params(
+            watch="true",
+            resourceVersion=resource_version,
+            allowWatchBookmarks="true",
+            timeoutSeconds=str(_WATCH_SECONDS),
+            labelSelector=label_selector,
+            fieldSelector=field_selector,
+        )
+        async for line in self.lines(resource.path(namespace), params, idle=_WATCH_SECONDS + 30):
+            event: Object = orjson.loads(line)
+            if event["type"] == "ERROR":
+                raise ApiError.of(event["object"].get("code", 500), orjson.dumps(event["object"]))
+            yield event
+
+    async def lines(
+        self, path: str, params: Mapping[str, str] | None = None, *, idle: float | None = None
+    ) -> AsyncIterator[bytes]:
+        """The lines of a streamed answer, such as a watch or a pod's log, without their line ends.
+
+        Lines may be of any length, which aiohttp's own line reader does not allow.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=idle)
+        async with self.session.get(self.connection.url + path, params=params, timeout=timeout) as response:
+            if response.status >= 400:
+                raise ApiError.of(response.status, await response.read())
+            rest = b""
+            async for chunk in response.content.iter_any():
+                *complete, rest = (rest + chunk).split(b"\n")
+                for line in complete:
+                    yield line
+            if rest:
+                yield rest
+
+    async def resources(self) -> dict[Resource, frozenset[str]]:
+        """Every served resource with its verbs, each group in its preferred version; subresources are left out."""
+        versions = [("", "v1")]
+        for group in (await self.request("GET", "/apis")).get("groups") or ():
+            versions.append((group["name"], group["preferredVersion"]["version"]))
+        found: dict[Resource, frozenset[str]] = {}
+        for group, version in versions:
+            try:
+                answer = await self.request("GET", f"/apis/{group}/{version}" if group else f"/api/{version}")
+            except ApiError as error:
+                # A group whose last definition went away between the two requests, or an aggregated server is down.
+                if error.status in (404, 503):
+                    continue
+                raise
+            for item in answer.get("resources") or ():
+                if "/" not in item["name"]:
+                    resource = Resource(group, version, item["name"], item["kind"], bool(item["namespaced"]))
+                    found[resource] = frozenset(item.get("verbs") or ())
+        return found
+
+    async def wait_ready(self, seconds: float = 30.0) -> None:
+        """Wait until the server says it is ready; TimeoutError when it does not within the time."""
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    await self.request("GET", "/readyz")
+                    return
+                except REQUEST_ERRORS:
+                    await asyncio.sleep(0.02)
+
+
+def _params(**values: str | None) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value is not None}

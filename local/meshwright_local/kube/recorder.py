@@ -1,0 +1,69 @@
+"""Events for people: recorded in the background, counted up when they repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Literal
+
+from meshwright_local.kube import timestamps
+from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient, ApiError
+from meshwright_local.kube.resources import EVENTS, Object
+
+logger = logging.getLogger(__name__)
+
+
+class EventRecorder:
+    """Posts events of one component. `emit` never waits and never fails; `run` does the requests."""
+
+    def __init__(self, client: ApiClient, component: str, host: str = "") -> None:
+        self._client = client
+        self._source = {"component": component, **({"host": host} if host else {})}
+        self._queue: asyncio.Queue[tuple[Object, str, str, str]] = asyncio.Queue(maxsize=1000)
+
+    def emit(self, item: Object, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
+        """Say what happened to an object. Dropped when a thousand others wait: events are no record of truth."""
+        try:
+            self._queue.put_nowait((item, kind, reason, message))
+        except asyncio.QueueFull:
+            logger.warning("event dropped: %s %s", reason, message)
+
+    async def run(self) -> None:
+        """Post until cancelled."""
+        while True:
+            item, kind, reason, message = await self._queue.get()
+            try:
+                await self._post(item, kind, reason, message)
+            except REQUEST_ERRORS as error:
+                # Also the ordinary outcome in a namespace that is being deleted.
+                logger.debug("event %s not posted: %s", reason, error)
+
+    async def _post(self, item: Object, kind: str, reason: str, message: str) -> None:
+        """Create the event; its name follows from what it says, so a repetition finds the first and counts it up."""
+        metadata, moment = item["metadata"], timestamps.now()
+        digest = hashlib.sha256(repr((metadata["uid"], self._source, reason, message)).encode()).hexdigest()
+        name, namespace = f"{metadata['name']}.{digest[:16]}", metadata.get("namespace") or "default"
+        known = ("name", "namespace", "uid", "resourceVersion")
+        body = {
+            "metadata": {"name": name, "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": item.get("apiVersion", "v1"),
+                "kind": item.get("kind", ""),
+                **{field: metadata[field] for field in known if metadata.get(field)},
+            },
+            "type": kind,
+            "reason": reason,
+            "message": message[:1024],
+            "source": self._source,
+            "firstTimestamp": moment,
+            "lastTimestamp": moment,
+            "count": 1,
+        }
+        try:
+            await self._client.create(EVENTS, body)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            count = (await self._client.get(EVENTS, name, namespace)).get("count") or 1
+            await self._client.patch(EVENTS, name, {"count": count + 1, "lastTimestamp": moment}, namespace)

@@ -1,0 +1,97 @@
+"""Label selectors and node selector terms (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from meshwright_local.kube.resources import Object
+
+
+def requirement_holds(values: Mapping[str, str], requirement: Object) -> bool:
+    """One `{key, operator, values}`: In, NotIn, Exists, DoesNotExist, Gt or Lt."""
+    value = values.get(requirement["key"])
+    wanted = requirement.get("values") or []
+    match requirement["operator"]:
+        case "In":
+            return value in wanted
+        case "NotIn":
+            return value not in wanted
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            try:
+                number, bound = int(value or ""), int(wanted[0])
+            except (ValueError, IndexError):
+                return False
+            return number > bound if operator == "Gt" else number < bound
+        case _:
+            return False
+
+
+def labels_match(selector: Object | None, labels: Mapping[str, str]) -> bool:
+    """A LabelSelector: None selects nothing, the empty one everything."""
+    if selector is None:
+        return False
+    plain = selector.get("matchLabels") or {}
+    return all(labels.get(key) == value for key, value in plain.items()) and all(
+        requirement_holds(labels, requirement) for requirement in selector.get("matchExpressions") or ()
+    )
+
+
+def node_term_matches(term: Object, node: Object) -> bool:
+    """One nodeSelectorTerm; an empty term matches no node, as in Kubernetes."""
+    expressions = term.get("matchExpressions") or ()
+    fields = term.get("matchFields") or ()
+    if not expressions and not fields:
+        return False
+    labels = node["metadata"].get("labels") or {}
+    names = {"metadata.name": node["metadata"]["name"]}
+    return all(requirement_holds(labels, requirement) for requirement in expressions) and all(
+        requirement_holds(names, requirement) for requirement in fields
+    )
+
+
+def node_matches(pod_spec: Object, node: Object) -> bool:
+    """`nodeSelector` and required node affinity of a pod."""
+    labels = node["metadata"].get("labels") or {}
+    if any(labels.get(key) != value for key, value in (pod_spec.get("nodeSelector") or {}).items()):
+        return False
+    terms = required_node_terms(pod_spec)
+    return terms is None or any(node_term_matches(term, node) for term in terms)
+
+
+def required_node_terms(pod_spec: Object) -> list[Object] | None:
+    """The required node affinity's terms (any must match), or None without one."""
+    affinity = (pod_spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+    return None if required is None else list(required.get("nodeSelectorTerms") or ())
+
+
+def pinned_to(pod_spec: Object) -> set[str] | None:
+    """The only nodes a pod can go to, when every term of its required affinity names some; else None."""
+    terms = required_node_terms(pod_spec)
+    names: set[str] = set()
+    for term in terms or ():
+        named = [set(item.get("values") or ()) for item in term.get("matchFields") or () if item["operator"] == "In"]
+        if not named:
+            return None
+        names |= set.intersection(*named)
+    return names if terms else None
+
+
+def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
+    """Whether any toleration covers a taint."""
+    return any(toleration_covers(toleration, taint) for toleration in tolerations)
+
+
+def toleration_covers(toleration: Object, taint: Object) -> bool:
+    """One toleration and one taint: effect, then key, then value."""
+    if toleration.get("effect") and toleration["effect"] != taint["effect"]:
+        return False
+    if toleration.get("key") and toleration["key"] != taint["key"]:
+        return False
+    if toleration.get("operator", "Equal") == "Exists":
+        return True
+    return bool(toleration.get("key")) and (toleration.get("value") or "") == (taint.get("value") or "")

@@ -1,0 +1,1 @@
+"""Containers as local processes: environment, mounts, probes."""

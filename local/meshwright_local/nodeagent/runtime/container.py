@@ -1,0 +1,279 @@
+"""One container's life: start, probe, stop, restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGTERM, Signals
+from subprocess import DEVNULL
+from typing import Any
+
+from meshwright_local.kube import timestamps
+from meshwright_local.kube.quantities import integer_value
+from meshwright_local.kube.resources import Object
+from meshwright_local.nodeagent import volumes
+from meshwright_local.nodeagent.runtime import environment, probes
+from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
+from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, StartError
+from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox
+
+_RETRY_SECONDS = 1.0
+_LONGEST_PAUSE = 300.0
+_START_ERROR_CODE = 128
+_LONGEST_MESSAGE = 4096
+
+
+class Container:
+    """Runs one container of a pod by its restart policy until it is over or told to stop.
+
+    `status` is its containerStatus as the API has it; `logs` holds one file for each run: `0.log`, `1.log`, ...
+    """
+
+    def __init__(self, sandbox: Sandbox, spec: Object, policy: str, waiting: str) -> None:
+        self.spec, self.name = spec, str(spec["name"])
+        self.logs = sandbox.directory / "logs" / self.name
+        self.status: Object = {
+            **{"name": self.name, "image": spec.get("image", ""), "imageID": ""},
+            # Unique per container and stable, like a runtime's; not a hash of content.
+            "containerID": f"process://{sandbox.uid}/{self.name}",
+            **{"restartCount": 0, "ready": False, "started": False},
+            **{"state": {"waiting": {"reason": waiting}}, "lastState": {}},
+        }
+        self._sandbox, self._policy = sandbox, policy
+        self._message = sandbox.directory / "messages" / self.name
+        self._stopping, self._killed = asyncio.Event(), False
+        self._process: Process | None = None
+        self._template = ProcessSpec([], {}, sandbox.home)
+        self._mounts: list[Mount] = []
+        self._beside: set[Process] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._out_of_memory = ""
+
+    @property
+    def log(self) -> Path:
+        """The log of the present run."""
+        return self.logs / f"{self.status['restartCount']}.log"
+
+    @property
+    def terminated(self) -> Object | None:
+        """How it ended, unless it runs or waits."""
+        ended: Object | None = self.status["state"].get("terminated")
+        return ended
+
+    @property
+    def over(self) -> bool:
+        """Whether the present run has ended, or none will ever begin."""
+        if self._process is None:
+            return self._stopping.is_set() or self.terminated is not None
+        return not self._process.running
+
+    async def run(self) -> None:
+        """Live until no restart is due. Afterwards `terminated` says how it ended, if it ever began."""
+        pause = 0.0
+        while not self._stopping.is_set():
+            ended = await self._run_once()
+            if ended is None:
+                await self._sleep(_RETRY_SECONDS)
+                continue
+            self._set("terminated", ended)
+            if self._policy == "Never" or (self._policy == "OnFailure" and ended["exitCode"] == 0):
+                return
+            if pause and not self._stopping.is_set():
+                self.status["lastState"] = {"terminated": ended}
+                message = f"back-off {pause:g}s restarting failed container={self.name}"
+                self._set("waiting", {"reason": "CrashLoopBackOff", "message": message})
+                self._sandbox.event("Warning", "BackOff", f"Back-off restarting failed container {self.name}")
+                await self._sleep(pause)
+            if self._stopping.is_set():
+                self._set("terminated", ended)
+                return
+            pause = min(pause * 2 or self._sandbox.host.restart_backoff_seconds, _LONGEST_PAUSE)
+            self.status.update(lastState={"terminated": ended}, restartCount=self.status["restartCount"] + 1)
+
+    def signal(self, number: Signals) -> None:
+        """Send a signal to the main process; the restart policy holds."""
+        if self._process is not None:
+            self._process.signal(number)
+
+    def terminate(self) -> None:
+        """Ask it to end. It is not restarted."""
+        if not self._stopping.is_set() and self._process is not None and self._process.running:
+            self._sandbox.event("Normal", "Killing", f"Stopping container {self.name}")
+            self._process.signal(SIGTERM)
+        self._stopping.set()
+
+    def kill(self) -> None:
+        """End it at once, with everything that was started beside it. It is not restarted."""
+        self._stopping.set()
+        self._killed = True
+        for process in (self._process, *self._beside):
+            if process is not None:
+                process.kill()
+
+    async def gone(self) -> None:
+        """Wait until no process of it is left."""
+        for process in (self._process, *self._beside):
+            if process is not None:
+                await process.wait()
+
+    async def start_exec(
+        self, command_line: Sequence[str], streams: Sequence[int] = (DEVNULL,) * 3, *, tty: bool = False
+    ) -> Process:
+        """Run another command in the container, which dies with it.
+
+        Raises:
+            StartError: The container does not run, or there is no such command.
+        """
+        if self._process is None or self.over:
+            raise StartError(f"container {self.name} is not running")
+        join = self._process.pid if self._sandbox.host.isolated else None
+        process = await Process.start(self._spec(command_line, tty=tty, join=join), streams)
+        self._beside.add(process)
+        process.ended.add_done_callback(lambda _: self._beside.discard(process))
+        return process
+
+    async def _run_once(self) -> Object | None:
+        """One run from start to end; None when it cannot be started yet."""
+        event = self._sandbox.event
+        try:
+            command = await self._command()
+        except (PodSpecError, *API_ERRORS) as error:
+            reason = error.reason if isinstance(error, PodSpecError) else "CreateContainerConfigError"
+            self._set("waiting", {"reason": reason, "message": str(error)})
+            event("Warning", "Failed", f"Error: {error}")
+            return None
+        begun = timestamps.now()
+        event("Normal", "Created", f"Container created: {self.name}")
+        try:
+            process = self._process = await Process.start(command)
+        except StartError as error:
+            event("Warning", "Failed", f"Error: {error}")
+            return self._end(_START_ERROR_CODE, "StartError", begun, str(error))
+        if self._killed:
+            process.kill()
+        elif self._stopping.is_set():
+            process.signal(SIGTERM)
+        event("Normal", "Started", f"Container started: {self.name}")
+        self._out_of_memory = ""
+        self._set("running", {"startedAt": begun})
+        self._background(self._probe(process))
+        limit = ((self.spec.get("resources") or {}).get("limits") or {}).get("memory")
+        if limit is not None:
+            self._background(self._watch_memory(process, integer_value(limit)))
+        code = await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        for other in list(self._beside):
+            other.kill()
+            await other.wait()
+        if self._out_of_memory:
+            return self._end(code, "OOMKilled", begun, self._out_of_memory)
+        message = await asyncio.to_thread(self._termination_message, code)
+        return self._end(code, "Completed" if code == 0 else "Error", begun, message)
+
+    async def _command(self) -> ProcessSpec:
+        """What to run: everything that the spec refers to is read anew for each run."""
+        sandbox, spec, isolated = self._sandbox, self.spec, self._sandbox.host.isolated
+        values = await environment.declared_environment(sandbox, spec)
+        command_line = environment.command(spec, values)
+        root = sandbox.directory / "root" / self.name
+        for directory in (self.logs, self._message.parent, root):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._message.write_bytes(b"")
+        message = Mount(str(self._message), spec.get("terminationMessagePath") or "/dev/termination-log")
+        self._mounts = [*volumes.mounts(sandbox, spec, values), message]
+        env = environment.base_environment(sandbox) | {name: self._path(value) for name, value in values.items()}
+        cwd = Path(self._path(spec.get("workingDir") or str(sandbox.home)))
+        if not isolated and not cwd.is_dir():  # noqa: ASYNC240
+            # A container runtime makes a missing working directory in the container's own file system.
+            cwd = sandbox.home / str(cwd).lstrip("/")
+            cwd.mkdir(parents=True, exist_ok=True)
+        self._template = ProcessSpec([], env, cwd)
+        own = {sandbox.home: str(sandbox.home), sandbox.temporary: str(sandbox.temporary), sandbox.hosts: "/etc/hosts"}
+        mounts = [*self._mounts, *(Mount(str(path), target) for path, target in own.items())]
+        view = FileSystemView(str(root), sandbox.hostname, mounts) if isolated else None
+        return self._spec(command_line, log=self.log, view=view)
+
+    def _spec(self, command_line: Sequence[str], **more: Any) -> ProcessSpec:
+        return replace(self._template, argv=[self._path(word) for word in command_line], **more)
+
+    def _path(self, text: str) -> str:
+        """A text of the container, its paths as its processes see them."""
+        return text if self._sandbox.host.isolated else volumes.rewrite(text, self._mounts)
+
+    def _set(self, kind: str, state: Object) -> None:
+        started = kind == "running" and "startupProbe" not in self.spec
+        self.status.update(state={kind: state}, started=started, ready=started and "readinessProbe" not in self.spec)
+        self._sandbox.changed()
+
+    def _end(self, code: int, reason: str, begun: str, message: str) -> Object:
+        state = {"exitCode": code, "reason": reason, "startedAt": begun, "finishedAt": timestamps.now()}
+        return {**state, "message": message, "containerID": self.status["containerID"]}
+
+    def _termination_message(self, code: int) -> str:
+        """What it left at `terminationMessagePath`; with FallbackToLogsOnError the end of its log if it failed."""
+        content = b""
+        with contextlib.suppress(OSError):
+            content = self._message.read_bytes()[:_LONGEST_MESSAGE]
+        if not content and code and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            records = self.log.read_bytes()[-_LONGEST_MESSAGE:].splitlines()[-80:]
+            content = b"\n".join(record.split(b" ", 3)[-1] for record in records)[-2048:]
+        return content.decode(errors="replace")
+
+    async def _sleep(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def _probe(self, process: Process) -> None:
+        target = probes.ProbeTarget(self._sandbox.ip, self.spec, self._run_probe, self._sandbox.host.probe_session)
+        if "startupProbe" in self.spec:
+            async for why in probes.probe_results(self.spec["startupProbe"], target):
+                if not why:
+                    break
+                self._unhealthy("Startup", why, process)
+                return
+            self.status.update(started=True, ready="readinessProbe" not in self.spec)
+            self._sandbox.changed()
+        if "livenessProbe" in self.spec:
+            self._background(self._probe_liveness(target, process))
+        if "readinessProbe" in self.spec:
+            async for why in probes.probe_results(self.spec["readinessProbe"], target):
+                if why:
+                    self._sandbox.event("Warning", "Unhealthy", f"Readiness probe failed: {why}")
+                if self.status["ready"] != (not why):
+                    self.status["ready"] = not why
+                    self._sandbox.changed()
+
+    async def _probe_liveness(self, target: probes.ProbeTarget, process: Process) -> None:
+        async for why in probes.probe_results(self.spec["livenessProbe"], target):
+            if why:
+                self._unhealthy("Liveness", why, process)
+                return
+
+    def _unhealthy(self, kind: str, why: str, process: Process) -> None:
+        """End a run that failed a probe; the restart policy says what follows."""
+        self._sandbox.event("Warning", "Unhealthy", f"{kind} probe failed: {why}")
+        self._sandbox.event("Normal", "Killing", f"Container {self.name} failed {kind.lower()} probe")
+        process.signal(SIGTERM)
+        asyncio.get_running_loop().call_later(self._sandbox.grace, process.kill)
+
+    async def _watch_memory(self, process: Process, limit: int) -> None:
+        used = await probes.memory_exceeded(process.shim_pid, limit)
+        self._out_of_memory = f"memory: {used} bytes in use, the limit is {limit}"
+        process.kill()
+
+    async def _run_probe(self, command_line: list[str]) -> int:
+        process = await self.start_exec(command_line)
+        try:
+            return await process.wait()
+        finally:
+            process.kill()
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,149 @@
+"""A container's environment and command line, as a kubelet would resolve them.
+
+What containers get here beside their spec, and why:
+
+- `PATH` begins with the directory of this interpreter, so that `python` and `meshwright-worker` mean this installation
+  as they mean the image's in a cluster. There are no images; a container without a command runs the program on `PATH`
+  that is named as its image is, `meshwright-operator` for `registry/meshwright-operator:1.0`.
+- `HOME` and the working directory are a directory of the pod's own, and `TMPDIR` a short-named one, so that nothing is
+  left behind.
+- `GLOO_SOCKET_IFNAME=lo`: pods have addresses of the loopback network. Gloo would otherwise ask which interface the
+  host name resolves to, which on a laptop is none, or one that a firewall guards.
+- `CUDA_VISIBLE_DEVICES` is empty: GPUs of these nodes are simulated, also on a machine that has real ones.
+- With a service account, what finds the API server: the two variables that clients in a pod look for, or, where
+  credentials cannot be mounted, `KUBECONFIG`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from meshwright_local.kube.quantities import milli_value
+from meshwright_local.kube.resources import CONFIG_MAPS, SECRETS, Object
+from meshwright_local.nodeagent.sandbox import PodSpecError, Sandbox
+
+_EXPANSION = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
+_ENTRY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/local/bin:/usr/bin:/bin')}"
+
+
+def base_environment(sandbox: Sandbox) -> dict[str, str]:
+    """What every container of a pod has before its spec is looked at."""
+    result = {
+        "PATH": _PATH,
+        "HOME": str(sandbox.home),
+        "HOSTNAME": sandbox.hostname,
+        "LANG": "C.UTF-8",
+        "TMPDIR": str(sandbox.temporary),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    server = urlsplit(sandbox.host.client.connection.url)
+    if sandbox.account is not None and sandbox.host.isolated:
+        result |= {"KUBERNETES_SERVICE_HOST": str(server.hostname), "KUBERNETES_SERVICE_PORT": str(server.port)}
+    elif sandbox.account is not None:
+        result["KUBECONFIG"] = str(sandbox.account / "kubeconfig")
+    return result
+
+
+async def declared_environment(sandbox: Sandbox, container: Object) -> dict[str, str]:
+    """The environment that the spec states: `envFrom`, then `env`, later entries over earlier ones.
+
+    Raises:
+        PodSpecError: A config map, secret or key that is needed does not exist, or no such field is offered.
+    """
+    result: dict[str, str] = {}
+    for source in container.get("envFrom") or ():
+        resource = CONFIG_MAPS if "configMapRef" in source else SECRETS
+        entries = await sandbox.entries(resource, source.get("configMapRef") or source["secretRef"])
+        prefix = source.get("prefix") or ""
+        result |= {prefix + key: value.decode(errors="replace") for key, value in entries.items()}
+    for entry in container.get("env") or ():
+        if "valueFrom" not in entry:
+            result[entry["name"]] = expand(entry.get("value") or "", result)
+        elif (found := await _value(sandbox, container, entry["valueFrom"])) is not None:
+            result[entry["name"]] = found
+    return result
+
+
+async def _value(sandbox: Sandbox, container: Object, source: Object) -> str | None:
+    """The value of a `valueFrom`; None when it is missing and optional."""
+    if "fieldRef" in source or "resourceFieldRef" in source:
+        return downward(sandbox, source, container["name"])
+    resource = CONFIG_MAPS if "configMapKeyRef" in source else SECRETS
+    reference = source.get("configMapKeyRef") or source["secretKeyRef"]
+    entries = await sandbox.entries(resource, reference)
+    if reference["key"] in entries:
+        return entries[reference["key"]].decode(errors="replace")
+    if reference.get("optional"):
+        return None
+    where = f"{resource.kind.lower()} {sandbox.namespace}/{reference['name']}"
+    raise PodSpecError(f"couldn't find key {reference['key']} in {where}")
+
+
+def command(container: Object, values: Mapping[str, str]) -> list[str]:
+    """The words of a container's command, variables replaced.
+
+    Raises:
+        PodSpecError: There is none, and no program on PATH stands for the image's.
+    """
+    command_line = [*(container.get("command") or ()), *(container.get("args") or ())]
+    if not container.get("command"):
+        program = re.split("[:@]", container.get("image", "").rpartition("/")[2])[0]
+        if not program or shutil.which(program, path=_PATH) is None:
+            why = f"pods here run no images and no program {program!r} is on PATH: state spec.containers[].command"
+            raise PodSpecError(f"no command specified: {why}", "CreateContainerError")
+        command_line.insert(0, program)
+    return [expand(word, values) for word in command_line]
+
+
+def expand(text: str, values: Mapping[str, str]) -> str:
+    """Replace `$(NAME)` by known values; unknown names stay, and `$$` is a dollar sign."""
+    return _EXPANSION.sub(lambda match: "$" if match[1] is None else values.get(match[1], match[0]), text)
+
+
+def downward(sandbox: Sandbox, source: Object, container: str = "") -> str:
+    """The value of a `fieldRef` or `resourceFieldRef` of the downward API.
+
+    Raises:
+        PodSpecError: Not a field that the downward API offers, or not a resource of the container.
+    """
+    if "resourceFieldRef" in source:
+        return _resource(sandbox, source["resourceFieldRef"], container)
+    path, metadata = source["fieldRef"]["fieldPath"], sandbox.pod["metadata"]
+    if entry := _ENTRY.fullmatch(path):
+        return str((metadata.get(entry[1]) or {}).get(entry[2], ""))
+    if path in ("metadata.labels", "metadata.annotations"):
+        escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+        entries = sorted((metadata.get(path.removeprefix("metadata.")) or {}).items())
+        return "\n".join(f'{key}="{value.translate(escapes)}"' for key, value in entries)
+    host = sandbox.host.spec
+    values = {
+        **{f"metadata.{key}": metadata[key] for key in ("name", "namespace", "uid")},
+        "spec.nodeName": host.name,
+        "spec.serviceAccountName": sandbox.pod["spec"].get("serviceAccountName", ""),
+        **dict.fromkeys(("status.hostIP", "status.hostIPs"), host.address),
+        **dict.fromkeys(("status.podIP", "status.podIPs"), sandbox.ip),
+    }
+    if path not in values:
+        raise PodSpecError(f"fieldPath {path!r} is not supported: use one of {', '.join(sorted(values))}")
+    return str(values[path])
+
+
+def _resource(sandbox: Sandbox, reference: Object, container: str) -> str:
+    """A request or a limit of a container; a limit that is not set is what the node could give."""
+    name = reference.get("containerName") or container
+    found = next((item for item in sandbox.pod["spec"]["containers"] if item["name"] == name), None)
+    section, _, resource = reference["resource"].partition(".")
+    if found is None or section not in ("limits", "requests") or not resource:
+        raise PodSpecError(f"resource {reference['resource']!r} of container {name!r} is not limits.X or requests.X")
+    amount = ((found.get("resources") or {}).get(section) or {}).get(resource)
+    if amount is None and section == "limits":
+        amount = sandbox.host.spec.capacity.get(resource)
+    return str(-(-milli_value(amount or 0) // (milli_value(reference.get("divisor") or 0) or 1000)))

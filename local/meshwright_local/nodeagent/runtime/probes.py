@@ -1,0 +1,99 @@
+"""What is asked of a container from outside: probes, and how much memory it uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from meshwright_local.kube.resources import Object
+from meshwright_local.nodeagent.runtime.process import StartError
+from meshwright_local.nodeagent.runtime.shim import descendants
+
+_MEMORY_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTarget:
+    """Whom to ask: a pod's address, a container's spec, and what runs a command in it and returns its exit code."""
+
+    address: str
+    container: Object
+    run: Callable[[list[str]], Awaitable[int]]
+    session: aiohttp.ClientSession
+
+    def port(self, port: int | str) -> int:
+        """A port by number or by its name in the container's spec."""
+        named = {item.get("name"): item["containerPort"] for item in self.container.get("ports") or ()}
+        return int(named.get(port, port if str(port).isdigit() else 0))
+
+
+async def probe_results(probe: Object, target: ProbeTarget) -> AsyncIterator[str]:
+    """Ask again and again, and say each answer that counts: empty when good, else what was wrong.
+
+    A good one counts after `successThreshold` of them in a row, a bad one after `failureThreshold`.
+    """
+    await asyncio.sleep(probe.get("initialDelaySeconds") or 0)
+    good = bad = 0
+    while True:
+        try:
+            async with asyncio.timeout(probe.get("timeoutSeconds") or 1):
+                why = await _probe_once(probe, target)
+        except TimeoutError:
+            why = "timed out"
+        except (OSError, aiohttp.ClientError, StartError) as error:
+            why = str(error)
+        good, bad = (0, bad + 1) if why else (good + 1, 0)
+        if good >= (probe.get("successThreshold") or 1) or bad >= (probe.get("failureThreshold") or 3):
+            yield why
+        await asyncio.sleep(probe.get("periodSeconds") or 10)
+
+
+async def _probe_once(probe: Object, target: ProbeTarget) -> str:
+    if command := probe.get("exec"):
+        code = await target.run(command["command"])
+        return f"command exited with {code}" if code else ""
+    if tcp := probe.get("tcpSocket"):
+        _, writer = await asyncio.open_connection(tcp.get("host") or target.address, target.port(tcp["port"]))
+        writer.close()
+        return ""
+    if http := probe.get("httpGet"):
+        place = f"{http.get('host') or target.address}:{target.port(http['port'])}"
+        url = f"{(http.get('scheme') or 'HTTP').lower()}://{place}/{(http.get('path') or '').lstrip('/')}"
+        headers = {item["name"]: item["value"] for item in http.get("httpHeaders") or ()}
+        # Kubelets do not check certificates of probed servers either.
+        async with target.session.get(url, headers=headers, ssl=False, allow_redirects=False) as response:
+            return "" if response.status < 400 else f"HTTP probe failed with statuscode: {response.status}"
+    return "the probe is none of exec, httpGet, tcpSocket"
+
+
+async def memory_exceeded(root: int, limit: int) -> int:
+    """Return what the descendants of a process use, in bytes, once it is more than `limit`.
+
+    There need be no cgroups: it is measured now and then, and a burst between two looks passes unseen. Counted is what
+    a cgroup would count: anonymous and shared memory, each page once however many processes share it (the proportional
+    set size of `smaps_rollup`). That file is slow to read, so it is read only when the plain sums of
+    `/proc/PID/status`, which count shared pages several times, exceed the limit.
+    """
+    while True:
+        await asyncio.sleep(_MEMORY_SECONDS)
+        used = await asyncio.to_thread(_sum, root, "status", ("RssAnon:", "RssShmem:"))
+        if used > limit:
+            used = await asyncio.to_thread(_sum, root, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+        if used > limit:
+            return used
+
+
+def _sum(root: int, file: str, fields: tuple[str, ...]) -> int:
+    total = 0
+    for pid in descendants(root):
+        try:
+            lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+        except OSError:
+            # It ended meanwhile.
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(fields))
+    return total * 1024

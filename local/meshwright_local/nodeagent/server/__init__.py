@@ -1,0 +1,1 @@
+"""The node agent's HTTP server: logs and exec."""

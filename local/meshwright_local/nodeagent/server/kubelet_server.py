@@ -1,0 +1,129 @@
+"""The HTTPS endpoints that a node's kubelet has: an API server fetches logs there and runs commands.
+
+`GET /containerLogs/{namespace}/{pod}/{container}`, `GET /exec/{namespace}/{pod}/{container}` (WebSocket), `/healthz`.
+Callers show the cluster's kubelet token, or a client certificate of the cluster's authority as a kube-apiserver does:
+commands run as this user, so the port must not serve everybody on the machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from meshwright_local.nodeagent.runtime.process import StartError
+from meshwright_local.nodeagent.server import logs, remote_exec
+
+if TYPE_CHECKING:
+    from meshwright_local.kube.resources import Object
+    from meshwright_local.nodeagent.agent import NodeAgent
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletTls:
+    """Serving certificate and who may call. `repr` shows no secret."""
+
+    certificate: Path
+    key: Path
+    token: str
+    client_ca: Path | None = None
+    """Authority whose client certificates are accepted instead of the token."""
+
+    def __repr__(self) -> str:
+        return f"KubeletTls({str(self.certificate)!r})"
+
+    def context(self) -> ssl.SSLContext:
+        """The server's TLS settings."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_OPTIONAL
+        return context
+
+
+class KubeletServer:
+    """Serves one node on a port of its own; may be started again after it was stopped."""
+
+    def __init__(self, agent: NodeAgent, tls: KubeletTls) -> None:
+        self._agent = agent
+        self._tls = tls
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str) -> int:
+        """Serve; returns the port."""
+        application = web.Application(middlewares=[self._authenticate])
+        application.router.add_get("/healthz", self._health)
+        application.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
+        application.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, 0, ssl_context=self._tls.context()).start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        certified = request.transport is not None and request.transport.get_extra_info("peercert")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        known = scheme == "Bearer" and hmac.compare_digest(token.encode(), self._tls.token.encode())
+        if not certified and not known:
+            raise web.HTTPUnauthorized(text="Unauthorized")
+        return await handler(request)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _logs(self, request: web.Request) -> web.StreamResponse:
+        pod, name = self._pod(request), request.match_info["container"]
+        try:
+            options = logs.LogOptions.parse(request.query)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        container = self._agent.container(pod, name)
+        directory = self._agent.pod_directory(pod["metadata"]["uid"]) / "logs" / name
+        runs = sorted(directory.glob("*.log"), key=lambda path: int(path.stem))
+        if options.previous:
+            runs = runs[:-1]
+        if not runs and options.previous:
+            raise web.HTTPBadRequest(text=f'previous terminated container "{name}" not found')
+        if not runs and container is None:
+            raise web.HTTPNotFound(text=f'container "{name}" has no log on this node')
+        if not runs and not options.follow:
+            raise web.HTTPBadRequest(text=f'container "{name}" is waiting to start')
+        path = runs[-1] if runs else directory / "0.log"
+        response = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        await response.prepare(request)
+        async for text in logs.stream(path, options, lambda: not container or container.log != path or container.over):
+            await response.write(text)
+        await response.write_eof()
+        return response
+
+    async def _exec(self, request: web.Request) -> web.StreamResponse:
+        pod, name = self._pod(request), request.match_info["container"]
+        container = self._agent.container(pod, name)
+        if container is None:
+            raise web.HTTPNotFound(text=f'container "{name}" is not running on this node')
+        command_line = request.query.getall("command", [])
+        if not command_line:
+            raise web.HTTPBadRequest(text="command: at least one word is needed")
+        try:
+            return await remote_exec.serve(request, container, command_line)
+        except StartError as error:
+            raise web.HTTPInternalServerError(text=f"error executing command in container: {error}") from error
+
+    def _pod(self, request: web.Request) -> Object:
+        namespace, name = request.match_info["namespace"], request.match_info["pod"]
+        pod = self._agent.find(namespace, name)
+        if pod is None:
+            raise web.HTTPNotFound(text=f'pod "{namespace}/{name}" is not on this node')
+        return pod

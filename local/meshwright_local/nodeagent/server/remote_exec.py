@@ -1,0 +1,143 @@
+"""`kubectl exec`: a command in a running container, its streams over a WebSocket.
+
+The protocol is Kubernetes' `v5.channel.k8s.io` (and v4, which lacks the closing of stdin): each binary message begins
+with a channel byte: 0 stdin, 1 stdout, 2 stderr, 3 the final status, 4 terminal size, 255 close a channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import struct
+import termios
+from collections.abc import Mapping, Sequence
+from subprocess import DEVNULL
+
+import orjson
+from aiohttp import WSMsgType, web
+
+from meshwright_local.nodeagent.runtime.container import Container
+from meshwright_local.nodeagent.runtime.process import Process
+
+PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
+
+_STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE, _CLOSE = b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\xff"
+_CHUNK = 65536
+
+
+async def serve(request: web.Request, container: Container, command_line: Sequence[str]) -> web.WebSocketResponse:
+    """Run a command and carry its streams until it ends or the client goes away, which kills it.
+
+    Raises:
+        StartError: The container does not run, or has no such command.
+    """
+    socket = web.WebSocketResponse(protocols=PROTOCOLS)
+    with _Streams(request.query) as streams:
+        # Started before the handshake, so that a failure to start is an HTTP error that kubectl shows.
+        process = await container.start_exec(command_line, streams.child, tty=streams.tty)
+        streams.close_child()
+        feeding: asyncio.Task[None] | None = None
+        try:
+            await socket.prepare(request)
+            feeding = asyncio.create_task(_feed(socket, process, streams))
+            await asyncio.gather(*(_pump(socket, reader, channel) for channel, reader in streams.readers.items()))
+            code = await process.wait()
+            with contextlib.suppress(ConnectionError):
+                await socket.send_bytes(_ERROR + orjson.dumps(_status(code)))
+                await socket.close()
+        finally:
+            process.kill()
+            if feeding is not None:
+                feeding.cancel()
+    return socket
+
+
+async def _feed(socket: web.WebSocketResponse, process: Process, streams: _Streams) -> None:
+    async for message in socket:
+        if message.type is not WSMsgType.BINARY or not message.data:
+            continue
+        channel, data = message.data[:1], message.data[1:]
+        if channel == _STDIN and data:
+            await asyncio.to_thread(streams.write, data)
+        elif channel == _CLOSE and data == _STDIN:
+            streams.close_input()
+        elif channel == _RESIZE and streams.tty:
+            size = orjson.loads(data)
+            shape = struct.pack("HHHH", size.get("Height", 0), size.get("Width", 0), 0, 0)
+            fcntl.ioctl(streams.readers[_STDOUT], termios.TIOCSWINSZ, shape)
+    process.kill()
+
+
+async def _pump(socket: web.WebSocketResponse, descriptor: int, channel: bytes) -> None:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(descriptor), "rb", buffering=0)
+    )
+    try:
+        # A terminal's end shows as an input/output error.
+        with contextlib.suppress(OSError):
+            while data := await reader.read(_CHUNK):
+                await socket.send_bytes(channel + data)
+    finally:
+        transport.close()
+
+
+def _status(code: int) -> dict[str, object]:
+    if code == 0:
+        return {"metadata": {}, "status": "Success"}
+    return {
+        "metadata": {},
+        "status": "Failure",
+        "reason": "NonZeroExitCode",
+        "message": f"command terminated with non-zero exit code: exit status {code}",
+        "details": {"causes": [{"reason": "ExitCode", "message": str(code)}]},
+    }
+
+
+class _Streams(contextlib.ExitStack):
+    """The descriptors of one command: the child's three, and ours. A terminal is all of them at once.
+
+    Which are wanted, the query says in the kubelet's words (`input`, `output`, `error`) or the API's.
+    """
+
+    def __init__(self, query: Mapping[str, str]) -> None:
+        super().__init__()
+        wanted = {name for name, value in query.items() if value in ("1", "true")}
+        self.tty = "tty" in wanted
+        self.child = [DEVNULL, DEVNULL, DEVNULL]
+        self.readers: dict[bytes, int] = {}
+        self._input: int | None = None
+        if self.tty:
+            self.readers[_STDOUT], terminal = os.openpty()
+            self._input, self.child = os.dup(self.readers[_STDOUT]), [terminal] * 3
+        else:
+            if wanted & {"stdin", "input"}:
+                self.child[0], self._input = os.pipe()
+            if wanted & {"stdout", "output"}:
+                self.readers[_STDOUT], self.child[1] = os.pipe()
+            if wanted & {"stderr", "error"}:
+                self.readers[_STDERR], self.child[2] = os.pipe()
+        for release in (self.close_child, self.close_input):
+            self.callback(release)
+        for descriptor in self.readers.values():
+            self.callback(os.close, descriptor)
+
+    def write(self, data: bytes) -> None:
+        """Write to the command's input; blocks while it does not read. What it no longer wants is dropped."""
+        with contextlib.suppress(OSError):
+            while data and self._input is not None:
+                data = data[os.write(self._input, data) :]
+
+    def close_input(self) -> None:
+        """The command's input ends."""
+        if self._input is not None:
+            os.close(self._input)
+        self._input = None
+
+    def close_child(self) -> None:
+        """Close what the child has by now."""
+        for descriptor in {*self.child} - {DEVNULL}:
+            os.close(descriptor)
+        self.child = [DEVNULL, DEVNULL, DEVNULL]

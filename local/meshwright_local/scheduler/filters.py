@@ -1,0 +1,114 @@
+"""Whether a pod fits a node, and why not (pure). Filters run in kube-scheduler's order and speak with its words
+(of taints with those of releases before 1.35, which name the taint).
+
+Covered: cordoned nodes, taints, node selector and affinity, resources, pod affinity and anti-affinity. Not covered:
+topology spread, host ports, volume topology and dynamic resource claims.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from meshwright_local.kube.resources import Object
+from meshwright_local.kube.selectors import labels_match, node_matches, pinned_to, tolerates
+from meshwright_local.scheduler.resource_requests import pod_requests
+from meshwright_local.scheduler.snapshot import NodeView, Snapshot
+
+_CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+
+
+def filter_reasons(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
+    """Why a pod cannot run on a node; empty when it can. The first filter that objects is the one that speaks."""
+    return next((reasons for check in _FILTERS if (reasons := check(pod, view, snapshot))), [])
+
+
+def unschedulable_message(reasons: dict[str, list[str]]) -> str:
+    """kube-scheduler's sentence for a pod that fits nowhere, from every node's reasons."""
+    if not reasons:
+        return "no nodes available to schedule pods"
+    counts = Counter(reason for node in reasons.values() for reason in node)
+    parts = ", ".join(sorted(f"{count} {reason}" for reason, count in counts.items()))
+    return f"0/{len(reasons)} nodes are available: {parts}."
+
+
+def _pinned_elsewhere(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+    names = pinned_to(pod["spec"])
+    return [] if names is None or view.name in names else ["node(s) didn't satisfy plugin(s) [NodeAffinity]"]
+
+
+def _cordon(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+    cordoned = (view.node.get("spec") or {}).get("unschedulable")
+    if cordoned and not tolerates(pod["spec"].get("tolerations") or (), _CORDONED):
+        return ["node(s) were unschedulable"]
+    return []
+
+
+def _taints(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+    tolerations = pod["spec"].get("tolerations") or ()
+    for taint in (view.node.get("spec") or {}).get("taints") or ():
+        if taint["effect"] in ("NoSchedule", "NoExecute") and not tolerates(tolerations, taint):
+            return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value') or ''}}}"]
+    return []
+
+
+def _node_affinity(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+    return [] if node_matches(pod["spec"], view.node) else ["node(s) didn't match Pod's node affinity/selector"]
+
+
+def _resources(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+    short = [name for name, amount in pod_requests(pod).items() if amount and amount > view.free[name]]
+    return ["Too many pods" if name == "pods" else f"Insufficient {name}" for name in short]
+
+
+def _pod_affinity(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
+    """The pod's own terms, then those of the pods that are already there."""
+    for term in _required(pod, "podAffinity"):
+        near = any(_selects(term, pod, other, snapshot) for other in _in_domain(term, view, snapshot))
+        # The first pod of a group that wants to be together has nobody to join yet.
+        alone = not any(_selects(term, pod, other, snapshot) for other, _ in snapshot.pods())
+        if term["topologyKey"] not in view.labels or not (near or (alone and _selects(term, pod, pod, snapshot))):
+            return ["node(s) didn't match pod affinity rules"]
+    for term in _required(pod, "podAntiAffinity"):
+        if any(_selects(term, pod, other, snapshot) for other in _in_domain(term, view, snapshot)):
+            return ["node(s) didn't match pod anti-affinity rules"]
+    for other, place in snapshot.pods():
+        for term in _required(other, "podAntiAffinity"):
+            if _same_domain(term, view, place) and _selects(term, other, pod, snapshot):
+                return ["node(s) didn't satisfy existing pods anti-affinity rules"]
+    return []
+
+
+def _required(pod: Object, kind: str) -> list[Object]:
+    affinity = (pod["spec"].get("affinity") or {}).get(kind) or {}
+    return affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or []
+
+
+def _in_domain(term: Object, view: NodeView, snapshot: Snapshot) -> Iterable[Object]:
+    return (other for other, place in snapshot.pods() if _same_domain(term, view, place))
+
+
+def _same_domain(term: Object, one: NodeView, other: NodeView) -> bool:
+    key = term["topologyKey"]
+    return key in one.labels and one.labels[key] == other.labels.get(key)
+
+
+def _selects(term: Object, owner: Object, other: Object, snapshot: Snapshot) -> bool:
+    """Whether a term of `owner` speaks of `other`: its namespace and its labels."""
+    space = other["metadata"].get("namespace") or ""
+    named, selector = term.get("namespaces") or [], term.get("namespaceSelector")
+    if named or selector is not None:
+        inside = space in named or labels_match(selector, snapshot.namespaces.get(space) or {})
+    else:
+        inside = space == owner["metadata"].get("namespace")
+    return inside and labels_match(term.get("labelSelector"), other["metadata"].get("labels") or {})
+
+
+_FILTERS: tuple[Callable[[Object, NodeView, Snapshot], list[str]], ...] = (
+    _pinned_elsewhere,
+    _cordon,
+    _taints,
+    _node_affinity,
+    _resources,
+    _pod_affinity,
+)

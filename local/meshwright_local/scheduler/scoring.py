@@ -1,0 +1,47 @@
+"""Which of the nodes a pod fits it goes to, and which pod comes first (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright_local.kube.resources import Object
+from meshwright_local.kube.selectors import node_term_matches
+from meshwright_local.scheduler.resource_requests import allocatable
+from meshwright_local.scheduler.snapshot import NodeView
+
+DEFAULT_SCHEDULER = "default-scheduler"
+
+
+def queue_order(pod: Object) -> tuple[int, str, int]:
+    """Sort key of waiting pods: priority first, then age; revisions break ties within a second."""
+    metadata = pod["metadata"]
+    revision = metadata.get("resourceVersion", "0")
+    return -(pod["spec"].get("priority") or 0), metadata["creationTimestamp"], int(revision)
+
+
+def is_waiting(pod: Object) -> bool:
+    """Whether a pod is this scheduler's to place, gates aside."""
+    spec, metadata = pod["spec"], pod["metadata"]
+    mine = spec.get("schedulerName", DEFAULT_SCHEDULER) == DEFAULT_SCHEDULER
+    return mine and not spec.get("nodeName") and not metadata.get("deletionTimestamp")
+
+
+def best_node(pod: Object, views: Iterable[NodeView]) -> NodeView:
+    """The node with most preferred-affinity weight, then the most free room, then the first by name."""
+    return min(views, key=lambda view: (-_preference(pod, view), -_free_share(view), len(view.pods), view.name))
+
+
+def _preference(pod: Object, view: NodeView) -> int:
+    affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    return sum(
+        int(term["weight"])
+        for term in affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+        if node_term_matches(term["preference"], view.node)
+    )
+
+
+def _free_share(view: NodeView) -> float:
+    """Mean free share over the node's resources: kube-scheduler's LeastAllocated with equal weights."""
+    total = allocatable(view.node)
+    shares = [view.free[name] / amount for name, amount in total.items() if amount > 0 and name != "pods"]
+    return sum(shares) / len(shares) if shares else 0.0

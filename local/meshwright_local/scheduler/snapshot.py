@@ -1,0 +1,75 @@
+"""The cluster as one scheduling pass sees it (pure): nodes with what runs on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright_local.kube.resources import Object
+from meshwright_local.scheduler.resource_requests import Amounts, allocatable, pod_requests
+
+
+@dataclass(slots=True)
+class NodeView:
+    """A node, its pods and what they leave free."""
+
+    node: Object
+    free: Amounts
+    pods: list[Object] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return str(self.node["metadata"]["name"])
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The node's labels."""
+        return self.node["metadata"].get("labels") or {}
+
+    def add(self, pod: Object) -> None:
+        """Count a pod in."""
+        self.pods.append(pod)
+        self.free.subtract(pod_requests(pod))
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Every node, and the labels of every namespace."""
+
+    nodes: dict[str, NodeView]
+    namespaces: Mapping[str, Mapping[str, str]]
+
+    def pods(self) -> Iterable[tuple[Object, NodeView]]:
+        """Every assigned pod that is not over, with its node."""
+        for view in self.nodes.values():
+            for pod in view.pods:
+                yield pod, view
+
+
+def has_ended(pod: Object) -> bool:
+    """Whether a pod has ended: it holds no resources any more."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def take_snapshot(
+    nodes: Iterable[Object],
+    pods: Iterable[Object],
+    assumed: Mapping[str, str],
+    namespaces: Mapping[str, Mapping[str, str]],
+) -> Snapshot:
+    """Build a snapshot.
+
+    Args:
+        nodes: Node objects.
+        pods: Pod objects, assigned or not.
+        assumed: Pod uid → node, for pods just bound that `pods` may still show as unassigned.
+        namespaces: Namespace → labels.
+    """
+    views = {node["metadata"]["name"]: NodeView(node, Counter(allocatable(node))) for node in nodes}
+    for pod in pods:
+        name = pod["spec"].get("nodeName") or assumed.get(pod["metadata"]["uid"])
+        if name in views and not has_ended(pod):
+            views[name].add(pod)
+    return Snapshot(views, namespaces)

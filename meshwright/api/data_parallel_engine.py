@@ -1,0 +1,34 @@
+"""Which code keeps replicas equal: what the names in the API come down to. Knows no torch."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from meshwright.api.data_parallel import DataParallelStrategy
+from meshwright.api.parallelism import ParallelismSpec
+
+
+class DataParallelEngine(Enum):
+    """One of three ways."""
+
+    ALL_REDUCE = auto()
+    """Every replica holds everything; gradients are all-reduced (`ddp.py`)."""
+    FLAT = auto()
+    """Flat shards of optimizer state, and of gradients, between the steps (`flat.py`)."""
+    FSDP = auto()
+    """FSDP2, which gathers and frees parameters layer by layer (`zero.py`)."""
+
+
+_OF_STAGE = {
+    0: DataParallelEngine.ALL_REDUCE,
+    1: DataParallelEngine.FLAT,
+    2: DataParallelEngine.FSDP,
+    3: DataParallelEngine.FSDP,
+}
+
+
+def data_parallel_engine(parallelism: ParallelismSpec) -> DataParallelEngine:
+    """The engine of `dataParallel.strategy`, or of `zeroStage` when it is left out."""
+    if parallelism.data_parallel.strategy is DataParallelStrategy.ZERO:
+        return DataParallelEngine.FLAT
+    return _OF_STAGE[parallelism.zero_stage]

@@ -1,0 +1,152 @@
+"""The documents of files: one a text file, one a line of JSON Lines, one a row of Parquet.
+
+A record that cannot be read is never passed over in silence: it ends the reading, or is counted and told.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from meshwright.api.data import DataFormat, OnCorrupt
+from meshwright.data.errors import CorruptRecordError, DataError
+from meshwright.data.files import FileEntry, Folder
+
+MAX_EXAMPLES = 20
+"""Skipped records that are named one by one; the others are counted."""
+_PARQUET_ROWS = 1024
+
+
+@dataclass
+class SkippedRecords:
+    """The records that were passed over."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+    """The first ones, with file, line and reason."""
+
+    def add(self, what: str) -> None:
+        """Count one more."""
+        self.count += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(what)
+
+
+def documents(
+    folder: Folder, entry: FileEntry, kind: DataFormat, key: str, on_corrupt: OnCorrupt, skipped: SkippedRecords
+) -> Iterator[str]:
+    """The documents of one file, in order; empty ones are none.
+
+    Args:
+        folder: where the file is.
+        entry: the file.
+        kind: its format, any but `Tokens`.
+        key: the field or column that holds the text; not used for text files.
+        on_corrupt: what to do with a record that cannot be read.
+        skipped: what was passed over is added here.
+
+    Raises:
+        CorruptRecordError: a record cannot be read, and `on_corrupt` is `Fail`.
+        DataError: the file is not of this format at all.
+    """
+    readers = {DataFormat.TEXT: _text, DataFormat.JSON_LINES: _json_lines, DataFormat.PARQUET: _parquet}
+    with folder.open(entry.name) as file:
+        for found in readers[kind](file, entry.name, key):
+            if isinstance(found, CorruptRecordError):
+                if on_corrupt is OnCorrupt.FAIL:
+                    raise found
+                skipped.add(str(found))
+            elif found:
+                yield found
+
+
+def _text(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordError]:
+    try:
+        yield file.read().decode()
+    except UnicodeDecodeError as error:
+        yield CorruptRecordError(f"{name}: not UTF-8 at byte {error.start}")
+
+
+def _json_lines(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordError]:
+    return (_line(line, where, key) for where, line in lines(file, name))
+
+
+def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not empty, with file and number for people; unpacked when `name` ends in `.gz`.
+
+    Raises:
+        DataError: it cannot be read to its end.
+    """
+    try:
+        with gzip.open(file) if name.endswith(".gz") else nullcontext(file) as content:
+            for number, line in enumerate(content, start=1):
+                if line.strip():
+                    yield f"{name}:{number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        # A broken archive loses every line after the break: that is no single record.
+        raise DataError(f"{name} cannot be read to its end: {error}") from error
+
+
+def _line(line: bytes, where: str, key: str) -> str | CorruptRecordError:
+    record = parse_json(line, where)
+    if isinstance(record, CorruptRecordError):
+        return record
+    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return CorruptRecordError(f"{where}: no text in field `{key}` (`data.field` names another)")
+    return encoding_problem(text, where) or text
+
+
+def parse_json(line: bytes, where: str) -> Any:
+    """What a line of JSON says, or a `CorruptRecordError` that names `where`."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return CorruptRecordError(f"{where}: not JSON ({error})")
+
+
+def encoding_problem(text: str, where: str) -> CorruptRecordError | None:
+    r"""Why no tokenizer can take a text; None for a good one.
+
+    JSON may name half a surrogate pair (`\ud800`), which is no character: Python reads it and cannot encode it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return CorruptRecordError(f"{where}: half a surrogate pair at character {error.start}")
+    return None
+
+
+def _parquet(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordError]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError("`data.format: Parquet` needs pyarrow: install `meshwright[data]`") from error
+    try:
+        table = parquet.ParquetFile(file)
+        if key not in table.schema_arrow.names:
+            columns = ", ".join(table.schema_arrow.names)
+            raise DataError(f"{name} has no column `{key}`: `data.field` may name one of {columns}")
+        rows = (cell for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key]) for cell in batch[0])
+        for row, cell in enumerate(rows, start=1):
+            yield _cell(cell, f"{name}: row {row}", key)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{name} is no whole Parquet file: {error} (`data.pattern` can leave out what is none)"
+        ) from error
+
+
+def _cell(cell: Any, where: str, key: str) -> str | CorruptRecordError:
+    try:
+        # A column of text may hold bytes that are none, as one of bytes may: whoever wrote it did not look.
+        value = cell.as_py()
+        text = value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        return CorruptRecordError(f"{where}: not UTF-8 at byte {error.start}")
+    return text if isinstance(text, str) else CorruptRecordError(f"{where} has no text in `{key}`")

@@ -1,0 +1,1 @@
+"""Reading the `config.json` of models published on Hugging Face."""

@@ -1,0 +1,204 @@
+"""A model from its Hugging Face `config.json`: the file's numbers, nothing downloaded and nothing executed.
+
+Known are decoders of the families GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 (dense and mixtures) and DeepSeek-V2
+and V3; another `model_type` is refused rather than counted wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.models.huggingface.defaults import with_defaults
+from meshwright.models.transformer import Experts, LatentAttention, Transformer
+
+LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+DEEPSEEK = frozenset({"deepseek_v2", "deepseek_v3"})
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read as a decoder. The message names the field and what is wrong."""
+
+
+def read_config(path: Path) -> Transformer:
+    """The model that a `config.json` describes.
+
+    Raises:
+        ConfigError: it is no JSON object, or a field is missing, of a wrong type, or of an unknown family.
+        OSError: the file cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} must hold a JSON object, not {type(found).__name__}")
+    return from_config(found)
+
+
+def model_type_of(config: Mapping[str, Any]) -> str | None:
+    """The model type; None when it is left out.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(f"`model_type` must be a text, not {str(kind)[:80]}")
+    return kind
+
+
+def from_config(config: Mapping[str, Any]) -> Transformer:
+    """The model that a configuration describes.
+
+    Raises:
+        ConfigError: a field is missing, of a wrong type, or of an unknown family.
+    """
+    kind = model_type_of(config)
+    fields = ConfigFields(with_defaults(config))
+    try:
+        if kind == "gpt2":
+            return _gpt2(fields)
+        if kind in LLAMA_LIKE:
+            return _llama(fields, str(kind))
+        if kind in DEEPSEEK:
+            return _deepseek(fields)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"the configuration contradicts itself: {error}") from None
+    known = ", ".join(sorted({"gpt2", *LLAMA_LIKE, *DEEPSEEK}))
+    raise ConfigError(f"`model_type` {kind!r} is not known: known are {known}")
+
+
+class ConfigFields:
+    """Typed access that names what is wrong."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number; None in the file counts as left out."""
+        value = self._config.get(name)
+        if value is None:
+            if default is None:
+                raise ConfigError(f"`{name}` is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"`{name}` must be a whole number, not {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"`{name}` must be true or false, not {value!r}")
+        return value
+
+    def real(self, name: str, default: float) -> float:
+        """A number."""
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"`{name}` must be a number, not {value!r}")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        """A text; empty when left out."""
+        return str(self._config.get(name) or "")
+
+    def listed(self, name: str) -> list[Any]:
+        """A list; empty when left out."""
+        value = self._config.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"`{name}` must be a list, not {value!r}")
+        return value or []
+
+
+def _gpt2(fields: ConfigFields) -> Transformer:
+    hidden = fields.number("n_embd")
+    return Transformer(
+        layers=fields.number("n_layer"),
+        hidden=hidden,
+        heads=fields.number("n_head"),
+        intermediate=fields.number("n_inner", 4 * hidden),
+        vocab=fields.number("vocab_size"),
+        gated=False,
+        biases=True,
+        positions=fields.number("n_positions", 1024),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
+    )
+
+
+def _llama(fields: ConfigFields, kind: str) -> Transformer:
+    heads = fields.number("num_attention_heads")
+    slides = kind == "mistral" or fields.flag("use_sliding_window", False)
+    return Transformer(
+        layers=fields.number("num_hidden_layers"),
+        hidden=fields.number("hidden_size"),
+        heads=heads,
+        kv_heads=fields.number("num_key_value_heads", heads),
+        head_size=fields.number("head_dim", 0),
+        intermediate=fields.number("intermediate_size"),
+        vocab=fields.number("vocab_size"),
+        attention_biases=kind in ("qwen2", "qwen2_moe"),
+        query_key_norms=kind in ("qwen3", "qwen3_moe"),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        window=fields.number("sliding_window", 0) if slides else 0,
+        experts=_experts(fields, kind),
+    )
+
+
+def _experts(fields: ConfigFields, kind: str) -> Experts | None:
+    if kind == "mixtral":
+        count, per_token = fields.number("num_local_experts", 8), fields.number("num_experts_per_tok", 2)
+        return Experts(count, per_token, fields.number("intermediate_size"))
+    if kind not in ("qwen2_moe", "qwen3_moe"):
+        return None
+    if fields.listed("mlp_only_layers"):
+        raise ConfigError("`mlp_only_layers` must be empty: single dense layers between mixtures are not counted")
+    return Experts(
+        count=fields.number("num_experts"),
+        per_token=fields.number("num_experts_per_tok"),
+        intermediate=fields.number("moe_intermediate_size"),
+        shared_intermediate=fields.number("shared_expert_intermediate_size", 0),
+        every=fields.number("decoder_sparse_step", 1),
+    )
+
+
+def _deepseek(fields: ConfigFields) -> Transformer:
+    width = fields.number("moe_intermediate_size", 0)
+    routed = fields.number("n_routed_experts", 0)
+    experts = None
+    if routed:
+        experts = Experts(
+            count=routed,
+            per_token=fields.number("num_experts_per_tok"),
+            intermediate=width,
+            shared_intermediate=width * fields.number("n_shared_experts", 0),
+            dense_layers=fields.number("first_k_dense_replace", 0),
+            router_bias=fields.text("topk_method") == "noaux_tc",
+            every=fields.number("moe_layer_freq", 1),
+        )
+    return Transformer(
+        layers=fields.number("num_hidden_layers"),
+        hidden=fields.number("hidden_size"),
+        heads=fields.number("num_attention_heads"),
+        head_size=fields.number("qk_nope_head_dim"),
+        value_size=fields.number("v_head_dim"),
+        intermediate=fields.number("intermediate_size"),
+        vocab=fields.number("vocab_size"),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        experts=experts,
+        latent=LatentAttention(
+            kv_rank=fields.number("kv_lora_rank"),
+            rope_size=fields.number("qk_rope_head_dim"),
+            query_rank=fields.number("q_lora_rank", 0),
+        ),
+        prediction_layers=fields.number("num_nextn_predict_layers", 0),
+    )

@@ -1,0 +1,101 @@
+"""The rescaled rotary frequencies of published configurations, in both directions: Llama 3.1's and YaRN.
+
+YaRN multiplies queries and keys by a factor, here their scores by its square. DeepSeek's rotates a part of each head
+and multiplies whole heads' scores instead, by its `mscale_all_dim`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
+from meshwright.models.huggingface.planner_config import ConfigError, ConfigFields
+
+_DIGITS = 9
+"""Places that factors are rounded to, so that what is written is read again as the same number."""
+
+
+def read_scaling(config: Mapping[str, Any], *, latent: bool) -> RopeScalingSpec | None:
+    """The scaling of a configuration; None for none.
+
+    Args:
+        config: the whole configuration.
+        latent: whether it is of DeepSeek's attention.
+
+    Raises:
+        ConfigError: it is of a kind that the runtime does not build.
+    """
+    found = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(found, dict):
+        return None
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "yarn"):
+        raise ConfigError(
+            f"`rope_scaling` of type {kind!r} is not built by this runtime: known are default, llama3, yarn"
+        )
+    fields = ConfigFields(found)
+    if kind == "yarn":
+        return _yarn(fields, latent=latent)
+    return RopeScalingSpec(
+        factor=fields.real("factor", 8.0),
+        low_frequency_factor=fields.real("low_freq_factor", 1.0),
+        high_frequency_factor=fields.real("high_freq_factor", 4.0),
+        original_length=fields.number("original_max_position_embeddings", 8192),
+    )
+
+
+def _yarn(fields: ConfigFields, *, latent: bool) -> RopeScalingSpec:
+    factor = fields.real("factor", 1.0)
+    if not fields.flag("truncate", True):
+        raise ConfigError("`rope_scaling.truncate: false` is not built by this runtime")
+    whole, rotated = fields.real("mscale_all_dim", 0.0), fields.real("mscale", 1.0 if latent else 0.0)
+    if latent and whole != rotated:
+        raise ConfigError("`rope_scaling` with another `mscale` than `mscale_all_dim` is not built by this runtime")
+    if not latent and (whole or rotated):
+        raise ConfigError("`rope_scaling.mscale` is not built by this runtime for this model type")
+    # Without a factor of its own the paper's: 0.1 ln s + 1 (arXiv 2309.00071, equation 15).
+    attention = _mscale(factor, whole) if latent else fields.real("attention_factor", _mscale(factor, 1.0))
+    return RopeScalingSpec(
+        kind=RopeScaling.YARN,
+        factor=factor,
+        low_frequency_factor=fields.real("beta_slow", 1.0),
+        high_frequency_factor=fields.real("beta_fast", 32.0),
+        original_length=fields.number("original_max_position_embeddings"),
+        score_factor=round(attention**2, _DIGITS),
+    )
+
+
+def write_scaling(scaling: RopeScalingSpec | None, *, latent: bool) -> dict[str, Any] | None:
+    """The `rope_scaling` of a configuration.
+
+    Raises:
+        ConfigError: no kind there is this one.
+    """
+    if scaling is None:
+        return None
+    common = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_length}
+    if scaling.kind is RopeScaling.YARN:
+        attention = math.sqrt(scaling.score_factor)
+        if latent:
+            told = round((attention - 1) / (0.1 * math.log(scaling.factor)), _DIGITS - 2) if scaling.factor > 1 else 0.0
+            own = {"mscale": told, "mscale_all_dim": told}
+        else:
+            own = {"attention_factor": attention}
+        slow, fast = scaling.low_frequency_factor, scaling.high_frequency_factor
+        return {"rope_type": "yarn", **common, "beta_slow": slow, "beta_fast": fast, **own}
+    if scaling.score_factor != 1:
+        raise ConfigError("no Hugging Face model type has `ropeScaling.scoreFactor` without `kind: YaRN`")
+    return {
+        "rope_type": "llama3",
+        **common,
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+    }
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,92 @@
+"""Which matrices low-rank adapters stand beside, and how large they are (LoRA, arXiv 2106.09685).
+
+A layer has an adapter beside those of the named matrices that it has. Latent attention has no key and no value matrix,
+GPT's feed-forward layer no gate, and the experts of a mixture, shared ones too, get no adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from meshwright.api.lora import LoraSpec, LoraTarget
+from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import mixture_layers
+
+
+class Matrix(NamedTuple):
+    """A matrix of a layer that can have an adapter."""
+
+    target: LoraTarget
+    inputs: int
+    outputs: int
+
+
+def adapted_matrices(lora: LoraSpec, model: Architecture, *, mixture: bool) -> list[Matrix]:
+    """The matrices of one layer, with a mixture of experts or a dense feed-forward layer, that get an adapter."""
+    return [matrix for matrix in _matrices(model, mixture=mixture) if matrix.target in lora.targets]
+
+
+def adapter_parameters_per_layer(lora: LoraSpec, model: Architecture, *, mixture: bool) -> int:
+    """Parameters of one layer's adapters: A and B of each adapted matrix."""
+    return lora.rank * sum(matrix.inputs + matrix.outputs for matrix in adapted_matrices(lora, model, mixture=mixture))
+
+
+def adapter_parameters(lora: LoraSpec, model: Architecture) -> int:
+    """Parameters of all layers' adapters."""
+    return sum(
+        count * adapter_parameters_per_layer(lora, model, mixture=mixture) for mixture, count in _kinds(model).items()
+    )
+
+
+def missing_adapter_problem(lora: LoraSpec, model: Architecture) -> str | None:
+    """Why a layer would have nothing to train: what it has instead; None where every layer has an adapter."""
+    for mixture in _kinds(model):
+        if not adapted_matrices(lora, model, mixture=mixture):
+            targets_by_kind = _names(matrix.target for matrix in _matrices(model, mixture=mixture))
+            kind = " with a mixture of experts" if mixture else ""
+            return f"layers{kind} have none of {_names(lora.targets)} to adapt: name at least one of {targets_by_kind}"
+    return None
+
+
+def skipped_targets(lora: LoraSpec, model: Architecture) -> str | None:
+    """Which of the named matrices get no adapter, and where; None where every layer has them all."""
+    targets_by_kind = {
+        mixture: {matrix.target for matrix in adapted_matrices(lora, model, mixture=mixture)}
+        for mixture in _kinds(model)
+    }
+    all_targets = set().union(*targets_by_kind.values())
+    missing = {
+        "any layer": set(lora.targets) - all_targets,
+        "the mixtures of experts": all_targets - targets_by_kind.get(True, all_targets),
+    }
+    found = [f"for {_names(names)} in {where}" for where, names in missing.items() if names]
+    return f"`training.lora.targets`: no adapter {' and '.join(found)}" if found else None
+
+
+def _matrices(model: Architecture, *, mixture: bool) -> Iterator[Matrix]:
+    hidden, width, latent = model.hidden_size, model.intermediate_size, model.latent
+    queries = latent.query_rank or hidden if latent is not None else hidden
+    yield Matrix(LoraTarget.QUERY, queries, model.heads * model.key_size)
+    if latent is None:
+        yield Matrix(LoraTarget.KEY, hidden, model.kv_heads * model.head_size)
+        yield Matrix(LoraTarget.VALUE, hidden, model.kv_heads * model.value_size)
+    yield Matrix(LoraTarget.OUTPUT, model.heads * model.value_size, hidden)
+    if mixture:
+        return
+    if model.gated:
+        yield Matrix(LoraTarget.GATE, hidden, width)
+    yield Matrix(LoraTarget.UP, hidden, width)
+    yield Matrix(LoraTarget.DOWN, width, hidden)
+
+
+def _kinds(model: Architecture) -> dict[bool, int]:
+    """How many layers are a mixture (True) and how many are dense (False); a kind that there is none of is left out."""
+    mixtures = len(mixture_layers(model.mixture, model.layers))
+    return {mixture: count for mixture, count in ((False, model.layers - mixtures), (True, mixtures)) if count}
+
+
+def _names(targets: Iterable[LoraTarget]) -> str:
+    """In the order of the API's list."""
+    named = set(targets)
+    return ", ".join(target.value for target in LoraTarget if target in named)

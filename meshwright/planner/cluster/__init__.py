@@ -1,0 +1,1 @@
+"""What the cluster offers: nodes, free resources and limits."""

@@ -1,0 +1,297 @@
+"""The cluster as a planner sees it: nodes with free GPUs, and where each sits in the fabric.
+
+Built from raw Kubernetes objects. A malformed object takes only itself out: planning for everyone else goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
+from meshwright.api.workers import Toleration
+from meshwright.planner.cluster.pod_resources import (
+    HOSTNAME_LABEL,
+    Resources,
+    is_terminal,
+    node_of,
+    parse_resources,
+    pod_request,
+)
+from meshwright.planner.cost.accelerators import gpu_memory_bytes
+from meshwright.planner.topology import DEFAULT_LEVELS, Level, Location, as_tree, locate
+from meshwright.planner.topology.levels import DOMAIN, RACK
+
+_MIB = 1 << 20
+
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
+"""What reading an object of the wrong shape raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node."""
+
+    name: str
+    place: Location
+    capacity: Resources
+    """What the node offers to pods in all."""
+    free: Resources
+    """What is left of it."""
+    gpu_memory_bytes: int | None = None
+    """Memory of one GPU; None when neither label nor catalogue knows it."""
+    gpu_product: str = ""
+    """What `nvidia.com/gpu.product` says; empty when no label says it."""
+    unusable: str = ""
+    """Why nothing may be placed here, such as `cordoned`; empty for a usable node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Every node that could be read, by name, and what was strange."""
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    levels: tuple[str, ...] = (DOMAIN, RACK)
+    """Names of the fabric levels that the nodes' places have, closest first."""
+
+    @property
+    def usable(self) -> list[Node]:
+        """Nodes that may get workers, in order of their names."""
+        return [self.nodes[name] for name in sorted(self.nodes) if not self.nodes[name].unusable]
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        """Node with GPUs -> why it may not get workers."""
+        return {n.name: n.unusable for n in self.nodes.values() if n.unusable and n.capacity.gpus}
+
+    @classmethod
+    def from_objects(
+        cls,
+        nodes: Iterable[Mapping[str, Any]],
+        pods: Iterable[Mapping[str, Any]],
+        *,
+        gpu_resource: str = GPU_RESOURCE,
+        node_selector: Mapping[str, str] | None = None,
+        tolerations: Sequence[Toleration] = (),
+        without_job: str | None = None,
+        levels: Sequence[Level] = DEFAULT_LEVELS,
+    ) -> Inventory:
+        """The inventory for one job.
+
+        Args:
+            nodes: raw Node objects.
+            pods: raw Pod objects of all namespaces; those that ended count for nothing.
+            gpu_resource: extended resource that stands for one GPU.
+            node_selector: labels that a node must carry.
+            tolerations: taints that the job tolerates.
+            without_job: uid of a job whose own pods are not counted, because `place` is told of them as `keep`.
+            levels: the fabric levels and the label keys that name them, closest first.
+        """
+        warnings: list[str] = []
+        reader = _NodeReader(gpu_resource, node_selector or {}, tolerations, levels, warnings)
+        found = {node.name: node for node in reader.read_all(nodes)}
+        used = _usage_by_node(pods, gpu_resource, without_job, reader.node_by_hostname, warnings)
+        places, conflicts = as_tree({name: node.place for name, node in found.items() if node.capacity.gpus}, levels)
+        counted_nodes = {
+            name: replace(node, place=places.get(name, node.place), free=node.capacity - used.get(name, Resources()))
+            for name, node in found.items()
+        }
+        names = next(iter(places.values())).levels if places else (DOMAIN, RACK)
+        return cls(
+            counted_nodes,
+            (
+                *warnings,
+                *conflicts,
+                *_overcommit_warnings(counted_nodes),
+                *_missing_label_warnings(counted_nodes, names),
+            ),
+            names,
+        )
+
+    def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:
+        """The same nodes with this (node -> amount) held on them beside what is held already.
+
+        `warnings` are what was strange about those that hold it.
+        """
+        nodes = dict(self.nodes)
+        for name, amount in used.items():
+            if name in nodes:
+                nodes[name] = replace(nodes[name], free=nodes[name].free - amount)
+        return replace(self, nodes=nodes, warnings=(*self.warnings, *warnings, *_overcommit_warnings(nodes)))
+
+
+class _NodeReader:
+    """Raw Node objects to `Node`s, under one job's selector and tolerations."""
+
+    def __init__(
+        self,
+        gpu_resource: str,
+        selector: Mapping[str, str],
+        tolerations: Sequence[Toleration],
+        levels: Sequence[Level],
+        warnings: list[str],
+    ) -> None:
+        self._gpu_resource = gpu_resource
+        self._selector = selector
+        self._tolerations = tolerations
+        self._levels = levels
+        self._warnings = warnings
+        self.node_by_hostname: dict[str, str] = {}
+
+    def read_all(self, objects: Iterable[Mapping[str, Any]]) -> list[Node]:
+        found: list[Node] = []
+        for obj in objects:
+            try:
+                found.append(self._read(obj))
+            except MALFORMED as error:
+                self._warnings.append(f"node {_name_of(obj)} was left out: its object is malformed ({error})")
+        return found
+
+    def _read(self, obj: Mapping[str, Any]) -> Node:
+        metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+        name, labels = metadata["name"], metadata.get("labels") or {}
+        if not isinstance(name, str) or not name:
+            raise ValueError("it has no name")
+        capacity = parse_resources(status.get("allocatable") or {}, self._gpu_resource)
+        if min(capacity.gpus, capacity.cpu_milli, capacity.memory_bytes, capacity.pods) < 0:
+            raise ValueError("it offers less than nothing")
+        hostname = labels.get(HOSTNAME_LABEL)
+        if isinstance(hostname, str):
+            self.node_by_hostname[hostname] = name
+        product = str(labels.get("nvidia.com/gpu.product") or "")
+        memory_label = labels.get("nvidia.com/gpu.memory")
+        if capacity.gpus and memory_label is not None and not _is_memory_label(str(memory_label)):
+            self._warnings.append(
+                f"node {name}: label nvidia.com/gpu.memory is {str(memory_label)[:32]!r}, not a number of MiB above "
+                "0: it is "
+                "ignored"
+            )
+        return Node(
+            name=name,
+            place=locate(name, labels, self._levels),
+            capacity=capacity,
+            free=capacity,
+            gpu_memory_bytes=_gpu_memory(labels, product),
+            gpu_product=product,
+            unusable=_why_unusable(metadata, spec, status, capacity.gpus)
+            or _selector_mismatch(labels, self._selector)
+            or _untolerated_taint(spec.get("taints") or (), self._tolerations)
+            or _shared_gpu(labels, product),
+        )
+
+
+def _name_of(obj: object) -> str:
+    metadata = obj.get("metadata") if isinstance(obj, Mapping) else None
+    name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    return name if isinstance(name, str) and name else "(without a name)"
+
+
+def _why_unusable(metadata: Mapping[str, Any], spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> str:
+    if metadata.get("deletionTimestamp"):
+        return "being deleted"
+    if spec.get("unschedulable"):
+        return "cordoned"
+    conditions = status.get("conditions") or ()
+    if not any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):
+        return "not ready"
+    return "" if gpus > 0 else "no GPU"
+
+
+def _selector_mismatch(labels: Mapping[str, str], selector: Mapping[str, str]) -> str:
+    for key, value in sorted(selector.items()):
+        if labels.get(key) != value:
+            return f"label {key} is not {value}"
+    return ""
+
+
+def _untolerated_taint(taints: Iterable[Mapping[str, Any]], tolerations: Sequence[Toleration]) -> str:
+    for taint in taints:
+        if taint.get("effect") in ("NoSchedule", "NoExecute") and not any(_tolerates(t, taint) for t in tolerations):
+            return f"taint {taint.get('key')} is not tolerated"
+    return ""
+
+
+def _tolerates(toleration: Toleration, taint: Mapping[str, Any]) -> bool:
+    if toleration.effect and toleration.effect != taint.get("effect"):
+        return False
+    if toleration.key and toleration.key != taint.get("key"):
+        return False
+    if toleration.operator == "Exists":
+        return True
+    return bool(toleration.key) and (toleration.value or "") == (taint.get("value") or "")
+
+
+def _shared_gpu(labels: Mapping[str, str], product: str) -> str:
+    if "-MIG-" in product or "-SHARED" in product:
+        return f"its GPUs are slices ({product})"
+    replicas = str(labels.get("nvidia.com/gpu.replicas") or "1")
+    return f"its GPUs are shared by {replicas} pods" if replicas.isdigit() and int(replicas) > 1 else ""
+
+
+def _gpu_memory(labels: Mapping[str, str], product: str) -> int | None:
+    memory_label = str(labels.get("nvidia.com/gpu.memory") or "")
+    return int(memory_label) * _MIB if _is_memory_label(memory_label) else gpu_memory_bytes(product)
+
+
+def _is_memory_label(memory_label: str) -> bool:
+    return (
+        memory_label.isascii()
+        and memory_label.isdecimal()
+        and len(memory_label) < 11
+        and 0 < int(memory_label) < 1 << 31
+    )
+
+
+def _usage_by_node(
+    pods: Iterable[Mapping[str, Any]],
+    gpu_resource: str,
+    without_job: str | None,
+    node_by_hostname: Mapping[str, str],
+    warnings: list[str],
+) -> dict[str, Resources]:
+    """Node -> what pods hold on it."""
+    used: defaultdict[str, Resources] = defaultdict(Resources)
+    for pod in pods:
+        try:
+            if is_terminal(pod) or (without_job and _job_uid(pod) == without_job):
+                continue
+            node = node_of(pod, node_by_hostname)
+            if node is not None:
+                used[node] += pod_request(pod, gpu_resource)
+        except MALFORMED as error:
+            warnings.append(f"pod {_name_of(pod)} was not counted: its object is malformed ({error})")
+    return used
+
+
+def _job_uid(pod: Mapping[str, Any]) -> str | None:
+    return ((pod.get("metadata") or {}).get("labels") or {}).get(LABEL_JOB_UID)
+
+
+def _missing_label_warnings(nodes: Mapping[str, Node], levels: Sequence[str]) -> list[str]:
+    """A sentence for each level that some nodes carry no label of."""
+    usable = [node for node in nodes.values() if not node.unusable]
+    found: list[str] = []
+    for below, level in zip(levels, levels[1:], strict=False):
+        # A place named after one below it was named by no label (see `locate`).
+        unlabelled_nodes = sum(1 for node in usable if "/" in node.place.at(level))
+        if unlabelled_nodes:
+            inner = "NVLink domain" if below == DOMAIN else below
+            found.append(
+                f"{unlabelled_nodes} of {len(usable)} GPU nodes carry no {level} label: each {inner} of theirs counts "
+                f"as a {level}"
+            )
+    return found
+
+
+def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:
+    """A sentence for nodes on which pods hold more than there is."""
+    overcommitted = sorted(node.name for node in nodes.values() if node.free.gpus < 0)
+    if overcommitted:
+        more = f" and {len(overcommitted) - 3} more" if len(overcommitted) > 3 else ""
+        return [
+            f"pods hold more GPUs than these nodes have: {', '.join(overcommitted[:3])}{more}; nothing is placed there"
+        ]
+    return []

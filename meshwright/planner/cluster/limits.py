@@ -1,0 +1,68 @@
+"""What a plan needs to know of the cluster: how wide NVLink reaches, how large a node is, how much memory GPUs have.
+
+Counted over what nodes offer in all, not over what is free now: a plan outlives the load of the moment, and room is
+the placement's question.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.planner.cluster.inventory import Inventory
+
+USABLE_FRACTION = 0.97
+"""Part of a GPU's memory that an estimate may fill; context and fragmentation are in the estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLimits:
+    """The usable nodes in numbers. None means: not known, so nothing is refused for it."""
+
+    node_gpus: int | None = None
+    """GPUs of the largest node."""
+    domain_gpus: int | None = None
+    """GPUs of the widest NVLink domain, counted in whole workers."""
+    gpus_by_memory: Mapping[int, int] = field(default_factory=dict)
+    """Memory of one GPU in bytes -> how many there are."""
+    gpus_of_unknown_memory: int = 0
+
+    @classmethod
+    def of(cls, inventory: Inventory, gpus_per_worker: int) -> ClusterLimits:
+        """The hardware of an inventory; everything unknown when it has no usable node."""
+        usable = inventory.usable
+        if not usable:
+            return cls()
+        domains: defaultdict[str, int] = defaultdict(int)
+        memory: defaultdict[int, int] = defaultdict(int)
+        unknown = 0
+        for node in usable:
+            domains[node.place.domain] += node.capacity.gpus // gpus_per_worker * gpus_per_worker
+            if node.gpu_memory_bytes is None:
+                unknown += node.capacity.gpus
+            else:
+                memory[node.gpu_memory_bytes] += node.capacity.gpus
+        return cls(max(node.capacity.gpus for node in usable), max(domains.values()), dict(memory), unknown)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a usable node at all."""
+        return self.node_gpus is not None
+
+    @property
+    def largest_memory(self) -> int | None:
+        """Usable bytes of the GPU with most memory; None when a GPU's memory is not known, which nothing exceeds."""
+        if self.gpus_of_unknown_memory or not self.gpus_by_memory:
+            return None
+        return usable_memory(max(self.gpus_by_memory))
+
+    def gpus_that_fit(self, needed: int) -> int:
+        """How many GPUs hold `needed` bytes; those of unknown memory are trusted."""
+        holding = sum(count for size, count in self.gpus_by_memory.items() if usable_memory(size) >= needed)
+        return holding + self.gpus_of_unknown_memory
+
+
+def usable_memory(gpu_memory_bytes: int) -> int:
+    """Bytes of a GPU's memory that a plan may fill."""
+    return int(gpu_memory_bytes * USABLE_FRACTION)

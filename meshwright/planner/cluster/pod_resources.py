@@ -1,0 +1,146 @@
+"""What a pod asks for and where it will run: the part of a scheduler's view that planning needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from meshwright.planner.cluster.quantities import parse_quantity
+
+HOSTNAME_LABEL = "kubernetes.io/hostname"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Resources of a node or of a pod. CPU in thousandths of a core, memory in bytes."""
+
+    gpus: int = 0
+    cpu_milli: int = 0
+    memory_bytes: int = 0
+    pods: int = 0
+
+    def __add__(self, other: Resources) -> Resources:
+        return Resources(
+            self.gpus + other.gpus,
+            self.cpu_milli + other.cpu_milli,
+            self.memory_bytes + other.memory_bytes,
+            self.pods + other.pods,
+        )
+
+    def __sub__(self, other: Resources) -> Resources:
+        return self + other * -1
+
+    def __mul__(self, count: int) -> Resources:
+        return Resources(self.gpus * count, self.cpu_milli * count, self.memory_bytes * count, self.pods * count)
+
+    def fits(self, each: Resources) -> int:
+        """How many of `each` this amount holds; at least 0. What `each` does not ask for does not limit."""
+        pairs = (
+            (self.gpus, each.gpus),
+            (self.cpu_milli, each.cpu_milli),
+            (self.memory_bytes, each.memory_bytes),
+            (self.pods, each.pods),
+        )
+        return max(0, min((available // wanted for available, wanted in pairs if wanted > 0), default=0))
+
+
+def parse_resources(resources: Mapping[str, Any], gpu_resource: str, pods: int | None = None) -> Resources:
+    """Resources as Kubernetes writes them; CPU and memory are rounded up.
+
+    Raises:
+        ValueError: a value is not a quantity.
+    """
+    return Resources(
+        gpus=int(parse_quantity(resources.get(gpu_resource, 0))),
+        cpu_milli=ceil(parse_quantity(resources.get("cpu", 0)) * 1000),
+        memory_bytes=ceil(parse_quantity(resources.get("memory", 0))),
+        pods=int(parse_quantity(resources.get("pods", 0))) if pods is None else pods,
+    )
+
+
+def is_terminal(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod has ended and holds nothing any more."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
+    """What the pod holds on its node: containers together, or an init container that asks for more, and overhead.
+
+    Sidecars (init containers that restart) stay beside the containers. A limit without a request is a request.
+
+    Raises:
+        ValueError: a quantity is malformed.
+    """
+    spec = pod.get("spec") or {}
+    running = _summed(spec.get("containers") or (), gpu_resource)
+    peak = Resources()
+    for container in spec.get("initContainers") or ():
+        requests = _container(container, gpu_resource)
+        if container.get("restartPolicy") == "Always":
+            running += requests
+        else:
+            peak = _elementwise_max(peak, requests)
+    container_requests = _elementwise_max(running, peak) + parse_resources(spec.get("overhead") or {}, gpu_resource)
+    pod_level_requests = _requests(spec.get("resources") or {})
+    pod_level = parse_resources(pod_level_requests, gpu_resource)
+    return Resources(
+        gpus=container_requests.gpus,
+        cpu_milli=pod_level.cpu_milli if "cpu" in pod_level_requests else container_requests.cpu_milli,
+        memory_bytes=pod_level.memory_bytes if "memory" in pod_level_requests else container_requests.memory_bytes,
+        pods=1,
+    )
+
+
+def node_of(pod: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> str | None:
+    """The node the pod is bound to or, while it is gated or pending, pinned to; None when any node may get it."""
+    spec = pod.get("spec") or {}
+    if spec.get("nodeName"):
+        return str(spec["nodeName"])
+    hostname = (spec.get("nodeSelector") or {}).get(HOSTNAME_LABEL)
+    if hostname:
+        return node_by_hostname.get(str(hostname), str(hostname))
+    required = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ) or {}
+    terms = required.get("nodeSelectorTerms") or []
+    if len(terms) != 1:
+        return None
+    name = _only_value(terms[0].get("matchFields") or (), "metadata.name")
+    if name is not None:
+        return name
+    hostname = _only_value(terms[0].get("matchExpressions") or (), HOSTNAME_LABEL)
+    return None if hostname is None else node_by_hostname.get(hostname, hostname)
+
+
+def _only_value(expressions: Iterable[Mapping[str, Any]], key: str) -> str | None:
+    for expression in expressions:
+        values = expression.get("values") or []
+        if expression.get("key") == key and expression.get("operator") == "In" and len(values) == 1:
+            return str(values[0])
+    return None
+
+
+def _requests(resources: Mapping[str, Any]) -> dict[str, Any]:
+    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+
+
+def _container(container: Mapping[str, Any], gpu_resource: str) -> Resources:
+    return parse_resources(_requests(container.get("resources") or {}), gpu_resource)
+
+
+def _summed(containers: Iterable[Mapping[str, Any]], gpu_resource: str) -> Resources:
+    total = Resources()
+    for container in containers:
+        total += _container(container, gpu_resource)
+    return total
+
+
+def _elementwise_max(first: Resources, other: Resources) -> Resources:
+    return Resources(
+        max(first.gpus, other.gpus),
+        max(first.cpu_milli, other.cpu_milli),
+        max(first.memory_bytes, other.memory_bytes),
+        max(first.pods, other.pods),
+    )

@@ -1,0 +1,81 @@
+"""The shape of every communication group of a layout, from the order in which ranks fill the machine.
+
+A placement that is known can be costed as well: build `GroupSpans` from the spans its groups really have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import gcd, prod
+
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost.strategy import Strategy
+
+
+class RankOrder(StrEnum):
+    """Which dimensions ranks fill first; tensor is always innermost, context next."""
+
+    PIPELINE_INNER = "pipeline before data"
+    """Meshwright's and Llama 3's: the stages of a replica follow each other."""
+    DATA_INNER = "data before pipeline"
+    """Megatron-LM's: the replicas of a stage follow each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpans:
+    """Spans of the groups that the fullest domain holds."""
+
+    tensor: Span
+    context: Span
+    expert: Span
+    """Ranks that share out the experts."""
+    replicas: Span
+    """Ranks with the same dense parameters."""
+    expert_replicas: Span
+    """Ranks with the same experts."""
+    pipeline_level: int
+    """Level that two neighbouring stages share."""
+    pipeline: Span
+
+
+@lru_cache(maxsize=65536)
+def _group_spans(
+    tensor: int, context: int, pipeline: int, data: int, expert: int, order: RankOrder, fabric: Fabric
+) -> GroupSpans:
+    inner = tensor * context
+    stage_stride = inner if order is RankOrder.PIPELINE_INNER else inner * data
+    data_stride = inner * pipeline if order is RankOrder.PIPELINE_INNER else inner
+    from_context = gcd(expert, context)
+    from_data = expert // from_context
+    neighbour_level = next(
+        (index for index, level in enumerate(fabric.levels) if level.gpus // stage_stride >= 2), len(fabric.levels) - 1
+    )
+    return GroupSpans(
+        tensor=_span_of(((tensor, 1),), fabric),
+        context=_span_of(((context, tensor),), fabric),
+        expert=_span_of(((from_context, tensor), (from_data, data_stride)), fabric),
+        replicas=_span_of(((context, tensor), (data, data_stride)), fabric),
+        expert_replicas=_span_of(
+            ((context // from_context, tensor * from_context), (data // from_data, data_stride * from_data)), fabric
+        ),
+        pipeline_level=neighbour_level,
+        pipeline=_span_of(((pipeline, stage_stride),), fabric),
+    )
+
+
+def group_spans(choices: Strategy, fabric: Fabric, order: RankOrder) -> GroupSpans:
+    """The groups of ranks that fill domains in order, none of them broken."""
+    return _group_spans(choices.tensor, choices.context, choices.pipeline, choices.data, choices.expert, order, fabric)
+
+
+def _span_of(dimensions: tuple[tuple[int, int], ...], fabric: Fabric) -> Span:
+    """The span of a group made of (size, stride) dimensions."""
+    size = prod(count for count, _ in dimensions)
+    members = [
+        min(size, prod(max(1, min(count, level.gpus // stride)) for count, stride in dimensions))
+        for level in fabric.levels
+    ]
+    members[-1] = size
+    return Span(tuple(members))

@@ -1,0 +1,142 @@
+"""Seconds of communication inside a micro-batch: tensor, context and expert parallelism, and between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
+from meshwright.planner.cost.comm_groups import GroupSpans
+from meshwright.planner.cost.constants import SYNCHRONISE
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Numbers, Recompute, Strategy, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCommTime:
+    """Seconds that one layer's collectives take for one micro-batch, and how many block the critical path."""
+
+    forward: float
+    backward: float
+    blocking_forward: int
+    blocking_backward: int
+
+
+NO_COMM = LayerCommTime(0.0, 0.0, 0, 0)
+
+
+def element_bytes(numbers: Numbers) -> float:
+    """Bytes of one number that travels."""
+    return numbers.bytes
+
+
+def tensor_comm_time(
+    tokens: float, model: Transformer, choices: LayerStrategy, span: Span, fabric: Fabric
+) -> LayerCommTime:
+    """Of one layer: behind attention and behind the feed-forward layer, once forward and once backward.
+
+    With sequence parallelism each all-reduce is a gather and a scatter, and backward gathers the input once more for
+    the weights' gradient (Korthikanti et al., arXiv 2205.05198, section 4.2.2), behind the input's gradient.
+    """
+    if choices.tensor == 1:
+        return NO_COMM
+    size = tokens * model.hidden * element_bytes(choices.numbers)
+    if choices.sequence_parallel:
+        one = 2 * all_gather(size, span, fabric)
+        return LayerCommTime(2 * one, 2 * one, 4, 4)
+    one = all_reduce(size, span, fabric)
+    return LayerCommTime(2 * one, 2 * one, 2, 2)
+
+
+def context_comm_time(
+    tokens: float, model: Transformer, choices: LayerStrategy, span: Span, fabric: Fabric, core: float
+) -> LayerCommTime:
+    """Of one layer, what attention's `core` seconds of computation do not hide."""
+    if choices.context == 1:
+        return NO_COMM
+    size = element_bytes(choices.numbers)
+    key_value_size = 2.0 * model.kv_heads * model.head_size / choices.tensor
+    if model.latent is not None:
+        key_value_size = float(model.latent.kv_rank + model.latent.rope_size)
+    if choices.context_method is ContextMethod.ULYSSES:
+        bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / choices.tensor + key_value_size)
+        exchange_seconds = all_to_all(bytes_exchanged, span, fabric)
+        return LayerCommTime(exchange_seconds, exchange_seconds, 2, 2)
+    gathered_bytes = tokens * key_value_size * size * choices.context
+    if choices.context_method is ContextMethod.ALL_GATHER:
+        gathered = all_gather(gathered_bytes, span, fabric)
+        return LayerCommTime(gathered, 2 * gathered, 1, 2)
+    # With an exchange of heads inside it, a ring has fewer turns, each of as many bytes (USP, arXiv 2405.07719).
+    inner = choices.ulysses if choices.context_method is ContextMethod.RING_ULYSSES else 1
+    ring_steps = choices.context // inner - 1
+    ring = ring_steps * send(gathered_bytes / choices.context, span.top, fabric)
+    step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbour and launches its own kernels
+    bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / choices.tensor + key_value_size)
+    exchange_seconds = all_to_all(
+        bytes_exchanged, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
+    )
+    blocking_calls = 2 if inner > 1 else 0
+    return LayerCommTime(
+        exchange_seconds + max(0.0, ring - core) + step_overhead,
+        exchange_seconds + max(0.0, 2 * ring - 2 * core) + step_overhead,
+        blocking_calls,
+        blocking_calls,
+    )
+
+
+def expert_comm_time(
+    tokens: float, model: Transformer, choices: LayerStrategy, span: Span, fabric: Fabric, runtime: Framework
+) -> LayerCommTime:
+    """Of one mixture layer: tokens to their experts and back. Dispatch is in the products' format, return in 16 bits.
+
+    A token whose experts share a domain of the innermost level crosses the network once for all of them.
+    """
+    experts = model.experts
+    if choices.expert == 1 or experts is None:
+        return NO_COMM
+    rows = tokens / (choices.tensor if choices.sequence_parallel else 1)
+    copies = float(experts.per_token)
+    domains = span.size / span.inner
+    if span.top > 0:
+        copies = domains * (1.0 - (1.0 - 1.0 / domains) ** experts.per_token)
+    dispatched_bytes = (
+        rows * copies * model.hidden * (1.0 if choices.numbers is Numbers.FP8 else element_bytes(choices.numbers))
+    )
+    returned_bytes = rows * copies * model.hidden * element_bytes(choices.numbers)
+    exchange_seconds = all_to_all(dispatched_bytes, span, fabric) + all_to_all(returned_bytes, span, fabric)
+    exposed = exchange_seconds * (1.0 - runtime.overlap_experts)
+    return LayerCommTime(exposed, exposed, 2, 2)
+
+
+def stage_send_seconds(
+    tokens: float, model: Transformer, choices: Strategy, groups: GroupSpans, fabric: Fabric, runtime: Framework
+) -> float:
+    """Seconds to hand one micro-batch to the next stage.
+
+    Without sequence parallelism every tensor-parallel rank holds all of it; where the runtime sends slices, they are
+    gathered again inside the receiving group (arXiv 2104.04473, section 4.1).
+    """
+    if choices.pipeline == 1:
+        return 0.0
+    size = tokens * model.hidden * element_bytes(choices.numbers)
+    sent = send(_sent_bytes(size, choices, runtime), groups.pipeline_level, fabric)
+    if runtime.sliced_sends and not choices.sequence_parallel:
+        return sent + all_gather(size, groups.tensor, fabric)
+    return sent
+
+
+def stage_send_bytes(work: Workload, choices: Strategy, runtime: Framework) -> float:
+    """Bytes that one rank sends to hand one micro-batch to the next stage."""
+    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    return _sent_bytes(tokens * work.model.hidden * element_bytes(choices.numbers), choices, runtime)
+
+
+def _sent_bytes(size: float, choices: Strategy, runtime: Framework) -> float:
+    """One rank's part of a micro-batch of `size` bytes: a slice, with sequence parallelism or where slices are sent."""
+    return size / choices.tensor if choices.sequence_parallel or runtime.sliced_sends else size
+
+
+def recomputed_part(how: Recompute) -> float:
+    """Part of the forward pass's collectives that runs again."""
+    return 1.0 if how in (Recompute.FULL, Recompute.SQRT) else 0.0

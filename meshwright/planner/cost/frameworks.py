@@ -1,0 +1,161 @@
+"""What a training framework does alike for every model: bytes per parameter, kernels it has, what it overlaps.
+
+An estimate is for a runtime on an accelerator. Meshwright's own is the default; the others are those of the published
+runs that the constants are calibrated on, and what a `runtime.command` job may well run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from meshwright.planner.cost.comm_groups import RankOrder
+
+GIB = float(1 << 30)
+ASYNC_TENSOR_OVERLAP = 0.5
+"""Part of tensor parallelism's communication that its own products hide: as torchtitan's runs with it measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """One framework."""
+
+    name: str
+    family: str = ""
+    """The runtime whose constants it shares; its own where left out."""
+    weights: float = 2.0
+    """Bytes of a parameter as compute uses it."""
+    gradients: float = 4.0
+    """Bytes of a parameter's accumulated gradient."""
+    optimizer: float = 12.0
+    """Bytes of a parameter's master copy and optimizer moments."""
+    reduced: float = 4.0
+    """Bytes of a gradient as it is reduced."""
+    sharded_weights: float = 0.0
+    """Bytes of a parameter's shard with ZeRO-3, beside its master copy; 0 where the master copy is the shard."""
+    reduces_every_micro_batch: bool = False
+    """Whether ZeRO-2 scatters gradients after every micro-batch instead of accumulating whole ones."""
+    flash: bool = True
+    """Whether attention keeps no score matrix."""
+    dropout: bool = False
+    """Whether dropout masks are kept."""
+    fused: bool = True
+    """Whether element-wise operations are fused with their neighbours."""
+    norm_input: float = 2.0
+    """Bytes of a number that a norm keeps of its input."""
+    selective_part: float = 1.0
+    """What selective recomputation keeps of a layer beside attention's scores (torchtitan: every second product)."""
+    kernels: int = 25
+    """Kernels that one layer's forward pass launches; a stored score matrix and dropout take many small ones."""
+    balances_context: bool = True
+    """Whether context parallelism deals out a sequence so that causal attention costs every rank alike."""
+    loss_bytes: float = 12.0
+    """Bytes per logit: its copies in the loss."""
+    split_loss_bytes: float = 12.0
+    """The same where tensor parallelism splits the vocabulary."""
+    keeps_gathered: bool = False
+    """Whether sequence parallelism's gathered inputs are kept for the backward pass instead of gathered again."""
+    gathers_stage_once: bool = False
+    """Whether ZeRO-3 in a pipeline gathers a whole stage for a step instead of a layer at a time."""
+    stores_masters: bool = False
+    """Whether parameters are stored as masters and cast for each micro-batch, and `Settings` count: this worker."""
+    keeps_normed: bool = False
+    """Whether a norm keeps what it normed too, in the format of compute, and a statistic a token."""
+    frees_halfway: bool = False
+    """Whether the first half of a backward pass frees what the second half does not need."""
+    selects_products: bool = False
+    """Whether selective recomputation keeps the outputs of matrix products and attention instead of all but scores."""
+    copies_routed: bool = False
+    """Whether copies of tokens for experts are whole on every rank of a tensor group that does not spread them."""
+    ring_gradients: float = 0.0
+    """Bytes of a number of other ranks' keys' and values' gradients while a ring of ranks goes round."""
+    fp8_weights: float = 2.0
+    """Bytes of a parameter's fp8 copies, as it is and transposed, where a step quantises weights once."""
+    keeps_fp8: bool = True
+    """Whether fp8 products keep their inputs in fp8 for the backward pass."""
+    overlap_gradients: float = 0.8
+    """Part of the gradients' reduction that hides behind the backward pass, where there is enough of it."""
+    overlap_tensor: float = 0.0
+    """Part of tensor parallelism's communication that hides behind its own products."""
+    sliced_sends: bool = True
+    """Whether each tensor-parallel rank sends its slice to the next stage, without sequence parallelism too."""
+    overlap_pipeline: bool = False
+    """Whether sends between stages hide behind computation."""
+    overlap_experts: float = 0.0
+    """Part of the experts' all-to-all that hides behind other computation."""
+    partitioned_checkpoints: bool = False
+    """Whether a recomputed layer's kept input is split over the tensor-parallel group and gathered again."""
+    order: RankOrder = RankOrder.DATA_INNER
+    """The order in which ranks fill nodes."""
+    context: float = 1.5 * GIB
+    """Bytes of the CUDA context, libraries and communication buffers on every rank."""
+    fragmentation: float = 0.05
+    """Part of what is allocated that the allocator loses."""
+
+    def __hash__(self) -> int:
+        """By name alone, which is enough and fast: runtimes are part of many keys."""
+        return hash(self.name)
+
+
+_FRAMEWORKS = (
+    Framework(
+        "meshwright",
+        order=RankOrder.PIPELINE_INNER,
+        norm_input=4.0,
+        fused=False,
+        keeps_gathered=True,
+        stores_masters=True,
+        keeps_normed=True,
+        frees_halfway=True,
+        selects_products=True,
+        copies_routed=True,
+        ring_gradients=4.0,
+        fp8_weights=0.0,
+    ),
+    Framework("megatron-lm", flash=False, dropout=True, kernels=60, overlap_gradients=0.0),
+    Framework(
+        "megatron-deepspeed",
+        flash=False,
+        dropout=True,
+        kernels=60,
+        gradients=2.0,
+        reduced=2.0,
+        sharded_weights=2.0,
+        reduces_every_micro_batch=True,
+        overlap_gradients=0.0,
+        partitioned_checkpoints=True,
+        context=5.0 * GIB,
+    ),
+    Framework("megatron-core", overlap_tensor=0.5, overlap_pipeline=True, overlap_gradients=0.9, overlap_experts=0.3),
+    Framework(
+        "torchtitan",
+        order=RankOrder.PIPELINE_INNER,
+        selective_part=0.44,
+        loss_bytes=13.0,
+        split_loss_bytes=18.0,
+        gathers_stage_once=True,
+        fp8_weights=0.0,
+        keeps_fp8=False,
+        balances_context=False,
+        fragmentation=0.07,
+    ),
+    Framework(
+        "nanotron",
+        gradients=6.0,
+        keeps_gathered=True,
+        overlap_gradients=0.5,
+        context=0.5 * GIB,
+        fragmentation=0.02,
+    ),
+    Framework("zero-bubble", flash=False, dropout=True, kernels=60, fragmentation=0.0),
+)
+
+_TITAN = next(runtime for runtime in _FRAMEWORKS if runtime.name == "torchtitan")
+_VARIANTS = (
+    replace(_TITAN, name="torchtitan-async", overlap_tensor=ASYNC_TENSOR_OVERLAP, family="torchtitan"),
+    replace(_TITAN, name="torchtitan-eager", fused=False, kernels=40, family="torchtitan"),
+    replace(_FRAMEWORKS[2], name="vtrain-single"),
+)
+
+FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({runtime.name: runtime for runtime in _FRAMEWORKS + _VARIANTS})

@@ -1,0 +1,228 @@
+"""Bytes of parameters, gradients and optimizer state on a rank (ZeRO, arXiv 1910.02054, section 3).
+
+Two accounts. `published` is what frameworks of published runs do: parameters as compute uses them, masters and moments
+beside them. `stored` is this repository's worker, engine by engine: parameters are stored once, in fp32 where there
+are masters, and what compute needs in another format is cast for each micro-batch or gathered layer by layer.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.cost.memory_options import MemoryOptions
+from meshwright.planner.cost.schedule_cost import extra_weight_versions, splits_backward
+from meshwright.planner.cost.stages import Stage, StageParameters
+from meshwright.planner.cost.strategy import Numbers, Offload, Schedule, Strategy
+
+BIDIRECTIONAL = frozenset({Schedule.DUAL_PIPE})
+"""Schedules that hold every parameter on two ranks."""
+FP32 = 4.0
+
+
+class States(NamedTuple):
+    """Bytes on one rank."""
+
+    parameters: float
+    """As compute uses them, but for what is in `gathered` and `cast`."""
+    master: float
+    """Copies that updates add up in, where compute has another format."""
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Other replicas' parts of parameters, and of gradients that wait for their reduction."""
+    cast: float = 0.0
+    """Copies in the format of compute that each micro-batch in flight keeps."""
+    bucket: float = 0.0
+    """What a collective over replicas sums, beside the gradients that it came from."""
+
+
+class StateKey(NamedTuple):
+    """What of the choices states depend on: the key under which a search finds them again."""
+
+    zero_stage: int
+    replicas: int
+    context: int
+    data: int
+    expert: int
+    pipeline: int
+    schedule: Schedule
+    accumulates: bool
+    """Whether gradients add up over several micro-batches."""
+    offloaded: bool
+    """Whether the optimizer's state is elsewhere."""
+    numbers: Numbers
+    settings: MemoryOptions
+
+
+def states_of(stage_params: StageParameters, choices: Strategy, runtime: Framework, stage: Stage) -> States:
+    """The states of the ranks of one stage, whose parameters before sharding are `stage_params`."""
+    split = StateKey(
+        choices.zero_stage,
+        choices.context * choices.data,
+        choices.context,
+        choices.data,
+        choices.expert,
+        choices.pipeline,
+        choices.schedule,
+        choices.micro_batches > 1,
+        choices.offload_optimizer is not Offload.NONE,
+        choices.numbers,
+        choices.settings,
+    )
+    adapters = choices.settings.adapters_of(stage.dense, stage.mixtures)
+    return _states(stage_params, split, runtime, adapters, extra_weight_versions(choices, stage.rank))
+
+
+@lru_cache(maxsize=65536)
+def _states(
+    stage_params: StageParameters, split: StateKey, runtime: Framework, adapters: int, weight_versions: float
+) -> States:
+    if runtime.stores_masters:
+        return _meshwright_states(stage_params, split, adapters, weight_versions)
+    return _framework_states(stage_params, split, runtime)
+
+
+def _framework_states(stage_params: StageParameters, choices: StateKey, runtime: Framework) -> States:
+    """ZeRO-1 shards optimizer state, ZeRO-2 gradients too unless micro-batches accumulate in whole ones, ZeRO-3
+    parameters too: it then gathers one unit and the next, or, in a pipeline, where gathering for every micro-batch may
+    cost more than it saves, a whole stage once.
+    """
+    weight_versions = 2.0 if choices.schedule in BIDIRECTIONAL else 1.0
+    zero, whole = choices.zero_stage, stage_params.dense + stage_params.experts
+    shard = stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
+    full_precision = choices.numbers in (Numbers.FP32, Numbers.FP64)
+    weights, state = (4.0, runtime.optimizer - 4.0) if full_precision else (runtime.weights, runtime.optimizer)
+    updated_parameters = 0.0 if choices.offloaded else shard if zero else whole
+    # The masters are part of what a report calls optimizer state.
+    master = 0.0 if full_precision else min(FP32, state)
+    optimizer_states = (master * updated_parameters, (state - master) * updated_parameters)
+    if zero == 3:
+        stored = 4.0 if full_precision else runtime.sharded_weights
+        pipelined = choices.pipeline > 1 and runtime.gathers_stage_once
+        unit = whole if pipelined else min(whole, 2 * stage_params.largest_unit)
+        reduced = runtime.reduced * (whole if pipelined else min(whole, stage_params.largest_unit))
+        gathered = weight_versions * (weights * unit + reduced)
+        return States(
+            weight_versions * stored * shard,
+            optimizer_states[0],
+            weight_versions * runtime.gradients * shard,
+            optimizer_states[1],
+            gathered,
+        )
+    sharded_gradients = zero == 2 and (not choices.accumulates or runtime.reduces_every_micro_batch)
+    gradients = weight_versions * runtime.gradients * (shard if sharded_gradients else whole)
+    return States(weight_versions * weights * whole, optimizer_states[0], gradients, optimizer_states[1], 0.0)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of one parameter, and how many of them."""
+
+    stored: float
+    element: float
+    gradient: float
+    whole: float
+    trained: float
+    shard: float
+    """Of `whole`, what one replica keeps of its set of shards."""
+    trained_shard: float
+
+
+def _sizes(stage_params: StageParameters, choices: StateKey, adapters: int) -> _Sizes:
+    settings, numbers = choices.settings, choices.numbers
+    stored = (max(FP32, numbers.bytes)) if settings.master_weights else 2.0
+    shard_ranks = min(choices.replicas // settings.islands, (settings.shard_size or choices.data) * choices.context)
+    whole = stage_params.total + adapters
+    shard = (stage_params.dense + adapters) / shard_ranks + stage_params.experts / max(1, shard_ranks // choices.expert)
+    trained, trained_shard_size = (adapters, adapters / shard_ranks) if adapters else (whole, shard)
+    return _Sizes(stored, numbers.bytes, stored, whole, trained, shard, trained_shard_size)
+
+
+def _meshwright_states(
+    stage_params: StageParameters, choices: StateKey, adapters: int, weight_versions: float
+) -> States:
+    sizes, settings, zero = _sizes(stage_params, choices, adapters), choices.settings, choices.zero_stage
+    unsharded = choices.replicas // settings.islands == 1
+    if zero == 0 or unsharded:
+        states = _replicated(stage_params, choices, sizes, unsharded=choices.replicas == 1)
+    elif zero == 1 or settings.flat:
+        states = _flat_sharded(stage_params, choices, sizes)
+    else:
+        states = _fsdp_sharded(stage_params, choices, sizes)
+    if choices.offloaded:
+        states = states._replace(optimizer=0.0)
+    if weight_versions:
+        # Frozen weights have one version.
+        states = states._replace(parameters=states.parameters + weight_versions * sizes.stored * sizes.trained)
+    if choices.schedule in BIDIRECTIONAL and choices.pipeline > 1:
+        return States(*(2.0 * trained_shard_size for trained_shard_size in states))
+    return states
+
+
+def _parameters_and_masters(stored: float, element: float, count: float) -> tuple[float, float]:
+    """Bytes of stored parameters as (parameters, masters): masters where compute has another format."""
+    return (0.0, stored * count) if element < stored else (stored * count, 0.0)
+
+
+def _optimizer_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, count: float) -> float:
+    """Bytes of the optimizer's state for `count` of a stage's trained parameters, an outer optimizer's included."""
+    settings = choices.settings
+    tables = stage_params.tables * count / sizes.whole if settings.adapters is None else 0.0
+    each = count + tables if settings.muon else 2.0 * count
+    return sizes.stored * (each + settings.outer * count)
+
+
+def _bucket_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> float:
+    """Bytes of the gradients of one bucket; a tensor is never cut, and a table is the largest."""
+    return sizes.gradient * min(sizes.trained, max(float(choices.settings.bucket), stage_params.tables))
+
+
+def _replicated(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, *, unsharded: bool) -> States:
+    """Every replica holds everything; gradients move into their buckets one by one."""
+    parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
+    cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
+    error_feedback_bytes = sizes.gradient * sizes.trained * choices.settings.feedback if not unsharded else 0.0
+    return States(
+        parameters,
+        master,
+        sizes.gradient * sizes.trained + error_feedback_bytes,
+        _optimizer_bytes(stage_params, choices, sizes, sizes.trained),
+        0.0,
+        cast,
+        0.0 if unsharded else _bucket_bytes(stage_params, choices, sizes),
+    )
+
+
+def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
+    """Parameters whole, optimizer state of own rows; stage 2 keeps own rows of gradients, where hooks see them all."""
+    parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
+    bucket = _bucket_bytes(stage_params, choices, sizes)
+    gradients = sizes.gradient * sizes.trained
+    if choices.zero_stage == 2 and not splits_backward(choices.schedule, choices.pipeline):
+        gradients = min(gradients, sizes.gradient * sizes.trained_shard + bucket)
+    cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
+    moments = _optimizer_bytes(stage_params, choices, sizes, sizes.trained_shard)
+    return States(parameters, master, gradients, moments, 0.0, cast, bucket)
+
+
+def _fsdp_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
+    """FSDP: shards of everything. Stage 2 keeps what it gathered until the backward pass; stage 3 a layer, the next,
+    and what is in no layer. Gradients add up whole over micro-batches and are reduced unit by unit in the last.
+    """
+    settings = choices.settings
+    gathered = sizes.element * sizes.whole
+    if choices.zero_stage == 3:
+        gathered = sizes.element * min(sizes.whole, stage_params.tables + 2 * stage_params.layer)
+        if settings.reshard_size is not None:
+            gathered += sizes.element * sizes.whole / settings.reshard_size
+    reduced = max(sizes.stored, FP32)
+    unreduced_bytes = reduced * min(sizes.trained, max(stage_params.tables, stage_params.layer))
+    accumulates = choices.accumulates
+    gradients = reduced * sizes.trained if accumulates else sizes.gradient * sizes.trained_shard
+    parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.shard)
+    moments = _optimizer_bytes(stage_params, choices, sizes, sizes.trained_shard)
+    if settings.parameter_offload:
+        parameters, master, moments = 0.0, 0.0, 0.0
+        gradients = gradients if accumulates else 0.0
+    return States(parameters, master, gradients, moments, gathered, 0.0, 0.0 if accumulates else unreduced_bytes)

@@ -1,0 +1,172 @@
+"""Seconds of one layer's computation on one rank, kernel by kernel.
+
+A product of m x k by k x n costs its FLOPs at the rate that large products reach plus its bytes at the rate of memory:
+efficiency then falls by itself as tensor parallelism, short sequences or small micro-batches make a side short.
+Element-wise operations, and a stored score matrix, cost their bytes. Launching costs the host a constant per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.models.counts import attended_keys
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.accelerators import Accelerator
+from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.cost.strategy import Numbers, Recompute
+
+MEMORY_PART = 0.80
+"""Part of the nominal memory bandwidth that a streaming kernel reaches."""
+FLASH_PART = 0.56
+"""Part of large products' rate that flash attention reaches, forward and backward together."""
+BATCHED_PART = 0.6
+"""The same of the batched products around a stored score matrix."""
+KERNEL_GAP = 5e-6
+"""Seconds between the end of a kernel and the start of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one rank computes of one micro-batch, in one kind of layer."""
+
+    model: Transformer
+    mixture: bool
+    tokens: int
+    """Tokens of the micro-batch on this rank, after context parallelism, before sequence parallelism."""
+    sequence: int
+    """Whole length of the sequence that attention sees."""
+    context: int
+    tensor: int
+    sequence_parallel: bool
+    expert: int
+    causal: bool
+    numbers: Numbers
+    balanced: bool = True
+    """Whether causal attention costs the ranks of a context-parallel group alike."""
+    expert_tensor: bool = True
+    """See `Choices.expert_tensor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of a layer's kernels for one micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    core: float
+    """Of `forward`, attention's core: what selective recomputation runs again."""
+    elementwise: float
+    """Of `forward`, what is no matrix product and no attention."""
+
+    def recomputed(self, how: Recompute, runtime: Framework) -> float:
+        """Seconds of what runs again before the backward pass."""
+        if how is Recompute.NONE:
+            return 0.0
+        if how is not Recompute.SELECTIVE:
+            return self.forward
+        if runtime.selects_products:
+            return self.elementwise
+        kept_fraction = runtime.selective_part
+        return self.core if kept_fraction >= 1.0 else (1.0 - kept_fraction) * (self.forward - self.core)
+
+
+@lru_cache(maxsize=65536)
+def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> LayerTime:
+    """The kernels of one layer: products, attention's core, element-wise operations."""
+    products = sum(_matmul_seconds(m, n, k, count, shape.numbers, gpu) for m, n, k, count in matmuls_of(shape))
+    core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
+    moved = elementwise_bytes(shape, runtime) / (gpu.bandwidth * MEMORY_PART) + runtime.kernels * KERNEL_GAP
+    return LayerTime(
+        forward=products + core_forward + moved,
+        backward_input=products + core_backward + moved,
+        backward_weight=products + runtime.kernels / 2 * KERNEL_GAP,
+        core=core_forward,
+        elementwise=moved,
+    )
+
+
+def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:
+    """The layer's matrix products on one rank: (rows, columns, inner, how many)."""
+    model, t, rows = shape.model, shape.tensor, float(shape.tokens)
+    matmuls: list[tuple[float, float, float, float]] = []
+    latent = model.latent
+    if latent is None:
+        widths = (model.heads + model.kv_heads) * model.head_size + model.kv_heads * model.value_size
+        matmuls.append((rows, widths / t, model.hidden, 1))
+    else:
+        key_size = model.head_size + latent.rope_size
+        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden, 1))
+        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden, 1))
+        matmuls.append((rows, model.heads * (model.head_size + model.value_size) / t, latent.kv_rank, 1))
+    matmuls.append((rows, model.hidden, model.heads * model.value_size / t, 1))
+    columns = 2 if model.gated else 1
+    experts = model.experts
+    width = model.intermediate if not shape.mixture or experts is None else experts.shared_intermediate
+    if width:
+        matmuls.append((rows, columns * width / t, model.hidden, 1))
+        matmuls.append((rows, model.hidden, width / t, 1))
+    if shape.mixture and experts is not None:
+        local = max(1.0, experts.count / shape.expert)
+        each = rows * experts.per_token / local
+        # Either the experts' widths are split over the tensor group, or their rows.
+        widths, parts = (t, 1) if shape.expert_tensor else (1, t)
+        matmuls.append((each / parts, columns * experts.intermediate / widths, model.hidden, local))
+        matmuls.append((each / parts, model.hidden, experts.intermediate / widths, local))
+        matmuls.append((rows, experts.count, model.hidden, 1))
+    return matmuls
+
+
+def _matmul_seconds(m: float, n: float, k: float, count: float, numbers: Numbers, gpu: Accelerator) -> float:
+    element = 1.0 if numbers is Numbers.FP8 else numbers.bytes
+    moved = element * (m * k + k * n) + numbers.bytes * m * n
+    flops = 2.0 * m * n * k
+    return count * (flops / (gpu.peak(numbers) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
+
+
+def logits_time(tokens: int, model: Transformer, tensor: int, gpu: Accelerator, numbers: Numbers) -> float:
+    """Seconds of the output projection and its loss, forward, on one rank; never in fp8."""
+    kept_fraction = Numbers.BF16 if numbers is Numbers.FP8 else numbers
+    product = _matmul_seconds(tokens, model.vocab / tensor, model.hidden, 1, kept_fraction, gpu)
+    return product + 8.0 * tokens * model.vocab / tensor / (gpu.bandwidth * MEMORY_PART)
+
+
+def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> tuple[float, float]:
+    """Seconds of scores, softmax and weighted sum: forward and backward.
+
+    Where ranks of a context-parallel group keep consecutive parts and their queries (a plain ring), the last attends to
+    nearly all keys, and all wait.
+    """
+    model = shape.model
+    key_size = model.head_size + (model.latent.rope_size if model.latent else 0)
+    heads = model.heads / shape.tensor
+    if runtime.flash:
+        keys_attended = attended_keys(model, shape.sequence, causal=shape.causal)
+        flops = 2.0 * shape.tokens * heads * (key_size + model.value_size) * keys_attended
+        half = gpu.peak(Numbers.BF16 if shape.numbers is Numbers.FP8 else shape.numbers)
+        if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
+            flops *= 2.0 * shape.context / (shape.context + 1)
+        forward = flops / (half * gpu.sustained * FLASH_PART)
+        return forward, 2.5 * forward
+    scores = shape.tokens * heads * shape.sequence
+    flops = 2.0 * scores * (key_size + model.value_size)
+    multiplied = flops / (gpu.peak(shape.numbers) * gpu.sustained * BATCHED_PART)
+    passes = 13.0 if runtime.dropout else 8.0
+    moved = passes * scores / (gpu.bandwidth * MEMORY_PART)
+    return multiplied + moved, 2.0 * multiplied + 1.2 * moved
+
+
+def elementwise_bytes(shape: LayerShape, runtime: Framework) -> float:
+    """Bytes that norms, residuals, biases, dropout and activation functions move in one forward pass."""
+    model = shape.model
+    rows = shape.tokens / shape.tensor if shape.sequence_parallel else shape.tokens
+    residual = (22.0 if runtime.dropout else 16.0) * model.hidden * rows
+    experts = model.experts
+    width: float = model.intermediate
+    if shape.mixture and experts is not None:
+        width = experts.shared_intermediate + experts.per_token * experts.intermediate
+        residual += 8.0 * model.hidden * shape.tokens * experts.per_token
+    inner = (6.0 if model.gated else 4.0) * width * shape.tokens / shape.tensor
+    heads = 4.0 * (model.heads + 2 * model.kv_heads) * model.head_size * shape.tokens / shape.tensor
+    return (residual + inner + heads) * (1.0 if runtime.fused else 2.0)

@@ -1,0 +1,262 @@
+"""Seconds that one micro-batch takes on each pipeline rank, and which rank sets the pace.
+
+A rank's own work is summed over its layers: kernels, collectives and what launching them adds, at the constants of the
+(accelerator, runtime) pair. The fullest rank sets the pace; the others' work is what fills and drains the pipeline.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.collectives import all_gather
+from meshwright.planner.cost.comm_groups import GroupSpans
+from meshwright.planner.cost.comm_time import (
+    NO_COMM,
+    LayerCommTime,
+    context_comm_time,
+    element_bytes,
+    expert_comm_time,
+    recomputed_part,
+    tensor_comm_time,
+)
+from meshwright.planner.cost.constants import HOST_PER_LAYER, SYNCHRONISE
+from meshwright.planner.cost.fabric import Span
+from meshwright.planner.cost.frameworks import ASYNC_TENSOR_OVERLAP
+from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.roofline import MEMORY_PART, LayerShape, layer_time, logits_time
+from meshwright.planner.cost.stages import Stage, Stages
+from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Recompute, Strategy, Workload
+
+
+class MicroBatchTime(NamedTuple):
+    """Seconds of one micro-batch on one rank, or of one of its layers."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    recompute: float
+    tensor: float
+    context: float
+    expert: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+class _LayerTimes(NamedTuple):
+    """One layer of a kind: its pass with what the choices recompute, its pass with nothing recomputed."""
+
+    recomputed_part_time: MicroBatchTime
+    plain_time: MicroBatchTime
+
+
+class Bottleneck(NamedTuple):
+    """What one micro-batch takes on the pipeline's ranks."""
+
+    slowest: Stage
+    worst: MicroBatchTime
+    """Of `slowest`, whose ranks set the pace."""
+    longest: float
+    """Seconds on `slowest`."""
+    mean: float
+    """Of all ranks."""
+
+
+class _LayerKey(NamedTuple):
+    """What of the choices a rank's pace depends on, but for the split: the key under which a search finds it again."""
+
+    layout: LayerStrategy
+    recompute_method: Recompute
+    limit: int | None
+    """Layers of a stage that recompute; None for every layer."""
+    spans: tuple[Span, Span, Span]
+    """Of the tensor, the context and the expert group."""
+
+    @classmethod
+    def of(cls, choices: Strategy, groups: GroupSpans) -> _LayerKey:
+        recompute_method = Recompute.FULL if choices.settings.rematerialize else choices.recompute
+        return cls(
+            LayerStrategy.of(choices),
+            recompute_method,
+            choices.recompute_layers,
+            (groups.tensor, groups.context, groups.expert),
+        )
+
+
+def bottleneck_of(
+    work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans, stages: Stages
+) -> Bottleneck:
+    """The pace of a layout; alike for all its schedules and ZeRO stages with the same layers on the same ranks."""
+    return _bottleneck(work, _LayerKey.of(choices, groups), machine, stages)
+
+
+@lru_cache(maxsize=65536)
+def _bottleneck(work: Workload, layers: _LayerKey, machine: Machine, stages: Stages) -> Bottleneck:
+    layer_times, edges = _units(work, layers, machine), _edge_times(work, layers.layout, machine)
+    sizes = [(unit.recomputed_part_time.total, unit.plain_time.total) for unit in layer_times]
+    totals = [_total(layers, stage, sizes, edges) for stage in stages.distinct]
+    longest = max(totals)
+    slowest = stages.distinct[totals.index(longest)]
+    mean = sum(total * count for total, count in zip(totals, stages.count, strict=True)) / len(stages.every)
+    return Bottleneck(slowest, _stage_time(layers, slowest, layer_times, edges), longest, mean)
+
+
+def stage_times(
+    work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans, stage: Stage
+) -> tuple[float, float, float]:
+    """Seconds of one micro-batch on a rank of `stage`: forward, input's backward, weights' backward."""
+    layers = _LayerKey.of(choices, groups)
+    edges = _edge_times(work, layers.layout, machine)
+    return forward_and_backward_parts(_stage_time(layers, stage, _units(work, layers, machine), edges))
+
+
+def forward_and_backward_parts(one: MicroBatchTime) -> tuple[float, float, float]:
+    """Seconds of (forward, input's backward with what is recomputed, weights' backward); the rest spread evenly."""
+    shared = (one.tensor + one.context + one.expert + one.host) / 3.0
+    return one.forward + shared, one.backward_input + one.recompute + shared, one.backward_weight + shared
+
+
+def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTimes]:
+    """A layer with a dense feed-forward part, and where there are such one with a mixture of experts."""
+    model = work.model
+
+    def one(mixture: bool, recompute_method: Recompute) -> MicroBatchTime:
+        chosen = (mixture, recompute_method, layers.layout, machine, *layers.spans)
+        return _layer_time(model, work.sequence_length, work.causal, *chosen)
+
+    found = []
+    for mixture in (False, True) if model.experts is not None else (False,):
+        recomputed_part_time = one(mixture, layers.recompute_method)
+        found.append(
+            _LayerTimes(
+                recomputed_part_time, recomputed_part_time if layers.limit is None else one(mixture, Recompute.NONE)
+            )
+        )
+    return found
+
+
+def _counts(layers: _LayerKey, stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:
+    """For (dense, mixture): how many of a stage's layers recompute and how many do not."""
+    if layers.limit is None:
+        return (stage.dense, 0), (stage.mixtures, 0)
+    dense = min(stage.dense, layers.limit)
+    mixed = min(stage.mixtures, layers.limit)
+    return (dense, stage.dense - dense), (mixed, stage.mixtures - mixed)
+
+
+class _EdgeTimes(NamedTuple):
+    """Seconds of a micro-batch beside its layers."""
+
+    output: float
+    """Logits and loss, forward."""
+    embedding: float
+    """Looking up tokens and adding up their gradients."""
+
+
+def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _EdgeTimes:
+    """Of the last and of the first stage; multi-token prediction has its own logits."""
+    model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
+    forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.numbers)
+    moved = 6.0 * tokens * model.hidden
+    return _EdgeTimes(
+        (1 + model.prediction_layers) * machine.constants.compute * forward,
+        moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute,
+    )
+
+
+def _total(layers: _LayerKey, stage: Stage, sizes: list[tuple[float, float]], edges: _EdgeTimes) -> float:
+    """Seconds of one micro-batch on a rank of `stage`, from those of one layer of each kind."""
+    total = (3.0 * edges.output if stage.output else 0.0) + (edges.embedding if stage.embedding else 0.0)
+    for (recomputed_part_time, plain_time), (recomputing, not_recomputing) in zip(
+        _counts(layers, stage), sizes, strict=False
+    ):
+        total += recomputed_part_time * recomputing + plain_time * not_recomputing
+    return total
+
+
+def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes], edges: _EdgeTimes) -> MicroBatchTime:
+    """One micro-batch through one pipeline rank."""
+    parts = [
+        (count, one)
+        for counts, unit in zip(_counts(layers, stage), layer_times, strict=False)
+        for count, one in zip(counts, unit, strict=True)
+        if count
+    ]
+    total = MicroBatchTime(*(sum(count * one[index] for count, one in parts) for index in range(8)))
+    extra = edges.output if stage.output else 0.0
+    embedding_seconds = edges.embedding if stage.embedding else 0.0
+    return total._replace(
+        forward=total.forward + extra,
+        backward_input=total.backward_input + extra,
+        backward_weight=total.backward_weight + extra + embedding_seconds,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _layer_time(
+    model: Transformer,
+    sequence: int,
+    causal: bool,
+    mixture: bool,
+    recompute_method: Recompute,
+    chosen: LayerStrategy,
+    machine: Machine,
+    tensor_span: Span,
+    context_span: Span,
+    expert_span: Span,
+) -> MicroBatchTime:
+    """One micro-batch through one layer: kernels, collectives, and what launching them adds."""
+    fabric, runtime, constants = machine.fabric, machine.runtime, machine.constants
+    tokens = -(-sequence * chosen.micro_batch_size // chosen.context)
+    shape = LayerShape(
+        model,
+        mixture,
+        tokens,
+        sequence,
+        chosen.context,
+        chosen.tensor,
+        chosen.sequence_parallel,
+        chosen.expert,
+        causal,
+        chosen.numbers,
+        chosen.context_method is not ContextMethod.RING,
+        chosen.expert_tensor,
+    )
+    time = layer_time(shape, machine.gpu, runtime)
+    recomputed_part_time = recomputed_part(recompute_method)
+    tensor = tensor_comm_time(tokens, model, chosen, tensor_span, fabric)
+    hidden = ASYNC_TENSOR_OVERLAP if chosen.tensor_overlap else runtime.overlap_tensor
+    tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, recomputed_part_time)
+    if runtime.partitioned_checkpoints and recomputed_part_time and chosen.tensor > 1:
+        tensor_seconds += all_gather(tokens * model.hidden * element_bytes(chosen.numbers), tensor_span, fabric)
+    context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
+    expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime) if mixture else NO_COMM
+    blocking = sum(
+        t.blocking_forward * (1 + recomputed_part_time) + t.blocking_backward for t in (tensor, context, expert)
+    )
+    one = MicroBatchTime(
+        forward=constants.compute * time.forward,
+        backward_input=constants.compute * time.backward_input,
+        backward_weight=constants.compute * time.backward_weight,
+        recompute=constants.compute * time.recomputed(recompute_method, runtime),
+        tensor=constants.communication * tensor_seconds,
+        context=constants.communication * _with_recomputation(context, recomputed_part_time),
+        expert=constants.communication * _with_recomputation(expert, recomputed_part_time),
+        host=0.0,
+    )
+    launch_seconds = exposed_host((3.0 + recomputed_part_time) * HOST_PER_LAYER * constants.host, one.total)
+    return one._replace(host=launch_seconds + blocking * SYNCHRONISE * constants.host)
+
+
+def _with_recomputation(traffic: LayerCommTime, recomputed_part_time: float) -> float:
+    return traffic.forward * (1.0 + recomputed_part_time) + traffic.backward
+
+
+def exposed_host(launch_seconds: float, busy: float) -> float:
+    """Seconds by which launching kernels exceeds the `busy` seconds that they run, with a soft corner between."""
+    return float((launch_seconds**4 + busy**4) ** 0.25) - busy

@@ -1,0 +1,112 @@
+"""Seconds of one optimizer step, by part.
+
+The pace of the fullest rank (`pace`) times the micro-batches; what fills and drains the pipeline; then the gradients'
+reduction, the optimizer and what no computation hides. Every part is at the constants of its (accelerator, runtime)
+pair, so the same function calibrates and predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.planner.cost.comm_groups import GroupSpans
+from meshwright.planner.cost.comm_time import stage_send_seconds
+from meshwright.planner.cost.constants import PER_STEP, SYNCHRONISE
+from meshwright.planner.cost.machine import Machine as Machine
+from meshwright.planner.cost.schedule_cost import bubble_seconds
+from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, forward_and_backward_parts
+from meshwright.planner.cost.stages import stages_of
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.cost.update_time import gradient_sync_seconds, offload_seconds, optimizer_seconds
+from meshwright.schedules.closed_forms import StageTimes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step on the rank that sets the pace, by what they are spent on; exposed time only."""
+
+    compute: float
+    recompute: float
+    tensor: float
+    context: float
+    expert: float
+    pipeline: float
+    bubble: float
+    data: float
+    """Reducing gradients and gathering parameters over the replicas."""
+    optimizer: float
+    offload: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return (
+            self.compute
+            + self.recompute
+            + self.tensor
+            + self.context
+            + self.expert
+            + self.pipeline
+            + self.bubble
+            + self.data
+            + self.optimizer
+            + self.offload
+            + self.host
+        )
+
+
+def step_time(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> StepTime:
+    """The estimate.
+
+    Raises:
+        ValueError: the layers cannot be split over the pipeline's ranks.
+    """
+    stages = stages_of(work.model, choices)
+    slowest, worst, longest, mean = bottleneck_of(work, choices, machine, groups, stages)
+    count = choices.micro_batches
+    slowdown = 1.0 / machine.slowest
+    compute = worst.forward + worst.backward_input + worst.backward_weight
+    return StepTime(
+        compute=count * compute * slowdown,
+        recompute=count * worst.recompute * slowdown,
+        tensor=count * worst.tensor,
+        context=count * worst.context,
+        expert=count * worst.expert,
+        pipeline=_sending(work, choices, machine, groups),
+        bubble=_bubble(choices, worst, mean / longest) * slowdown,
+        data=gradient_sync_seconds(work, choices, machine, groups, stages, _overlappable_seconds(worst)),
+        optimizer=optimizer_seconds(work, choices, machine, slowest),
+        offload=offload_seconds(work, choices, machine, slowest, longest),
+        host=count * worst.host + PER_STEP * machine.constants.host,
+    )
+
+
+def _overlappable_seconds(worst: MicroBatchTime) -> tuple[float, float]:
+    """Seconds of a micro-batch's (backward pass, whole pass) that communication can hide behind."""
+    return worst.backward_input + worst.backward_weight + worst.recompute, worst.total
+
+
+def _bubble(choices: Strategy, worst: MicroBatchTime, part: float) -> float:
+    """Idle seconds of the rank that sets the pace: the schedule's bubble, at the average rank's `part` of its pace."""
+    if choices.pipeline == 1:
+        return 0.0
+    times = StageTimes(*(part * seconds for seconds in forward_and_backward_parts(worst)))
+    return bubble_seconds(choices, times)
+
+
+def stage_transfer_seconds(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> float:
+    """Seconds to hand one micro-batch to the next stage."""
+    if choices.pipeline == 1:
+        return 0.0
+    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    one = stage_send_seconds(float(tokens), work.model, choices, groups, machine.fabric, machine.runtime)
+    return one * machine.constants.communication + SYNCHRONISE * machine.constants.host
+
+
+def _sending(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> float:
+    """Exposed sends between stages: filling and draining always, and every micro-batch's where nothing hides them."""
+    one = stage_transfer_seconds(work, choices, machine, groups)
+    filling = 2 * (choices.pipeline - 1) * one
+    steady = 0.0 if machine.runtime.overlap_pipeline else 2 * choices.micro_batches * choices.virtual_stages * one
+    return filling + steady

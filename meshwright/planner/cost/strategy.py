@@ -1,0 +1,248 @@
+"""Everything a plan decides, and everything it is decided for: the arguments of an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+from math import isqrt
+from typing import NamedTuple
+
+from meshwright.api.parallelism import ContextMethod as ContextMethod
+from meshwright.layout import split_layers
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
+
+
+class Recompute(StrEnum):
+    """What is computed again in the backward pass instead of being kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Attention's core (Korthikanti et al., arXiv 2205.05198, section 5)."""
+    FULL = "full"
+    """Each layer from its input."""
+    SQRT = "sqrt"
+    """Full, in groups of about the square root of a stage's layers (Chen et al., arXiv 1604.06174)."""
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline runs its micro-batches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    LOOPED_BFS = "looped-bfs"
+    ZB_H1 = "zb-h1"
+    ZB_H2 = "zb-h2"
+    ZB_V = "zb-v"
+    DUAL_PIPE = "dualpipe"
+    DUAL_PIPE_V = "dualpipe-v"
+    NAIVE = "naive"
+    AUTOMATIC = "automatic"
+    PIPEDREAM = "pipedream"
+    PIPEDREAM_2BW = "pipedream-2bw"
+
+
+ASYNCHRONOUS = frozenset({Schedule.PIPEDREAM, Schedule.PIPEDREAM_2BW})
+"""Schedules that never drain: nobody waits, and a rank keeps several versions of its weights."""
+WITH_VIRTUAL_STAGES = frozenset({Schedule.INTERLEAVED, Schedule.LOOPED_BFS})
+"""Schedules whose ranks hold stages that lie a pipeline's length apart."""
+V_SHAPED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE_V})
+"""Schedules whose first rank holds the model's end as well as its beginning."""
+SEARCHED_SCHEDULES = tuple(
+    s for s in Schedule if s not in ASYNCHRONOUS and s not in (Schedule.NAIVE, Schedule.AUTOMATIC)
+)
+"""Schedules that a search tries: synchronous, and with a closed form of their own."""
+
+
+class Numbers(StrEnum):
+    """The number format of matrix products."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    FP64 = "fp64"
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a number between products; fp8 is for products alone."""
+        return 4.0 if self is Numbers.FP32 else 8.0 if self is Numbers.FP64 else 2.0
+
+
+class Offload(StrEnum):
+    """Where optimizer state, or activations, wait while they are not used."""
+
+    NONE = "none"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one optimizer step must do, whatever the layout."""
+
+    model: Transformer
+    sequence_length: int
+    global_batch: int
+    """Sequences per step."""
+    causal: bool = True
+    """Whether attention skips what the mask hides (flash attention does; a stored score matrix does not)."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.sequence_length * self.global_batch
+
+
+_COUNTS = (
+    "tensor",
+    "context",
+    "pipeline",
+    "virtual_stages",
+    "expert",
+    "data",
+    "micro_batch_size",
+    "micro_batches",
+    "recompute_every",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run it. World = tensor x context x pipeline x data; `expert` divides context x data.
+
+    Raises:
+        ValueError: a number is below 1, or `expert` does not divide `context x data`.
+    """
+
+    tensor: int = 1
+    sequence_parallel: bool = True
+    tensor_overlap: bool = False
+    """Whether products hide sequence parallelism's collectives, in a runtime where that is a choice."""
+    context: int = 1
+    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    ulysses: int = 1
+    """With `RingUlysses`, the neighbours of a context group that exchange heads."""
+    pipeline: int = 1
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    virtual_stages: int = 1
+    """Model chunks of one pipeline rank."""
+    layer_split: tuple[int, ...] | None = None
+    """Layers of each pipeline rank, or of each of its stages in the model's order, where it has several; None for as
+    even as can be, the first stages taking the remainder."""
+    expert: int = 1
+    expert_tensor: bool = True
+    """Whether tensor parallelism splits the widths of experts."""
+    data: int = 1
+    zero_stage: int = 0
+    """0: nothing sharded over `data x context`; 1 optimizer state, 2 gradients too, 3 parameters too."""
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
+    """With `full`: layers of one recomputed group."""
+    recompute_layers: int | None = None
+    """With `full`: layers of a stage that recompute, the others keep all; None for every layer."""
+    offload_optimizer: Offload = Offload.NONE
+    offload_activations: Offload = Offload.NONE
+    numbers: Numbers = Numbers.BF16
+    settings: MemoryOptions = DEFAULT
+
+    def __post_init__(self) -> None:
+        degrees = (self.tensor, self.context, self.pipeline, self.virtual_stages, self.expert, self.data)
+        if min(*degrees, self.micro_batch_size, self.micro_batches, self.recompute_every) < 1:
+            name = next(name for name in _COUNTS if getattr(self, name) < 1)
+            raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+        if self.context * self.data % self.expert:
+            raise ValueError(f"`expert` ({self.expert}) must divide `context` x `data` ({self.context} x {self.data})")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3, not {self.zero_stage}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert_parts(self) -> int:
+        """Ranks that a layer's experts are split over, by number and by width."""
+        return self.expert * (self.tensor if self.expert_tensor else 1)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense parameters: what ZeRO shards over and gradients are reduced over."""
+        return self.context * self.data
+
+    def layers_of(self, layers: int) -> tuple[tuple[range, ...], ...]:
+        """The consecutive layers of each stage of each pipeline rank.
+
+        Raises:
+            ValueError: `layer_split` does not add up, or a rank gets no layer.
+        """
+        ranks, split, v_shaped = self.pipeline, self.layer_split, self.schedule in V_SHAPED
+        stages = ranks * (2 if v_shaped else self.virtual_stages if self.schedule in WITH_VIRTUAL_STAGES else 1)
+        stage_ranks = [min(stage, stages - 1 - stage) if v_shaped else stage % ranks for stage in range(stages)]
+        if split is not None and (len(split) not in (ranks, stages) or sum(split) != layers or min(split) < 0):
+            raise ValueError(
+                f"`layer_split` {split} must give each of {ranks} pipeline ranks, or each of their {stages} stages, "
+                f"its part of {layers} layers"
+            )
+        if ranks > layers:
+            raise ValueError(f"{layers} layers cannot be split over {ranks} pipeline ranks")
+        if split is not None and len(split) == stages:
+            sizes = list(split)
+        elif split is None and stages <= layers:
+            sizes = [len(stage_layers) for stage_layers in split_layers(layers, stages)]
+        else:
+            totals = split if split is not None else [len(stage_layers) for stage_layers in split_layers(layers, ranks)]
+            chunk_sizes = [_even_parts(total, stages // ranks) for total in totals]
+            sizes = [chunk_sizes[pipeline_rank].pop(0) for pipeline_rank in stage_ranks]
+        bounds = [0, *accumulate(sizes)]
+        layers_by_rank: list[list[range]] = [[] for _ in range(ranks)]
+        for stage, pipeline_rank in enumerate(stage_ranks):
+            layers_by_rank[pipeline_rank].append(range(bounds[stage], bounds[stage + 1]))
+        return tuple(tuple(stage_layers) for stage_layers in layers_by_rank)
+
+    def recompute_group(self, layers: int) -> int:
+        """Layers that are recomputed together from one kept input, on a rank with so many layers."""
+        if self.recompute is Recompute.SQRT:
+            return max(1, isqrt(layers))
+        return self.recompute_every
+
+
+def _even_parts(total: int, parts: int) -> list[int]:
+    size, extra = divmod(total, parts)
+    return [size + (part < extra) for part in range(parts)]
+
+
+class LayerStrategy(NamedTuple):
+    """What of the choices one layer's time depends on: the key under which a search finds it again."""
+
+    tensor: int
+    sequence_parallel: bool
+    tensor_overlap: bool
+    context: int
+    context_method: ContextMethod
+    ulysses: int
+    expert: int
+    expert_tensor: bool
+    micro_batch_size: int
+    numbers: Numbers
+
+    @classmethod
+    def of(cls, choices: Strategy) -> LayerStrategy:
+        """The part of `choices`."""
+        return cls(
+            choices.tensor,
+            choices.sequence_parallel,
+            choices.tensor_overlap,
+            choices.context,
+            choices.context_method,
+            choices.ulysses,
+            choices.expert,
+            choices.expert_tensor,
+            choices.micro_batch_size,
+            choices.numbers,
+        )

@@ -1,0 +1,134 @@
+"""Seconds between two steps' micro-batches: reducing gradients, gathering parameters, the optimizer, offload."""
+
+from __future__ import annotations
+
+from meshwright.planner.cost.activations import layer_activations, saved_bytes
+from meshwright.planner.cost.collectives import all_gather, all_reduce
+from meshwright.planner.cost.comm_groups import GroupSpans
+from meshwright.planner.cost.comm_time import element_bytes
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.cost.machine import Machine
+from meshwright.planner.cost.roofline import MEMORY_PART
+from meshwright.planner.cost.stages import Stage, StageParameters, Stages, fullest_stage, stage_parameters
+from meshwright.planner.cost.strategy import Numbers, Offload, Strategy, Workload
+
+OPTIMIZER_BYTES = 34.0
+"""Bytes that Adam reads and writes per parameter, with the gradient's norm."""
+HOST_ADAM = 0.5
+"""Part of the rate to host memory that an optimizer on the CPU reaches."""
+
+
+def gradient_sync_seconds(
+    work: Workload,
+    choices: Strategy,
+    machine: Machine,
+    groups: GroupSpans,
+    stages: Stages,
+    overlappable: tuple[float, float],
+) -> float:
+    """Exposed seconds of reducing gradients and gathering parameters, on the rank with most parameters.
+
+    Args:
+        work: what a step processes.
+        choices: the layout.
+        machine: where it runs.
+        groups: shapes of its groups.
+        stages: the pipeline's ranks.
+        overlappable: seconds of one micro-batch's (backward pass, whole pass). The reduction hides behind the last
+            backward
+            pass; ZeRO-3's traffic behind all of every pass.
+    """
+    runtime, fabric = machine.runtime, machine.fabric
+    stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
+    reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
+    comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.replicas, fabric)
+    comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_replicas, fabric)
+    if choices.tensor > 1 and not choices.expert_tensor:
+        comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
+    overlap_seconds = overlappable[0]
+    if choices.zero_stage == 3:
+        comm_seconds += 2.0 * choices.micro_batches * _parameter_gather_seconds(stage_params, choices, groups, fabric)
+        overlap_seconds = overlappable[1] * choices.micro_batches
+    comm_seconds *= machine.constants.communication
+    overlap = runtime.overlap_gradients
+    return max(comm_seconds - overlap * overlap_seconds, (1.0 - overlap) * comm_seconds)
+
+
+def gradient_sync_bytes(work: Workload, choices: Strategy, runtime: Framework, stages: Stages) -> float:
+    """Bytes that the rank with most parameters sends in one step to reduce gradients and to gather parameters."""
+    stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
+    # Around a ring an all-reduce is a scatter and a gather; under ZeRO the gather is of parameters, half the bytes.
+    sent = stage_params.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
+    if choices.zero_stage == 3:
+        size = 1.0 if choices.numbers is Numbers.FP8 else element_bytes(choices.numbers)
+        sent += 2.0 * choices.micro_batches * stage_params.total * size
+    return sent * (choices.replicas - 1) / choices.replicas
+
+
+def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
+    """Gradients scattered and parameters, in half the bytes, gathered."""
+    return all_gather(size, span, fabric) + all_gather(size / 2, span, fabric)
+
+
+def _parameter_gather_seconds(
+    stage_params: StageParameters, choices: Strategy, groups: GroupSpans, fabric: Fabric
+) -> float:
+    size = 1.0 if choices.numbers is Numbers.FP8 else element_bytes(choices.numbers)
+    dense = all_gather(stage_params.dense * size, groups.replicas, fabric)
+    return dense + all_gather(stage_params.experts * size, groups.expert_replicas, fabric)
+
+
+def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> float:
+    """Parameters whose optimizer state is on each rank of a stage."""
+    stage_params = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
+    if not choices.zero_stage:
+        return stage_params.total
+    return stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
+
+
+def optimizer_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
+    """Seconds of the optimizer's bytes on the device; 0 where its state is elsewhere."""
+    if choices.offload_optimizer is not Offload.NONE:
+        return 0.0
+    moved = _optimizer_parameters(work, choices, stage) * OPTIMIZER_BYTES
+    return moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute
+
+
+def offload_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage, busy: float) -> float:
+    """Exposed seconds of moving what is kept elsewhere.
+
+    Optimizer state: gradients out, updated parameters in, the update itself at the host's pace; with NVMe the state in
+    and out. Activations: out and in once a micro-batch, behind its `busy` seconds.
+    """
+    seconds = 0.0
+    if choices.offload_optimizer is not Offload.NONE:
+        parameter_count, runtime = _optimizer_parameters(work, choices, stage), machine.runtime
+        seconds += parameter_count * (runtime.reduced + runtime.weights) / machine.gpu.host
+        seconds += parameter_count * OPTIMIZER_BYTES / (machine.gpu.host * HOST_ADAM)
+        if choices.offload_optimizer is Offload.NVME:
+            seconds += 2.0 * parameter_count * runtime.optimizer / machine.nvme
+    if choices.offload_activations is not Offload.NONE:
+        rate = machine.gpu.host if choices.offload_activations is Offload.CPU else machine.nvme
+        moved = 2.0 * _activation_bytes(work, choices, machine, stage) / rate
+        seconds += choices.micro_batches * max(0.0, moved - busy)
+    return seconds
+
+
+def _activation_bytes(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
+    """Bytes that one micro-batch leaves on a rank of a stage until its backward pass."""
+    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    rest = (
+        work.sequence_length,
+        choices.tensor,
+        choices.sequence_parallel,
+        choices.numbers,
+        machine.runtime,
+        choices.expert > 1,
+    )
+    kinds = ((False, stage.dense), (True, stage.mixtures))
+    return tokens * sum(
+        saved_bytes(layer_activations(work.model, mixture, *rest), layers, choices)
+        for mixture, layers in kinds
+        if layers
+    )

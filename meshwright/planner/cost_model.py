@@ -1,0 +1,133 @@
+"""The price of a job's layouts on the cluster it would run on: spec and inventory in the cost model's terms.
+
+A cluster whose GPUs the catalogue does not know has no price: plans are then made by memory alone, as they can be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.layout import Layout
+from meshwright.models.architecture import Architecture
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.limits import ClusterLimits
+from meshwright.planner.cost.accelerators import Accelerator, accelerator
+from meshwright.planner.cost.comm_groups import GroupSpans
+from meshwright.planner.cost.constants import Constants
+from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
+from meshwright.planner.cost.fabric import Fabric, FabricLevel
+from meshwright.planner.cost.step_time import Machine
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.topology.levels import RACK
+from meshwright.planner.topology.links import SHARE_OF_NIC
+from meshwright.planner.workload import TrainingJob
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Constants learnt from running jobs, by accelerator; they take the place of the shipped ones."""
+
+    constants: Mapping[str, Constants] = field(default_factory=dict)
+
+    def on(self, machine: Machine) -> Machine:
+        """The machine with what was learnt about its GPU."""
+        calibrated = self.constants.get(machine.gpu.name)
+        return replace(machine, constants=calibrated) if calibrated else machine
+
+    def with_constants(self, gpu: str, constants: Constants) -> Calibration:
+        """The same, with other constants for one GPU."""
+        return Calibration({**self.constants, gpu: constants})
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Estimates for the layouts of one job."""
+
+    job: TrainingJob
+    machine: Machine
+
+    @property
+    def work(self) -> Workload:
+        """What a step must do."""
+        return self.job.work
+
+    def on(self, job: TrainingJob) -> CostModel:
+        """The same machine for a job of which more is decided."""
+        return replace(self, job=job)
+
+    def choices(self, layout: Layout, micro_batches: int) -> Strategy:
+        """The layout in the cost model's terms."""
+        return self.job.choices(layout, micro_batches)
+
+    def price(self, layout: Layout, micro_batches: int, groups: GroupSpans | None = None) -> Estimate:
+        """Memory and time of one step; `groups` are those of a placement, without it ranks fill domains in order.
+
+        Raises:
+            ValueError: there are more stages than layers.
+        """
+        return estimate(self.work, self.choices(layout, micro_batches), self.machine, groups)
+
+
+def cost_model_for(
+    spec: ParallelTrainingJobSpec,
+    architecture: Architecture | None,
+    inventory: Inventory,
+    calibration: Calibration | None = None,
+) -> CostModel | None:
+    """The pricer for a job; None for a command of the user's, and where no usable node's GPU is in the catalogue."""
+    if architecture is None or spec.training is None:
+        return None
+    machine = machine_of_cluster(inventory, spec.workers.gpus_per_worker)
+    if machine is None:
+        return None
+    job = TrainingJob.of(spec, architecture)
+    return CostModel(job, replace((calibration or Calibration()).on(machine), runtime=job.runtime))
+
+
+def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | None:
+    """The machine that a cluster's usable nodes make up, most of them deciding; None where their GPUs are not known.
+
+    A job may land on any of them and waits for its slowest rank, so a mixed cluster runs at its slowest GPU's pace.
+    """
+    gpus_by_name: Counter[str] = Counter()
+    for node in inventory.usable:
+        matched = accelerator(node.gpu_product) if node.gpu_product else None
+        if matched is not None:
+            gpus_by_name[matched.name] += node.capacity.gpus
+    if not gpus_by_name:
+        return None
+    gpus = [_catalogued(name) for name in gpus_by_name]
+    chosen = _catalogued(gpus_by_name.most_common(1)[0][0])
+    cluster_limits = ClusterLimits.of(inventory, gpus_per_worker)
+    usable = replace(
+        chosen,
+        memory=float(min(cluster_limits.gpus_by_memory, default=int(min(gpu.memory for gpu in gpus)))),
+        node=cluster_limits.node_gpus or chosen.node,
+    )
+    slowest = min(1.0, min(gpu.half for gpu in gpus) / chosen.half)
+    domain = (cluster_limits.domain_gpus or chosen.domain) if chosen.domain > 1 else 1
+    return machine_for(usable, fabric=_with_racks(Fabric.of(usable, domain=domain), inventory), slowest=slowest)
+
+
+def _with_racks(fabric: Fabric, inventory: Inventory) -> Fabric:
+    """The fabric with a level for racks, where labels name racks of several NVLink domains."""
+    racks: Counter[str] = Counter()
+    domains: set[tuple[str, str]] = set()
+    for node in inventory.usable:
+        racks[node.place.rack] += node.capacity.gpus
+        domains.add((node.place.rack, node.place.domain))
+    if len(racks) == len(domains) or len(fabric.levels) < 2:
+        return fabric
+    inner, network = fabric.levels[0], fabric.levels[-1]
+    width = max(inner.gpus, min(racks.values()))
+    across = replace(network, bandwidth=network.bandwidth * SHARE_OF_NIC[RACK])
+    return Fabric((inner, FabricLevel("rack", width, network.bandwidth, network.latency), across))
+
+
+def _catalogued(name: str) -> Accelerator:
+    matched = accelerator(name)
+    assert matched is not None
+    return matched

@@ -1,0 +1,101 @@
+"""Saying why a plan does not fit: what is short, by how much, what was not counted, and what would fit now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.pod_resources import Resources
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
+from meshwright.planner.plan import Plan
+
+_MAX_NAMED = 8
+
+
+def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked: int) -> DoesNotFitError:
+    """The error for a plan that does not fit.
+
+    Args:
+        plan: the plan.
+        inventory: the nodes it was to be placed on.
+        kept: the workers that stay where they are.
+        blocked: workers that must join kept ones of their tensor-parallel group and cannot.
+    """
+    shape = GangShape(plan)
+    capacity, capacity_without_kept = FreeCapacity(plan, inventory, kept), FreeCapacity(plan, inventory, {})
+    needed = shape.workers - len(kept)
+    workers_that_fit = capacity.total_blocks() * shape.block_workers
+    short = blocked or max(1, needed - workers_that_fit)
+    replicas_fitting = _replicas_that_fit(plan, capacity_without_kept.total_blocks() * shape.block_workers)
+    sentences = [
+        _needs(plan, needed, len(kept), shape),
+        f"room for {workers_that_fit}{_per_rack(capacity, shape)}",
+        f"short by {_workers(short)} ({short * plan.gpus_per_worker} GPUs)",
+        *_other_resources(plan, inventory, needed, workers_that_fit),
+        *_skipped_nodes(plan, inventory),
+        f"replicas: {replicas_fitting} would fit now" if replicas_fitting else "not even one replica would fit now",
+    ]
+    blocked_by_kept_workers = bool(kept) and capacity_without_kept.total_blocks() >= shape.blocks
+    if blocked_by_kept_workers:
+        sentences.append("all workers placed anew would fit")
+    return DoesNotFitError(
+        "; ".join(sentences),
+        unplaced_workers=short,
+        replicas_that_fit=replicas_fitting,
+        blocked_by_kept_workers=blocked_by_kept_workers,
+    )
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker" if count == 1 else f"{count} workers"
+
+
+def _needs(plan: Plan, needed: int, kept: int, shape: GangShape) -> str:
+    text = f"needs {_workers(needed)} of {plan.gpus_per_worker} GPUs"
+    if kept:
+        text += f" beside the {kept} that run"
+    if shape.block_workers > 1:
+        text += f" (each {shape.block_workers} of a tensor-parallel group in one NVLink domain)"
+    return text
+
+
+def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
+    counts = [(rack, capacity.rack_blocks(rack) * shape.block_workers) for rack in capacity.all_racks]
+    counts = sorted(((rack, count) for rack, count in counts if count), key=lambda pair: (-pair[1], pair[0]))
+    if not counts:
+        return ""
+    more = f" and {len(counts) - _MAX_NAMED} more racks" if len(counts) > _MAX_NAMED else ""
+    return ": " + ", ".join(f"{rack} {count}" for rack, count in counts[:_MAX_NAMED]) + more
+
+
+def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that_fit: int) -> list[str]:
+    """A hint when GPUs are free but CPU, memory or pod slots are not."""
+    only_gpus = replace(plan, worker_request=Resources(gpus=plan.gpus_per_worker))
+    shape = GangShape(plan)
+    by_gpus = FreeCapacity(only_gpus, inventory, {}).total_blocks() * shape.block_workers
+    if by_gpus <= workers_that_fit or workers_that_fit >= needed:
+        return []
+    return [f"by GPUs alone there is room for {by_gpus}: CPU, memory or pod slots are short, see `workers.resources`"]
+
+
+def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:
+    reasons = dict(inventory.unusable)
+    reasons |= {node.name: why_too_small(plan, node) for node in inventory.usable if why_too_small(plan, node)}
+    if not reasons:
+        return []
+    named = ", ".join(f"{name} ({reasons[name]})" for name in sorted(reasons)[:3])
+    if len(reasons) <= 3:
+        return [f"not counted: {named}"]
+    commonest = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common(3))
+    return [f"not counted: {len(reasons)} nodes ({commonest})"]
+
+
+def _replicas_that_fit(plan: Plan, workers: int) -> int:
+    for replicas in range(plan.layout.data - 1, 0, -1):
+        needed = replicas * plan.layout.replica_size // plan.gpus_per_worker
+        if needed <= workers and plan.allows_replicas(replicas):
+            return replicas
+    return 0

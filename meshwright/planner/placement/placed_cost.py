@@ -1,0 +1,106 @@
+"""The price of a plan where it was really placed: the spans that its groups have on these nodes.
+
+A plan is first priced as if ranks filled domains in order. On a fragmented cluster they do not: a replica may leave its
+rack, a ring may have one rank in a domain where it was thought to have eight. Priced again, two plans that looked alike
+can be far apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshwright.api.rank_ranges import in_rank_order
+from meshwright.api.status import PlacementStatus
+from meshwright.layout import Layout
+from meshwright.planner.cost.comm_groups import GroupSpans
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost_model import CostModel
+from meshwright.planner.placement.result import Placement
+from meshwright.planner.topology.levels import DOMAIN, RACK
+from meshwright.planner.topology.location import Location
+
+
+def estimate_placed(placement: Placement, cost_model: CostModel) -> Estimate:
+    """Memory and time of the placement's plan on the nodes it got."""
+    plan = placement.plan
+    groups = placed_group_spans(plan.layout, plan.gpus_per_worker, placement.places, cost_model.machine.fabric)
+    return cost_model.price(plan.layout, plan.micro_batches, groups)
+
+
+def group_spans_of_status(
+    layout: Layout, gpus_per_worker: int, placement: PlacementStatus | None, fabric: Fabric
+) -> GroupSpans | None:
+    """The groups of a job where its status says that it runs; None where that says too little."""
+    entries = in_rank_order(placement.workers) if placement is not None else []
+    places = {slot: Location((entry.domain, entry.rack), (DOMAIN, RACK)) for slot, entry in enumerate(entries)}
+    if not places or len(places) * gpus_per_worker != layout.world_size:
+        return None
+    if not all(place.domain for place in places.values()):
+        return None
+    return placed_group_spans(layout, gpus_per_worker, places, fabric)
+
+
+def placed_group_spans(
+    layout: Layout, gpus_per_worker: int, places: Mapping[int, Location], fabric: Fabric
+) -> GroupSpans:
+    """The groups' spans, each of the worst group of its dimension.
+
+    Args:
+        layout: the degrees.
+        gpus_per_worker: consecutive ranks of one worker.
+        places: worker index -> where it is.
+        fabric: the levels to count on: the NVLink domain, racks where it has three levels, and everything.
+    """
+    names = [_place_names(places[worker], len(fabric.levels)) for worker in range(len(places))]
+    at = [names[rank // gpus_per_worker] for rank in range(layout.world_size)]
+    tensor, context, pipeline, data = layout.tensor, layout.context, layout.pipeline, layout.data
+    stage = tensor * context
+    replica = stage * pipeline
+    tensor_groups = [range(first, first + tensor) for first in range(0, layout.world_size, tensor)]
+    pipeline_groups = [range(d * replica, d * replica + replica, stage) for d in range(data)]
+    context_groups = [range(first, first + stage, tensor) for first in range(0, layout.world_size, stage)]
+    replica_groups = [
+        [d * replica + p * stage + c * tensor for d in range(data) for c in range(context)] for p in range(pipeline)
+    ]
+    single_rank = Span.of(1, 1, fabric)
+    replica_span = _span(replica_groups, at, fabric)
+    experts_spread = layout.expert > 1
+    return GroupSpans(
+        tensor=_span(tensor_groups, at, fabric),
+        context=_span(context_groups, at, fabric),
+        expert=_span(layout.expert_groups(), at, fabric) if experts_spread else single_rank,
+        replicas=replica_span,
+        expert_replicas=_span(layout.expert_replica_groups(), at, fabric) if experts_spread else replica_span,
+        pipeline_level=_widest_stage_gap(pipeline_groups, at, fabric),
+        pipeline=_span(pipeline_groups, at, fabric),
+    )
+
+
+def _place_names(place: Location, levels: int) -> tuple[str, ...]:
+    """The place at each level of the fabric; the last holds everything."""
+    inner = (place.domain, place.rack)[: levels - 1]
+    return (*inner, *([""] * (levels - len(inner))))
+
+
+def _span(groups: Iterable[Sequence[int]], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
+    """The span of the group with fewest ranks to a place, level by level; its thinnest place sets a ring's pace."""
+    members, size = [1 << 30] * len(fabric.levels), 1
+    for group in groups:
+        size = len(group)
+        for level in range(len(fabric.levels)):
+            fewest = min(Counter(at[rank][level] for rank in group).values())
+            members[level] = min(members[level], fewest)
+    members[-1] = size
+    return Span(tuple(members))
+
+
+def _widest_stage_gap(pipeline_groups: Iterable[range], at: list[tuple[str, ...]], fabric: Fabric) -> int:
+    """The level that the worst pair of neighbouring stages shares."""
+    widest = 0
+    for pipe in pipeline_groups:
+        for one, other in zip(pipe, pipe[1:], strict=False):
+            shared_level = next(i for i in range(len(fabric.levels)) if at[one][i] == at[other][i])
+            widest = max(widest, shared_level)
+    return widest

@@ -1,0 +1,139 @@
+"""Ranks and nodes matched again: after another scheduler chose the nodes, and when a job grows or shrinks.
+
+Nothing here moves a worker that may stay. What a rank holds (its shard) is decided by its place in the mesh alone, and
+data-parallel replicas are interchangeable: a replica that takes another one's index keeps its nodes and its state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.placement.capacity import GangShape
+from meshwright.planner.placement.options import PlacingOptions
+from meshwright.planner.placement.place import place
+from meshwright.planner.placement.result import Placement
+from meshwright.planner.plan import Plan
+
+_DEFAULT = PlacingOptions()
+
+
+def remap_ranks(
+    plan: Plan,
+    inventory: Inventory,
+    given: Mapping[int, str],
+    options: PlacingOptions = _DEFAULT,
+    keep: Collection[int] = (),
+) -> Placement:
+    """The best map of ranks onto the nodes that another scheduler (Kueue, Volcano, KAI) gave the workers.
+
+    Every node keeps as many workers as it was given; which ones is chosen anew, and the given map stays a candidate.
+    Where the nodes cannot hold every tensor-parallel group inside an NVLink domain, the closest level that can is
+    taken, and the placement's notes say so.
+
+    Args:
+        plan: what runs.
+        inventory: where the nodes are; what is free on them does not matter, since they were given.
+        given: worker index -> node, for every worker.
+        options: weights and effort.
+        keep: workers that run and stay where they are given.
+
+    Raises:
+        ValueError: a worker was given no node, or a node that is not in the inventory.
+    """
+    workers = range(GangShape(plan).workers)
+    lost = [worker for worker in workers if given.get(worker) not in inventory.nodes]
+    if lost:
+        raise ValueError(f"workers {lost[:8]} were given no node of this cluster: wait until all of them are scheduled")
+    counts = Counter(given[worker] for worker in workers)
+    nodes = {
+        name: replace(inventory.nodes[name], free=plan.worker_request * count, gpu_memory_bytes=None, unusable="")
+        for name, count in counts.items()
+    }
+    given_nodes = replace(inventory, nodes=nodes)
+    kept_workers = {worker: given[worker] for worker in keep}
+    levels = inventory.levels[inventory.levels.index(options.tensor_within) :]
+    for level in levels:
+        try:
+            return place(plan, given_nodes, kept_workers, replace(options, tensor_within=level), previous=given)
+        except DoesNotFitError:
+            continue
+    return place(plan, given_nodes, keep=dict(given), options=options)
+
+
+def map_ranks(
+    plan: Plan,
+    inventory: Inventory,
+    pods: Mapping[int, str],
+    stay: Mapping[int, int],
+    options: PlacingOptions = _DEFAULT,
+) -> tuple[Placement, dict[int, int]]:
+    """Which ranks each pod runs, where another scheduler gave the pods their nodes.
+
+    Args:
+        plan: what runs.
+        inventory: where the nodes are.
+        pods: pod's index -> node, for as many pods as the plan has workers.
+        stay: pod's index -> worker of the plan, of the pods that run on as what they are.
+        options: weights and effort.
+
+    Returns:
+        The placement of the plan's workers, and pod's index -> worker of the plan. A pod is the worker of its own
+        index where that is as good.
+
+    Raises:
+        ValueError: as `remap_ranks`.
+    """
+    slots = dict(stay)
+    taken = set(stay.values())
+    slots |= {pod: pod for pod in pods if pod not in slots and pod not in taken}
+    free_slots = iter(sorted(set(range(len(pods))) - set(slots.values())))
+    slots |= {pod: next(free_slots) for pod in sorted(pods) if pod not in slots}
+    given = {slot: pods[pod] for pod, slot in slots.items() if pod in pods}
+    placement = remap_ranks(plan, inventory, given, options, taken)
+    fixed = {pod: slot for pod, slot in slots.items() if placement.nodes[slot] == pods[pod]}
+    free: defaultdict[str, list[int]] = defaultdict(list)
+    for slot in sorted(set(slots.values()) - set(fixed.values()), reverse=True):
+        free[placement.nodes[slot]].append(slot)
+    return placement, fixed | {pod: free[pods[pod]].pop() for pod in sorted(pods) if pod not in fixed}
+
+
+def keep_on_resize(
+    old: Plan, new: Plan, nodes: Mapping[int, str], lost: frozenset[str] = frozenset()
+) -> dict[int, str]:
+    """What stays where it is when a job changes its number of replicas: `keep` for `place`.
+
+    Replicas that lost nothing and still have an index stay as they are. An index whose replica lost a node is taken
+    over by a healthy replica that would have to go otherwise; where there is none, what is left of it stays.
+
+    Args:
+        old: the plan that ran.
+        new: the plan that is to run, of the same degrees but for data parallelism.
+        nodes: worker of the old plan -> its node.
+        lost: nodes that are gone.
+
+    Returns:
+        Worker of the new plan -> node. Empty when the degrees differ: then every rank holds other shards.
+    """
+    old_degrees = (old.layout.tensor, old.layout.pipeline, old.gpus_per_worker)
+    if old_degrees != (new.layout.tensor, new.layout.pipeline, new.gpus_per_worker):
+        return {}
+    before, after = GangShape(old), GangShape(new)
+    size = before.segment_blocks * before.block_workers
+
+    def surviving_workers(segment: int) -> dict[int, str]:
+        workers_at = {w - segment * size: nodes.get(w, "") for w in range(segment * size, (segment + 1) * size)}
+        return {offset: node for offset, node in workers_at.items() if node and node not in lost}
+
+    healthy = [s for s in range(before.segments) if len(surviving_workers(s)) == size]
+    surplus = [segment for segment in healthy if segment >= after.segments]
+    keep: dict[int, str] = {}
+    for segment in range(min(before.segments, after.segments)):
+        workers_at = surviving_workers(segment)
+        if len(workers_at) < size and surplus:
+            workers_at = surviving_workers(surplus.pop(0))
+        keep |= {segment * size + offset: node for offset, node in workers_at.items()}
+    return keep

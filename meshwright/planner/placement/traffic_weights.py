@@ -1,0 +1,107 @@
+"""What each group of ranks sends per step, and what a further place therefore costs it.
+
+The bytes and the part of them that computation hides come from the cost model, so that a placement is judged by the
+traffic of the very job: a long pipeline of small activations may cross racks where its gradients' rings should not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.layout import Layout
+from meshwright.planner.cost.comm_groups import GroupSpans, group_spans
+from meshwright.planner.cost.comm_time import stage_send_bytes
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.fabric import Span
+from meshwright.planner.cost.stages import stages_of
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.cost.update_time import gradient_sync_bytes, gradient_sync_seconds
+from meshwright.planner.cost_model import CostModel
+from meshwright.planner.placement.weights import GroupTraffic, Weights
+from meshwright.planner.topology.links import Links
+
+HIDDEN_WEIGHT = 0.05
+"""Part of hidden bytes that counts all the same: other traffic still meets them on the way."""
+MILLI = 1000.0
+
+
+def group_traffic(cost_model: CostModel, layout: Layout, micro_batches: int, gpus_per_worker: int) -> GroupTraffic:
+    """Exposed bytes per step that one more place adds to one group of each dimension.
+
+    Stages and ring neighbours send at the same time, so the slowest link sets the pace of all of a group: what it sends
+    is spread over the places that it can touch, and a group that is wholly scattered pays for all of it.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    choices = cost_model.choices(layout, micro_batches)
+    time = estimate(cost_model.work, choices, cost_model.machine, _scattered_spans(cost_model, choices)).time
+    replicas_per_worker = max(1, gpus_per_worker // layout.replica_size)
+    rings = max(1, -(-choices.replicas // replicas_per_worker) - 1)
+    nic = cost_model.machine.gpu.nic
+    return GroupTraffic(
+        context=time.context * nic / max(1, choices.context - 1),
+        expert=time.expert * nic / max(1, choices.expert - 1),
+        pipeline=_pipeline_bytes(cost_model, choices),
+        data=_data_bytes(cost_model, choices, time.data) / replicas_per_worker / rings,
+    )
+
+
+def weights_for(
+    cost_model: CostModel, layout: Layout, micro_batches: int, gpus_per_worker: int, levels: Sequence[str]
+) -> Weights:
+    """Milliseconds per step that one more place of each level costs a group of each dimension of this job.
+
+    Args:
+        cost_model: the job's work and its GPUs.
+        layout: the degrees.
+        micro_batches: per replica and step.
+        gpus_per_worker: consecutive ranks of one worker; the replicas it holds share their network cards' work.
+        levels: the inventory's levels, closest first.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    gpu = cost_model.machine.gpu
+    links = Links(levels, inside=gpu.link, nic=gpu.nic)
+    return Weights.from_traffic(group_traffic(cost_model, layout, micro_batches, gpus_per_worker), links).scaled(MILLI)
+
+
+def _pipeline_bytes(cost_model: CostModel, choices: Strategy) -> float:
+    """Of one boundary: filling and draining wait at every boundary, the steady sends of all of them at once."""
+    if choices.pipeline == 1:
+        return 0.0
+    runtime = cost_model.machine.runtime
+    steady = 2.0 * choices.micro_batches * choices.virtual_stages * (HIDDEN_WEIGHT if runtime.overlap_pipeline else 1.0)
+    return (2.0 + steady / (choices.pipeline - 1)) * stage_send_bytes(cost_model.work, choices, runtime)
+
+
+def _data_bytes(cost_model: CostModel, choices: Strategy, exposed: float) -> float:
+    """Of one rank, to reduce gradients and gather parameters: the part that takes `exposed` seconds when scattered."""
+    if choices.replicas == 1:
+        return 0.0
+    work, machine = cost_model.work, cost_model.machine
+    stages = stages_of(work.model, choices)
+    total_seconds = gradient_sync_seconds(
+        work, choices, machine, _scattered_spans(cost_model, choices), stages, (0.0, 0.0)
+    )
+    exposed_fraction = exposed / total_seconds if total_seconds > 0 else 0.0
+    return max(exposed_fraction, HIDDEN_WEIGHT) * gradient_sync_bytes(work, choices, machine.runtime, stages)
+
+
+def _scattered_spans(cost_model: CostModel, choices: Strategy) -> GroupSpans:
+    """Groups without two ranks in one place; tensor-parallel ones stay together."""
+    fabric = cost_model.machine.fabric
+    contiguous = group_spans(choices, fabric, cost_model.machine.runtime.order)
+
+    def scattered(span: Span) -> Span:
+        return Span((*[1] * (len(fabric.levels) - 1), span.size))
+
+    return replace(
+        contiguous,
+        context=scattered(contiguous.context),
+        expert=scattered(contiguous.expert),
+        replicas=scattered(contiguous.replicas),
+        expert_replicas=scattered(contiguous.expert_replicas),
+    )

@@ -1,0 +1,144 @@
+"""Plan, place, price again: the layout that is fastest on the nodes that are free, not on a drawing of the cluster.
+
+Layouts of as many GPUs are often within a few percent of each other, and which one is best depends on what the cluster
+has left: four free GPUs on each of many nodes want a narrower tensor-parallel group than whole nodes do. So each of the
+near ones is placed and priced where it lands, and the best of those is the plan. The operator and `meshwright plan`
+both decide here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.placement import Placement, PlacingOptions, PreviousPlacement, map_ranks, place_near_previous
+from meshwright.planner.placement.placed_cost import estimate_placed
+from meshwright.planner.placement.traffic_weights import weights_for
+from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.search.best_first import TIE_TOLERANCE
+
+
+def choose_plan(
+    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
+) -> tuple[Plan, Placement | None]:
+    """The plan of a job that does not run yet, and its placement; None when no layout has room now.
+
+    Raises:
+        PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
+    """
+    plans = make_plans(spec, inventory, calibration)
+    try:
+        placement = place_best(plans, inventory, cost_model_for(spec, plans[0].architecture, inventory, calibration))
+    except DoesNotFitError:
+        return plans[0], None
+    return placement.plan, placement
+
+
+def place_best(plans: Sequence[Plan], inventory: Inventory, cost_model: CostModel | None) -> Placement:
+    """The placement of the plan that is best on what is free; its plan carries the estimate on those nodes.
+
+    Among plans whose step takes at most 2 % longer than the fastest, the first wins. Without a price the first that
+    has room does.
+
+    Args:
+        plans: layouts of one job, the one to prefer first.
+        inventory: the nodes.
+        cost_model: the job's work and its GPUs, where they are known.
+
+    Raises:
+        DoesNotFitError: no plan has room; the text is about the first.
+    """
+    placed: list[Placement] = []
+    problem: DoesNotFitError | None = None
+    for plan in plans:
+        if placed and not _could_be_fastest(plan, placed):
+            continue
+        try:
+            placed.append(place_plan(plan, inventory, cost_model))
+        except DoesNotFitError as error:
+            problem = problem or error
+    if not placed:
+        assert problem is not None
+        raise problem
+    limit = TIE_TOLERANCE * min(_seconds(one.plan) for one in placed)
+    chosen = next(one for one in placed if _seconds(one.plan) <= limit)
+    return replace(chosen, plan=_with_placement_reasons(chosen.plan, plans, [one.plan for one in placed]))
+
+
+def place_plan(
+    plan: Plan,
+    inventory: Inventory,
+    cost_model: CostModel | None,
+    keep: Mapping[int, str] | None = None,
+    before: PreviousPlacement | None = None,
+) -> Placement:
+    """One plan placed by its own traffic, and priced where it lands.
+
+    Args:
+        plan: what runs.
+        inventory: the nodes; it must not count this job's own pods.
+        cost_model: the job's work and its GPUs; without it groups weigh what such groups usually send.
+        keep: workers that run and stay.
+        before: where the job was.
+
+    Raises:
+        DoesNotFitError: there is no room.
+    """
+    if cost_model is None:
+        return place_near_previous(plan, inventory, keep, before)
+    cost_model = plan.cost_model(cost_model)
+    weights = weights_for(cost_model, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    placement = place_near_previous(plan, inventory, keep, before, PlacingOptions(weights))
+    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model)))
+
+
+def map_plan_ranks(
+    plan: Plan, inventory: Inventory, cost_model: CostModel | None, pods: Mapping[int, str], stay: Mapping[int, int]
+) -> tuple[Placement, dict[int, int]]:
+    """The best map of a plan's ranks onto the nodes that another scheduler gave its pods, by the plan's own traffic.
+
+    Args and results are those of `map_ranks`; the placement's plan carries the estimate on those nodes.
+
+    Raises:
+        ValueError: as `map_ranks`.
+    """
+    if cost_model is None:
+        return map_ranks(plan, inventory, pods, stay)
+    cost_model = plan.cost_model(cost_model)
+    weights = weights_for(cost_model, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    placement, slots = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
+    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model))), slots
+
+
+def _could_be_fastest(plan: Plan, placed: Sequence[Placement]) -> bool:
+    """Whether a plan could still be the best: it is no faster where it lands than where ranks fill domains in order."""
+    return plan.estimate is not None and plan.estimate.seconds < min(_seconds(one.plan) for one in placed)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.estimate.seconds if plan.estimate else 0.0
+
+
+def _with_placement_reasons(chosen: Plan, plans: Sequence[Plan], placed: Sequence[Plan]) -> Plan:
+    """The chosen plan with what these nodes have to do with it: why this layout, and what its place costs it."""
+    first_plan, reasons = plans[0], list(chosen.reasons)
+    if chosen.layout != first_plan.layout:
+        first_placed = next((plan for plan in placed if plan.layout == first_plan.layout), None)
+        if first_placed is None:
+            explanation = f"{first_plan.summary} would be faster, and has no room on what is free now"
+        else:
+            gain = _seconds(first_placed) / _seconds(chosen) - 1
+            explanation = f"on the nodes that are free now it is {gain:.0%} faster than {first_plan.summary}"
+        reasons.append(f"{chosen.summary}: {explanation}")
+    ideal_seconds = next(_seconds(plan) for plan in plans if plan.layout == chosen.layout)
+    if ideal_seconds and _seconds(chosen) > TIE_TOLERANCE * ideal_seconds:
+        extra = _seconds(chosen) / ideal_seconds - 1
+        reasons.append(
+            f"place: {_seconds(chosen):.3g} s per step on the nodes it got, {extra:.0%} more than where each group is "
+            "as close as domains allow"
+        )
+    return replace(chosen, reasons=tuple(reasons))

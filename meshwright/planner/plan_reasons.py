@@ -1,0 +1,214 @@
+"""Why a plan is as it is, and why there is none: sentences for people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.lora import skipped_targets
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.memory import Memory
+from meshwright.planner.errors import PlanError
+from meshwright.planner.search.degree_search import MICRO_BATCHES_PER_STAGE, Candidate, DegreeSearch
+from meshwright.planner.search.explain import step_text
+from meshwright.planner.search.search_space import checkpointing_options, context_degrees
+from meshwright.schedules.pipeline_layout import accepts_micro_batches
+
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people, with three digits: `12.3 GiB`."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"
+    return f"{count:.0f} B"
+
+
+def memory_text(memory: Memory) -> str:
+    """The parts of an estimate that make its peak."""
+    recomputing = memory.working > memory.logits
+    parts = (
+        ("parameters", memory.parameters),
+        ("master weights", memory.master),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("recomputed", memory.working) if recomputing else ("logits", memory.logits),
+        ("gathered", memory.gathered),
+        ("buffers", memory.buffers),
+        ("context and fragmentation", memory.context + memory.fragmentation),
+    )
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size >= 1)
+
+
+def reasons_for(search: DegreeSearch, chosen: Candidate) -> tuple[str, ...]:
+    """One sentence for each degree, one for what else was chosen, one for adapters that are left out, and one for
+    memory.
+    """
+    decided = search.decided(chosen)
+    sentences = (
+        _tensor_reason(search, decided, chosen),
+        _pipeline_reason(search, chosen),
+        _schedule_reason(search, chosen),
+        _context_reason(search, chosen),
+        f"DP {chosen.layout.data}: set by `replicas`",
+        _expert_reason(search, chosen),
+        _micro_batches_reason(search, chosen),
+        _checkpointing_reason(search, chosen),
+        _adapters_reason(search),
+        _memory_reason(search, chosen.memory),
+    )
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _tensor_reason(search: DegreeSearch, decided: DegreeSearch, chosen: Candidate) -> str:
+    tensor = chosen.layout.tensor
+    if search.parallelism.tensor is not None:
+        return f"TP {tensor}: set by `parallelism.tensor`"
+    smaller = [t for t in decided.tensors() if t < tensor]
+    if not smaller:
+        return f"TP {tensor}: the smallest degree that splits the model evenly and fills workers"
+    rejected = decided.with_micro_batches(replace(chosen.layout, tensor=smaller[-1]))
+    limit = search.cluster_limits.largest_memory
+    if limit is not None and rejected.needed_bytes > limit:
+        need = f"TP {smaller[-1]} needs {format_bytes(rejected.needed_bytes)} per GPU, usable are {format_bytes(limit)}"
+        return f"TP {tensor}: the smallest degree whose ranks hold their part of the model ({need})"
+    return f"TP {tensor}: the smallest degree that fills workers of {search.gpus_per_worker} GPUs"
+
+
+def _adapters_reason(search: DegreeSearch) -> str:
+    lora = search.training.lora
+    return (skipped_targets(lora, search.architecture) or "") if lora is not None else ""
+
+
+def _pipeline_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    pipeline = chosen.layout.pipeline
+    if search.parallelism.pipeline is not None:
+        return f"PP {pipeline}: set by `parallelism.pipeline`"
+    if pipeline == 1:
+        return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
+    widest = search.cluster_limits.domain_gpus or 1
+    return f"PP {pipeline}: the fewest stages that fit; an NVLink domain of {widest} GPUs alone does not hold a replica"
+
+
+def _context_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    context, method = chosen.layout.context, search.parallelism.context_method
+    if context == 1:
+        return ""
+    if search.parallelism.context is not None:
+        return f"CP {context} ({method}): set by `parallelism.context`"
+    tokens = search.training.sequence_length // context
+    return f"CP {context} ({method}): the fewest ranks to a sequence with which a layout fits, {tokens} tokens each"
+
+
+def _schedule_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    if chosen.layout.pipeline == 1:
+        return ""
+    name = chosen.schedule.value
+    if search.parallelism.schedule is not None:
+        return f"schedule {name}: set by `parallelism.schedule`"
+    plain = search.with_savings(chosen.layout.context, chosen.checkpointing).with_schedule(PipelineSchedule.ONE_F_ONE_B)
+    if chosen.schedule is PipelineSchedule.ONE_F_ONE_B:
+        return f"schedule {name}: no other is estimated to be faster by more than 2 %, and fits"
+    if not accepts_micro_batches(PipelineSchedule.ONE_F_ONE_B, chosen.layout.pipeline, chosen.micro_batches):
+        return f"schedule {name}: the fastest that fits"
+    seconds = search.seconds(replace(chosen, schedule=PipelineSchedule.ONE_F_ONE_B))
+    memory = plain.job.memory(chosen.layout, chosen.micro_batches)
+    return (
+        f"schedule {name}: {seconds / search.seconds(chosen) - 1:.0%} faster than 1F1B, which needs "
+        f"{format_bytes(memory.total)} per GPU"
+    )
+
+
+def _checkpointing_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    if search.training.activation_checkpointing is not None or chosen.checkpointing is ActivationCheckpointing.NONE:
+        return ""
+    name = f"activation checkpointing {chosen.checkpointing.value}"
+    plain = search.with_savings(chosen.layout.context, ActivationCheckpointing.NONE).with_schedule(chosen.schedule)
+    needed_bytes = plain.job.memory(chosen.layout, chosen.micro_batches).total
+    limit = search.cluster_limits.largest_memory
+    if limit is not None and needed_bytes > limit:
+        return f"{name}: without it a rank needs {format_bytes(needed_bytes)}, usable are {format_bytes(limit)}"
+    return f"{name}: other layouts of as many GPUs fit without it and are slower"
+
+
+def _expert_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    mixture, expert = search.architecture.mixture, chosen.layout.expert
+    if mixture is None:
+        return ""
+    if search.parallelism.expert is not None:
+        return f"EP {expert}: set by `parallelism.expert`"
+    held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
+    if expert == 1:
+        return f"EP 1: every replica has all experts, and no token travels ({held})"
+    return f"EP {expert}: {held}; fewer parts need more memory or take longer"
+
+
+def _micro_batches_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    count, pipeline = chosen.micro_batches, chosen.layout.pipeline
+    name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
+    idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
+    plain = pipeline > 1 and chosen.schedule is PipelineSchedule.ONE_F_ONE_B
+    tail = f"; the pipeline idles {idle} % of a step" if plain else ""
+    if search.parallelism.micro_batches is not None:
+        return f"{name}: set by `parallelism.microBatches`{tail}"
+    if pipeline == 1:
+        return f"{name}: the fewest whose activations fit"
+    if count >= MICRO_BATCHES_PER_STAGE * pipeline:
+        return f"{name}: at least {MICRO_BATCHES_PER_STAGE} per stage{tail}"
+    return f"{name}: as many as a replica's share of the batch allows{tail}"
+
+
+def _memory_reason(search: DegreeSearch, memory: Memory | None) -> str:
+    if memory is None:
+        return ""
+    text = (
+        f"memory: stage {memory.stage} is the fullest with {format_bytes(memory.total)} per GPU ({memory_text(memory)})"
+    )
+    limit = search.cluster_limits.largest_memory
+    if limit is None:
+        return f"{text}; not compared, since the memory of the GPUs is not known"
+    return f"{text}, usable are {format_bytes(limit)}"
+
+
+def time_reasons(search: DegreeSearch, estimate: Estimate | None) -> tuple[str, ...]:
+    """What a step is estimated to take, and in what; nothing where there is no price."""
+    if estimate is None or search.cost_model is None:
+        return ()
+    gpu = search.cost_model.machine.gpu.name
+    return (f"time: {estimate.seconds:.3g} s per step on {gpu} (MFU {estimate.mfu:.0%}); {step_text(estimate)}",)
+
+
+def nothing_fits(search: DegreeSearch) -> PlanError:
+    """The error for a search without a result: no candidate at all, or none that a GPU holds."""
+    candidates = [
+        one
+        for context in context_degrees(search.architecture, search.training, search.parallelism)
+        for again in checkpointing_options(search.training)
+        for one in search.with_savings(context, again).candidates()
+    ]
+    if not candidates:
+        return _no_candidate(search)
+    closest = min(candidates, key=lambda c: c.needed_bytes)
+    detail = f" ({memory_text(closest.memory)})" if closest.memory else ""
+    limit = search.cluster_limits.largest_memory or 0
+    return PlanError(
+        f"the model does not fit: TP {closest.layout.tensor} x PP {closest.layout.pipeline} with "
+        f"{closest.micro_batches} micro-batches comes closest and needs {format_bytes(closest.needed_bytes)} per GPU"
+        f"{detail}; the GPUs here offer {format_bytes(limit)}. Raise `parallelism.zeroStage`, "
+        "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
+        "OutOfMemory",
+        depends_on_cluster=True,
+    )
+
+
+def _no_candidate(search: DegreeSearch) -> PlanError:
+    gpus = search.gpus_per_worker
+    return PlanError(
+        f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {search.replicas}: change "
+        "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
+        "InvalidSpec",
+        depends_on_cluster=search.parallelism.tensor is None,
+    )

@@ -1,0 +1,80 @@
+"""A placement as text: racks, their nodes, and on each GPU the rank with its place in the mesh."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from meshwright.api.status import PlacementStatus, PlanStatus, WorkerPlacement
+from meshwright.layout import Layout
+
+_FREE = "·"
+
+
+def render_placement(
+    plan: PlanStatus, placement: PlacementStatus, gpus_by_node: Mapping[str, int] | None = None
+) -> list[str]:
+    """Lines of a tree, rack -> node -> one slot per GPU; from what stands in a job's status.
+
+    A slot reads `rank d0p1t0`: data, pipeline and tensor coordinate, with context, as `d0p1c0t0`, where sequences are
+    shared. `gpus_by_node` adds the GPUs that the job does
+    not use, as `·`.
+    """
+    layout = Layout(max(1, plan.tensor), max(1, plan.pipeline), max(1, plan.data), max(1, plan.context))
+    width = len(str(layout.world_size - 1))
+    racks: defaultdict[str, defaultdict[str, list[WorkerPlacement]]] = defaultdict(lambda: defaultdict(list))
+    for worker in sorted(placement.workers, key=lambda w: w.worker):
+        racks[_rack(worker)][worker.node].append(worker)
+    names = [len(worker.node) for worker in placement.workers]
+    lines: list[str] = []
+    for rack, nodes in racks.items():
+        lines.append(rack or "(no rack label)")
+        for position, (node, workers) in enumerate(nodes.items()):
+            branch = "└─" if position == len(nodes) - 1 else "├─"
+            slots = [_slot(layout, rank, width) for worker in workers for rank in _ranks(worker)]
+            unused = (gpus_by_node or {}).get(node, 0) - len(slots)
+            pods = ",".join(f"w{worker.worker}" for worker in workers)
+            text = " ".join(f"[{slot}]" for slot in _pad_free(slots, unused))
+            lines.append(f"{branch} {node:<{max(names)}} {pods:<4} {text}{_domain(workers)}")
+    return lines
+
+
+def summary_line(plan: PlanStatus, placement: PlacementStatus) -> str:
+    """What the drawing says, in one line."""
+    racks = {rack for worker in placement.workers if (rack := _rack(worker))}
+    nodes = {worker.node for worker in placement.workers}
+    straddling = placement.straddling_replicas
+    crossing = f"replicas that leave their rack: {straddling}" if straddling else "every replica inside one rack"
+    where = _plural(len(nodes), "node") + (f" in {_plural(len(racks), 'rack')}" if racks else "")
+    return f"{plan.summary}: {_plural(plan.world_size, 'rank')} on {where}, {crossing}"
+
+
+def _rack(worker: WorkerPlacement) -> str:
+    """The rack that a label names; empty for a node of its own, whose place has a `/` in its name."""
+    return "" if "/" in worker.rack else worker.rack
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _slot(layout: Layout, rank: int, width: int) -> str:
+    at = layout.coordinates(rank)
+    context = f"c{at.context}" if layout.context > 1 else ""
+    return f"{rank:>{width}} d{at.data}p{at.pipeline}{context}t{at.tensor}"
+
+
+def _pad_free(slots: list[str], unused: int) -> Iterable[str]:
+    return [*slots, *[_FREE] * max(0, unused)]
+
+
+def _ranks(worker: WorkerPlacement) -> range:
+    first, _, last = worker.ranks.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _domain(workers: list[WorkerPlacement]) -> str:
+    """The NVLink domain, where it is more than the host."""
+    domain = workers[0].domain
+    host_names = ("", workers[0].node, f"host/{workers[0].node}")
+    return "" if domain in host_names else f"  NVLink {domain}"

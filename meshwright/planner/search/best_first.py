@@ -1,0 +1,142 @@
+"""The search: best first, on lower bounds that grow tighter as a layout is filled in.
+
+A shape is bounded by its step at the largest micro-batch without what choices can still change (bubble, gradient
+reduction, recomputation, offload); then micro-batch, schedule and context method are filled in, each with its own
+bound; last the memory savings, of which the cheapest that fits is priced in full, since a layout that fits is never
+made faster by saving more memory. Whatever is taken from the queue first is expanded, so that nothing is priced whose
+bound exceeds the best by more than the 2 % within which plans count as equally good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from meshwright.planner.cost.estimate import time_of
+from meshwright.planner.cost.strategy import ContextMethod, Strategy
+from meshwright.planner.search.candidate import Candidate, pareto
+from meshwright.planner.search.degrees import Degrees, micro_batch_sizes, shapes
+from meshwright.planner.search.errors import NothingFitsError, no_layout_message, nothing_fits_error
+from meshwright.planner.search.expand import base_strategies, can_fit, memory_savings, price, strategy_of
+from meshwright.planner.search.request import Objective, SearchRequest
+from meshwright.planner.search.stage_balance import balance_candidates, with_balanced_stages
+
+TIE_TOLERANCE = 1.02
+"""Plans within 2 % of the best are as good as it: estimates are not better than that, and the simplest of them wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best layout, and what it was chosen from."""
+
+    request: SearchRequest
+    best: Candidate
+    tied: tuple[Candidate, ...]
+    """Within 2 % of the best score, the simplest first; `best` is the first."""
+    alternatives: tuple[Candidate, ...]
+    """The Pareto front over step time, GPUs and robustness, among all that was priced."""
+    shapes: int
+    priced: int
+    """Layouts whose time was estimated."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _PartialLayout:
+    """A layout that is not filled in yet, and the least score that filling it in can give."""
+
+    bound: float
+    order: int
+    degrees: Degrees = field(compare=False)
+    micro_batch: int | None = field(default=None, compare=False)
+    base: Strategy | None = field(default=None, compare=False)
+    """Everything but the memory savings."""
+
+
+def search(request: SearchRequest) -> SearchResult:
+    """The best layout for a request.
+
+    Raises:
+        NothingFitsError: no layout fits memory, or the pinned degrees contradict the model or the batch.
+    """
+    numbers = count()
+    queue = [_PartialLayout(bound, next(numbers), degrees) for degrees, bound in _bounded_degrees(request)]
+    if not queue:
+        raise NothingFitsError(no_layout_message(request))
+    all_degrees = [one.degrees for one in queue]
+    heapify(queue)
+    found: list[Candidate] = []
+    best = float("inf")
+    while queue and queue[0].bound <= best * TIE_TOLERANCE:
+        partial = heappop(queue)
+        if partial.base is not None:
+            for choices, memory in memory_savings(request, partial.base):
+                found.append(Candidate(choices, price(request, choices, memory), request.node))
+                best = min(best, found[-1].score(request.objective))
+        elif partial.micro_batch is not None:
+            for base in base_strategies(request, partial.degrees, partial.micro_batch):
+                heappush(
+                    queue,
+                    _PartialLayout(
+                        _strategy_bound(request, base), next(numbers), partial.degrees, partial.micro_batch, base
+                    ),
+                )
+        else:
+            for size in micro_batch_sizes(request, partial.degrees):
+                if can_fit(request, partial.degrees, size):
+                    bound = max(partial.bound, _degrees_bound(request, partial.degrees, size))
+                    heappush(queue, _PartialLayout(bound, next(numbers), partial.degrees, size))
+    if not found:
+        raise nothing_fits_error(request, all_degrees)
+    found += [better for one in balance_candidates(request, found) for better in with_balanced_stages(request, one)]
+    ranked = _ranked(request, found)
+    return SearchResult(request, ranked[0], tuple(ranked), tuple(pareto(found)), len(all_degrees), len(found))
+
+
+def _bounded_degrees(request: SearchRequest) -> Iterator[tuple[Degrees, float]]:
+    for degrees in shapes(request):
+        sizes = micro_batch_sizes(request, degrees)
+        if sizes:
+            yield degrees, _degrees_bound(request, degrees, sizes[-1])
+
+
+def _degrees_bound(request: SearchRequest, degrees: Degrees, size: int) -> float:
+    """The least score of any layout of a shape with micro-batches of up to `size` sequences."""
+    method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
+    choices = strategy_of(request, degrees, size, context_method=method)
+    several_methods = len(request.techniques.context) > 1 and degrees.context > 1
+    time = time_of(request.work, choices, request.machine)
+    least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
+    return _score(request, degrees, least)
+
+
+def _strategy_bound(request: SearchRequest, base: Strategy) -> float:
+    """The least score of any layout that differs from `base` in its memory savings only."""
+    time = time_of(request.work, base, request.machine)
+    degrees = Degrees(base.tensor, base.context, base.pipeline, base.expert, base.data)
+    return _score(request, degrees, time.total - time.data)
+
+
+def _score(request: SearchRequest, degrees: Degrees, least: float) -> float:
+    if request.objective is Objective.GPUS:
+        return float(degrees.world)
+    if request.objective is Objective.COST:
+        return least * degrees.world
+    if request.objective is Objective.ROBUST:
+        return least * degrees.data / max(1, degrees.data - 1)
+    return least
+
+
+def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
+    """All within 2 % of the best, the simplest first, and the faster first among equally simple ones."""
+    objective = request.objective
+    least = min(one.score(objective) for one in found)
+    within_tolerance = [one for one in found if one.score(objective) <= least * TIE_TOLERANCE]
+    if objective is Objective.GPUS:
+        fewest = [one for one in within_tolerance if one.score(objective) == least]
+        fastest = min(one.seconds for one in fewest)
+        within_tolerance = [one for one in fewest if one.seconds <= fastest * TIE_TOLERANCE]
+    return sorted(
+        within_tolerance, key=lambda one: (one.complexity, one.score(objective), one.seconds, one.choices.zero_stage)
+    )

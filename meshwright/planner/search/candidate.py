@@ -1,0 +1,104 @@
+"""What a search finds: priced layouts, the best one, its Pareto alternatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.strategy import Offload, Recompute, Schedule, Strategy
+from meshwright.planner.search.request import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout with its price."""
+
+    choices: Strategy
+    estimate: Estimate
+    node: int
+    """GPUs of one node."""
+
+    @property
+    def seconds(self) -> float:
+        """One step."""
+        return self.estimate.seconds
+
+    @property
+    def seconds_after_node_loss(self) -> float:
+        """Seconds per step's worth of tokens when a node is lost and its replicas with it; infinite when none is left.
+
+        Replicas are whole: one node takes every replica that has a rank on it.
+        """
+        replica = self.choices.tensor * self.choices.context * self.choices.pipeline
+        rejected = -(-self.node // replica)
+        left = self.choices.data - rejected
+        return self.seconds * self.choices.data / left if left > 0 else float("inf")
+
+    @property
+    def dimensions(self) -> int:
+        """Dimensions of parallelism in use: how much there is to understand and to go wrong."""
+        used = self.choices
+        return sum(degree > 1 for degree in (used.tensor, used.context, used.pipeline, used.expert, used.data))
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """What breaks a tie: dimensions first, then whatever else makes a run harder to follow."""
+        used = self.choices
+        return (
+            self.dimensions,
+            int(used.offload_optimizer is not Offload.NONE) + int(used.offload_activations is not Offload.NONE),
+            int(used.recompute is not Recompute.NONE),
+            int(used.schedule is not Schedule.ONE_F_ONE_B),
+            int(used.zero_stage == 3),
+        )
+
+    def score(self, objective: Objective) -> float:
+        """What the objective wants least of."""
+        if objective is Objective.COST:
+            return self.seconds * self.estimate.gpus
+        if objective is Objective.ROBUST:
+            return self.seconds_after_node_loss
+        if objective is Objective.GPUS:
+            return float(self.estimate.gpus)
+        return self.seconds
+
+    @property
+    def summary(self) -> str:
+        """The layout in one line, degree 1 left out."""
+        used = self.choices
+        degrees = (
+            ("TP", used.tensor),
+            ("CP", used.context),
+            ("PP", used.pipeline),
+            ("EP", used.expert),
+            ("DP", used.data),
+        )
+        shown = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one GPU"
+        extras = [f"micro-batch {used.micro_batch_size}"]
+        if used.pipeline > 1:
+            chunks = f" with {used.virtual_stages} chunks" if used.virtual_stages > 1 else ""
+            extras.append(f"{used.schedule.value}{chunks}")
+        if used.zero_stage:
+            extras.append(f"ZeRO-{used.zero_stage}")
+        if used.recompute is not Recompute.NONE:
+            extras.append(f"{used.recompute.value} recomputation")
+        if used.offload_optimizer is not Offload.NONE:
+            extras.append(f"optimizer in {used.offload_optimizer.value} memory")
+        return f"{shown} ({', '.join(extras)})"
+
+
+def pareto(found: list[Candidate], limit: int = 8) -> list[Candidate]:
+    """Of `found` those that no other beats in step time, GPUs and robustness at once, the fastest first."""
+    front: list[Candidate] = []
+    for one in sorted(found, key=lambda f: (f.seconds, f.estimate.gpus, f.seconds_after_node_loss)):
+        if not any(_dominates(other, one) for other in front):
+            front.append(one)
+    return front[:limit]
+
+
+def _dominates(other: Candidate, one: Candidate) -> bool:
+    return (
+        other.seconds <= one.seconds
+        and other.estimate.gpus <= one.estimate.gpus
+        and other.seconds_after_node_loss <= one.seconds_after_node_loss
+    )

@@ -1,0 +1,140 @@
+"""The degrees that a model and a machine allow, before anything is priced.
+
+Ranks are interchangeable within a group, so a shape is counted, not enumerated by rank: only degrees differ. Degrees
+that cannot be better are left out here: a tensor-parallel group never leaves its NVLink domain (it talks several times
+in every layer), a context-parallel rank gets at least `MIN_CONTEXT_TOKENS` tokens, and data parallelism takes what is
+left, in whole sequences of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, isqrt
+
+from meshwright.models.transformer import Transformer
+from meshwright.planner.search.request import Objective, SearchRequest
+
+MIN_CONTEXT_TOKENS = 2048
+MAX_MICRO_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Degrees of one layout; `world` ranks."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    expert: int
+    data: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def shapes(request: SearchRequest) -> Iterator[Degrees]:
+    """Every shape the request allows."""
+    model = request.work.model
+    for tensor in tensor_degrees(request):
+        for context in context_degrees(request, tensor):
+            for pipeline in pipeline_degrees(request):
+                size = tensor * context * pipeline
+                for data in data_degrees(request, size):
+                    if not _fills_workers(request, tensor, size * data):
+                        continue
+                    for expert in expert_degrees(request, model, context * data):
+                        yield Degrees(tensor, context, pipeline, expert, data)
+
+
+def tensor_degrees(request: SearchRequest) -> list[int]:
+    """Degrees that split heads, feed-forward and vocabulary evenly, within an NVLink domain."""
+    pinned = request.pins.tensor
+    if pinned is not None:
+        return [pinned]
+    model, techniques = request.work.model, request.techniques
+    common = gcd(model.heads, model.intermediate)
+    if model.experts is not None and request.expert_tensor:
+        common = gcd(common, model.experts.intermediate)
+    if not techniques.pads_vocabulary:
+        common = gcd(common, model.vocab)
+    if not techniques.replicates_kv_heads:
+        common = gcd(common, model.kv_heads)
+    allowed = [t for t in divisors(common) if t <= request.domain and request.work.sequence_length % t == 0]
+    return [t for t in allowed if model.kv_heads % t == 0 or t % model.kv_heads == 0]
+
+
+def context_degrees(request: SearchRequest, tensor: int) -> list[int]:
+    """Powers of two that leave every rank enough tokens to be worth the exchange."""
+    if request.pins.context is not None:
+        return [request.pins.context]
+    if not request.techniques.context:
+        return [1]
+    length = request.work.sequence_length
+    context_options, degree = [1], 2
+    while length // degree >= MIN_CONTEXT_TOKENS and length % (2 * degree * tensor) == 0 and degree <= request.gpus:
+        context_options.append(degree)
+        degree *= 2
+    return context_options
+
+
+def pipeline_degrees(request: SearchRequest) -> list[int]:
+    """Divisors of the layers, with embedding and output counted as none, one or two of them, and powers of two."""
+    if request.pins.pipeline is not None:
+        return [request.pins.pipeline]
+    layers = request.work.model.layers
+    max_degree = min(layers, request.gpus)
+    degrees_to_try = {*divisors(layers), *divisors(layers + 1), *divisors(layers + 2)}
+    degrees_to_try.update(1 << power for power in range(max_degree.bit_length()))
+    if not request.techniques.uneven_split and layers <= 64:
+        degrees_to_try.update(range(1, layers + 1))
+    if request.work.model.tie_embeddings and not request.techniques.ties_over_stages:
+        return [1]
+    return sorted(degree for degree in degrees_to_try if degree <= max_degree)
+
+
+def data_degrees(request: SearchRequest, size: int) -> list[int]:
+    """Numbers of replicas of `size` ranks that share the batch evenly: the most that fit, or all, by objective."""
+    max_replicas = request.gpus // size
+    batch = request.work.global_batch
+    if request.pins.data is not None:
+        return [request.pins.data] if request.pins.data <= max_replicas and batch % request.pins.data == 0 else []
+    replica_counts = [count for count in divisors(batch) if count <= max_replicas]
+    if request.objective in (Objective.GPUS, Objective.COST):
+        return replica_counts
+    return replica_counts[-1:]
+
+
+def expert_degrees(request: SearchRequest, model: Transformer, replicas: int) -> list[int]:
+    """Divisors of the experts that divide the ranks with the same dense parameters."""
+    if request.pins.expert is not None:
+        return [request.pins.expert] if replicas % request.pins.expert == 0 else []
+    if model.experts is None or not request.techniques.expert:
+        return [1]
+    return divisors(gcd(model.experts.count, replicas))
+
+
+def micro_batch_sizes(request: SearchRequest, degrees: Degrees) -> list[int]:
+    """Sequences of one micro-batch: powers of two and what is pinned, dividing a replica's part of the batch."""
+    replica_batch = request.work.global_batch // degrees.data
+    pins = request.pins
+    if pins.micro_batches is not None:
+        return [replica_batch // pins.micro_batches] if replica_batch % pins.micro_batches == 0 else []
+    if pins.micro_batch_size is not None:
+        return [pins.micro_batch_size] if replica_batch % pins.micro_batch_size == 0 else []
+    sizes = [size for size in divisors(replica_batch) if size <= MAX_MICRO_BATCH and size & (size - 1) == 0]
+    keeping_stages_busy = [size for size in sizes if replica_batch // size >= degrees.pipeline]
+    return keeping_stages_busy or sizes[:1]
+
+
+def _fills_workers(request: SearchRequest, tensor: int, world: int) -> bool:
+    gpus = request.gpus_per_worker
+    return world % gpus == 0 and (tensor % gpus == 0 or gpus % tensor == 0)

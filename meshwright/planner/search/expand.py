@@ -1,0 +1,179 @@
+"""Filling a shape in: micro-batches, schedules, context methods and memory savings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
+from meshwright.planner.cost.strategy import WITH_VIRTUAL_STAGES, ContextMethod, Offload, Recompute, Schedule, Strategy
+from meshwright.planner.search.degrees import Degrees
+from meshwright.planner.search.request import SearchRequest
+from meshwright.rules.context import heads_divide
+
+TWO_CHUNKS_PER_RANK = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V})
+"""Schedules with two chunks on every rank."""
+
+
+def strategy_of(request: SearchRequest, degrees: Degrees, size: int, **more: object) -> Strategy:
+    """The layout of a shape with micro-batches of `size` sequences; `more` are further fields of `Strategy`."""
+    sequence = request.pins.sequence_parallel
+    return Strategy(
+        tensor=degrees.tensor,
+        sequence_parallel=degrees.tensor > 1 if sequence is None else sequence,
+        context=degrees.context,
+        pipeline=degrees.pipeline,
+        expert=degrees.expert,
+        expert_tensor=request.expert_tensor,
+        data=degrees.data,
+        micro_batch_size=size,
+        micro_batches=request.work.global_batch // degrees.data // size,
+        numbers=request.numbers,
+        settings=request.settings,
+        offload_activations=request.offload_activations,
+        **{"offload_optimizer": request.offload_optimizer, **more},  # type: ignore[arg-type]
+    )
+
+
+def price(request: SearchRequest, choices: Strategy, memory: Memory | None = None) -> Estimate:
+    """What a layout costs on the request's machine; `memory` is its account, where it is known already."""
+    return estimate(request.work, choices, request.machine, memory=memory)
+
+
+def base_strategies(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[Strategy]:
+    """Every schedule and context method of a shape, with no memory saved yet."""
+    stages = _zero_stages(request, degrees.context * degrees.data)
+    for schedule, chunks in _schedules(request, degrees, size):
+        for method in _context_methods(request, degrees):
+            yield strategy_of(
+                request,
+                degrees,
+                size,
+                schedule=schedule,
+                virtual_stages=chunks,
+                context_method=method,
+                zero_stage=stages[min(1, len(stages) - 1)],
+            )
+
+
+def _zero_stages(request: SearchRequest, replicas: int) -> tuple[int, ...]:
+    if request.pins.zero_stage is not None:
+        return (request.pins.zero_stage,)
+    stages = request.techniques.zero_stages
+    return stages if replicas > 1 else stages[:1]
+
+
+def _schedules(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[tuple[Schedule, int]]:
+    """(schedule, chunks) that the shape allows."""
+    pinned, techniques = request.pins, request.techniques
+    if degrees.pipeline == 1:
+        yield pinned.schedule or Schedule.ONE_F_ONE_B, 1
+        return
+    layers = request.work.model.layers
+    micro_batches = request.work.global_batch // degrees.data // size
+    for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
+        if schedule in WITH_VIRTUAL_STAGES:
+            counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
+            # Interleaving deals micro-batches in groups of as many as there are stages (arXiv 2104.04473, 2.2).
+            fits = micro_batches % degrees.pipeline == 0
+            yield from ((schedule, v) for v in counts if fits and layers >= v * degrees.pipeline)
+        elif schedule in TWO_CHUNKS_PER_RANK:
+            enough = micro_batches >= 2 * degrees.pipeline and layers >= 2 * degrees.pipeline
+            whole = schedule is not Schedule.DUAL_PIPE or (degrees.pipeline % 2 == 0 and micro_batches % 2 == 0)
+            if enough and whole:
+                yield schedule, 2
+        else:
+            yield schedule, 1
+
+
+def _context_methods(request: SearchRequest, degrees: Degrees) -> Iterator[ContextMethod]:
+    if degrees.context == 1:
+        yield ContextMethod.RING_ZIG_ZAG
+        return
+    pinned = request.pins.context_method
+    model = request.work.model
+    for method in (pinned,) if pinned else request.techniques.context:
+        # Ulysses exchanges whole heads (arXiv 2309.14509): every rank needs its own.
+        ranks = degrees.context if method is ContextMethod.ULYSSES else 1
+        if ranks == 1 or heads_divide(model.heads, model.kv_heads, degrees.tensor, ranks):
+            yield method
+
+
+def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Strategy, Memory]]:
+    """For each ZeRO stage the first recomputation that fits, and the last resort, offloading, where none does; with
+    the account of its memory.
+
+    A stage that fits without recomputation leaves nothing for the next stages to save, but ZeRO-1, which also shortens
+    the optimizer, is always tried, and ZeRO-3, which also overlaps its traffic with the whole step, where the pipeline
+    does not multiply it.
+    """
+    pins, techniques = request.pins, request.techniques
+    stages = _zero_stages(request, base.replicas)
+    recompute = (pins.recompute,) if pins.recompute is not None else techniques.recompute
+    fitted, whole = False, False
+    for zero in stages:
+        if whole and zero != 1 and (zero < 3 or base.pipeline > 1):
+            continue
+        stage = replace(base, zero_stage=zero, recompute=recompute[0])
+        if not _states_fit(request, stage):
+            continue
+        for recompute_option in recompute:
+            choices = stage if recompute_option is stage.recompute else replace(stage, recompute=recompute_option)
+            if not techniques.allow(request.work, choices):
+                break
+            memory = memory_if_fits(request, choices)
+            if memory is not None:
+                fitted = True
+                whole = whole or recompute_option is Recompute.NONE
+                yield choices, memory
+                break
+    if fitted or request.offload_optimizer is not Offload.NONE:
+        return
+    for offload in techniques.offload:
+        choices = replace(base, zero_stage=stages[-1], recompute=recompute[-1], offload_optimizer=offload)
+        allowed = offload is not Offload.NONE and techniques.allow(request.work, choices)
+        memory = memory_if_fits(request, choices) if allowed else None
+        if memory is not None:
+            yield choices, memory
+            return
+
+
+def memory_if_fits(request: SearchRequest, choices: Strategy) -> Memory | None:
+    """The fullest rank's bytes where every rank is within what the request lets an estimate fill; None elsewhere."""
+    return memory_within(request.work, choices, request.machine.runtime, _limit(request))
+
+
+def _states_fit(request: SearchRequest, choices: Strategy) -> bool:
+    return model_states_fit(request.work, choices, request.machine.runtime, _limit(request))
+
+
+def _limit(request: SearchRequest) -> float:
+    """Bytes of a GPU's memory that an estimate may fill."""
+    return request.usable * request.machine.gpu.memory
+
+
+def can_fit(request: SearchRequest, degrees: Degrees, size: int) -> bool:
+    """Whether the layout that saves most memory fits."""
+    return any(
+        memory_if_fits(request, choices) is not None for choices in least_memory_strategies(request, degrees, size)
+    )
+
+
+def least_memory_strategies(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[Strategy]:
+    """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
+    pins, techniques = request.pins, request.techniques
+    default_schedule, requested_offload = Schedule.ONE_F_ONE_B, request.offload_optimizer
+    schedule = pins.schedule or (
+        default_schedule if default_schedule in techniques.schedules else techniques.schedules[0]
+    )
+    for recompute_option in (pins.recompute,) if pins.recompute else techniques.recompute[-2:]:
+        yield strategy_of(
+            request,
+            degrees,
+            size,
+            schedule=schedule,
+            zero_stage=pins.zero_stage if pins.zero_stage is not None else techniques.zero_stages[-1],
+            recompute=recompute_option,
+            offload_optimizer=requested_offload if requested_offload is not Offload.NONE else techniques.offload[-1],
+        )

@@ -1,0 +1,63 @@
+"""What a better cluster would give: the same search on a machine with one thing improved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.planner.cost.fabric import Fabric
+from meshwright.planner.search.best_first import SearchResult, search
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.request import SearchRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One improvement and what it brings."""
+
+    change: str
+    found: Candidate | None
+    """The best layout then; None where nothing fits."""
+    speedup: float
+    """Tokens per second over those now."""
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        if self.found is None:
+            return f"{self.change}: no layout"
+        return f"{self.change}: {self.speedup:.2f} times the tokens per second ({self.found.summary})"
+
+
+def what_ifs(result: SearchResult) -> tuple[WhatIf, ...]:
+    """Twice the GPUs, twice the network, twice the NVLink domain and half again the memory, each alone."""
+    request = result.request
+    now = result.best.estimate.tokens_per_second
+    answers = []
+    for change, better in _improvements(request):
+        try:
+            found = search(better).best
+        except NothingFitsError:
+            answers.append(WhatIf(change, None, 0.0))
+            continue
+        answers.append(WhatIf(change, found, found.estimate.tokens_per_second / now))
+    return tuple(answers)
+
+
+def _improvements(request: SearchRequest) -> list[tuple[str, SearchRequest]]:
+    machine = request.machine
+    levels = machine.fabric.levels
+    faster = (levels[0], *(replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]))
+    roomier = replace(machine, gpu=replace(machine.gpu, memory=1.5 * machine.gpu.memory))
+    improved = [
+        (f"{2 * request.gpus} GPUs instead of {request.gpus}", replace(request, gpus=2 * request.gpus)),
+        ("GPUs with half again the memory", replace(request, machine=roomier)),
+    ]
+    if len(levels) > 1:
+        network = replace(machine, fabric=Fabric(faster))
+        improved.append(("twice the bandwidth between domains", replace(request, machine=network)))
+        wide = (replace(levels[0], gpus=2 * levels[0].gpus), *(w for w in levels[1:] if w.gpus > 2 * levels[0].gpus))
+        domain = replace(machine, fabric=Fabric(wide))
+        change = f"NVLink domains of {2 * levels[0].gpus} GPUs instead of {levels[0].gpus}"
+        improved.append((change, replace(request, machine=domain, max_tensor=None)))
+    return improved

@@ -1,0 +1,203 @@
+"""A job's spec in the cost model's terms: the one translation that memory, price and search rest on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
+from meshwright.api.lora import LoraSpec
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.api.precision import Fp8Scaling, Precision
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterMethod, TrainingSpec
+from meshwright.layout import Layout
+from meshwright.models.architecture import Architecture
+from meshwright.models.lora import adapter_parameters_per_layer
+from meshwright.models.transformer import Transformer
+from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
+from meshwright.planner.cost.memory import Memory, worst_stage
+from meshwright.planner.cost.memory_options import MemoryOptions
+from meshwright.planner.cost.strategy import Numbers, Offload, Recompute, Schedule, Strategy, Workload
+from meshwright.schedules.pipeline_layout import SCHEDULE_NAMES, layers_of_stages, stages_per_rank
+
+_NUMBERS = {
+    Precision.FP32: Numbers.FP32,
+    Precision.BF16: Numbers.BF16,
+    Precision.FP16: Numbers.FP16,
+    Precision.FP64: Numbers.FP64,
+}
+SCHEDULES = {
+    **{schedule: Schedule(name) for schedule, name in SCHEDULE_NAMES.items()},
+    PipelineSchedule.AUTOMATIC: Schedule.AUTOMATIC,
+    PipelineSchedule.PIPEDREAM: Schedule.PIPEDREAM,
+    PipelineSchedule.PIPEDREAM_2BW: Schedule.PIPEDREAM_2BW,
+}
+"""The API's names in the cost model's."""
+CHECKPOINTING = {
+    ActivationCheckpointing.NONE: Recompute.NONE,
+    ActivationCheckpointing.SELECTIVE: Recompute.SELECTIVE,
+    ActivationCheckpointing.FULL: Recompute.FULL,
+    ActivationCheckpointing.EVERY_K: Recompute.FULL,
+    ActivationCheckpointing.SQRT: Recompute.SQRT,
+}
+OFFLOAD = {
+    OptimizerOffload.NONE: Offload.NONE,
+    OptimizerOffload.CPU: Offload.CPU,
+    OptimizerOffload.FILE: Offload.NVME,
+}
+_ERROR_FEEDBACK = (GradientCompression.INT8, GradientCompression.TOP_K, GradientCompression.POWER_SGD)
+"""Compressions that keep what they left out."""
+_OUTER_STATE = {OuterMethod.DILOCO: 2.0, OuterMethod.ASYNC_SGD: 1.0}
+"""Numbers a parameter: where a round began, and momentum; or what is sent to the server and read from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """What a spec asks of memory and time, whatever degrees it gets."""
+
+    architecture: Architecture
+    work: Workload
+    training: TrainingSpec
+    parallelism: ParallelismSpec
+    numbers: Numbers
+    settings: MemoryOptions
+    runtime: Framework
+
+    @classmethod
+    def of(cls, spec: ParallelTrainingJobSpec, architecture: Architecture) -> TrainingJob:
+        """The job of a spec that trains a model with this repository's worker.
+
+        Raises:
+            ValueError: the spec has no `training`.
+        """
+        if spec.training is None:
+            raise ValueError("`training` is required")
+        return cls.from_parts(architecture, spec.training, spec.parallelism, spec.replicas)
+
+    @classmethod
+    def from_parts(
+        cls, architecture: Architecture, training: TrainingSpec, parallelism: ParallelismSpec, replicas: int
+    ) -> TrainingJob:
+        """The job of the parts of a spec that matter here."""
+        return cls(
+            architecture,
+            Workload(Transformer.of(architecture), training.sequence_length, training.global_batch_size),
+            training,
+            parallelism,
+            _numbers(training),
+            _settings(training, parallelism, architecture, replicas),
+            _framework(training),
+        )
+
+    def decided(self, schedule: PipelineSchedule, checkpointing: ActivationCheckpointing) -> TrainingJob:
+        """The job with what a plan decided, as if its spec had said it."""
+        return replace(
+            self,
+            parallelism=self.parallelism.model_copy(update={"schedule": schedule}),
+            training=self.training.model_copy(update={"activation_checkpointing": checkpointing}),
+        )
+
+    def choices(self, layout: Layout, micro_batches: int) -> Strategy:
+        """The job in a layout.
+
+        Raises:
+            ValueError: there are more stages than layers.
+        """
+        parallelism_spec, training = self.parallelism, self.training
+        has_pipeline = layout.pipeline > 1
+        return Strategy(
+            tensor=layout.tensor,
+            sequence_parallel=parallelism_spec.sequence and layout.tensor > 1,
+            tensor_overlap=parallelism_spec.tensor_overlap,
+            expert_tensor=parallelism_spec.expert_tensor,
+            context=layout.context,
+            context_method=parallelism_spec.context_method,
+            ulysses=parallelism_spec.ulysses or 1,
+            pipeline=layout.pipeline,
+            schedule=SCHEDULES[parallelism_spec.order] if has_pipeline else Schedule.ONE_F_ONE_B,
+            virtual_stages=stages_per_rank(parallelism_spec, layout.pipeline),
+            layer_split=layer_split(parallelism_spec, layout.pipeline, self.architecture, training.sequence_length),
+            expert=layout.expert,
+            data=layout.data,
+            zero_stage=parallelism_spec.zero_stage if layout.replicas > 1 else 0,
+            micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
+            micro_batches=micro_batches,
+            recompute=CHECKPOINTING[training.checkpointing],
+            recompute_every=(
+                training.checkpoint_every if training.checkpointing is ActivationCheckpointing.EVERY_K else 1
+            ),
+            offload_optimizer=OFFLOAD[training.optimizer.offload],
+            offload_activations=Offload.CPU if training.activation_offload else Offload.NONE,
+            numbers=self.numbers,
+            settings=self.settings,
+        )
+
+    def memory(self, layout: Layout, micro_batches: int) -> Memory:
+        """Bytes of the fullest stage's ranks, with everything the spec says.
+
+        Raises:
+            ValueError: there are more stages than layers.
+        """
+        return worst_stage(self.work, self.choices(layout, micro_batches), self.runtime)
+
+
+def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> tuple[int, ...] | None:
+    """Layers of each stage, in the model's order; None for as even as can be.
+
+    Raises:
+        ValueError: there are more stages than layers, or `layerSplit` does not add up.
+    """
+    even = parallelism.layer_split is None and parallelism.stage_balance is StageBalance.LAYERS
+    if ranks == 1 or (even and ranks * stages_per_rank(parallelism, ranks) <= model.layers):
+        return None
+    return tuple(len(layers) for layers in layers_of_stages(parallelism, ranks, model, length))
+
+
+def _numbers(training: TrainingSpec) -> Numbers:
+    # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
+    if training.fp8 is not None and training.precision is Precision.BF16:
+        return Numbers.FP8
+    return _NUMBERS[training.precision]
+
+
+@lru_cache(maxsize=8)
+def _framework_variant(*, scores: bool, keeps_fp8: bool) -> Framework:
+    return replace(FRAMEWORKS["meshwright"], flash=not scores, keeps_fp8=keeps_fp8)
+
+
+def _framework(training: TrainingSpec) -> Framework:
+    """The worker as the job uses it."""
+    rowwise = training.fp8 is not None and training.fp8.scaling is Fp8Scaling.ROWWISE
+    return _framework_variant(scores=training.attention_dropout > 0, keeps_fp8=not rowwise)
+
+
+def _settings(
+    training: TrainingSpec, parallelism: ParallelismSpec, architecture: Architecture, replicas: int
+) -> MemoryOptions:
+    data, outer = parallelism.data_parallel, training.outer
+    return MemoryOptions(
+        master_weights=training.master_weights,
+        muon=training.optimizer.name is OptimizerName.MUON,
+        flat=data.strategy is DataParallelStrategy.ZERO,
+        shard_size=data.shard_size,
+        reshard_size=data.reshard_size,
+        bucket=data.bucket_elements,
+        # A step whose gradients overflow leaves what was there before it.
+        feedback=(1 + (training.precision is Precision.FP16)) * (data.compression in _ERROR_FEEDBACK),
+        islands=1 if outer is None else outer.islands or replicas,
+        outer=0.0 if outer is None else _OUTER_STATE.get(outer.method, 0.0),
+        loss_chunk=training.loss_chunk_tokens,
+        rematerialize=parallelism.rematerialize,
+        activation_limit=parallelism.activation_limit,
+        parameter_offload=training.parameter_offload,
+        adapters=_adapters(training.lora, architecture),
+    )
+
+
+def _adapters(lora: LoraSpec | None, model: Architecture) -> tuple[int, int] | None:
+    if lora is None:
+        return None
+    return adapter_parameters_per_layer(lora, model, mixture=False), adapter_parameters_per_layer(
+        lora, model, mixture=True
+    )

@@ -1,0 +1,1 @@
+"""Messages between operator and workers, and how they are signed."""

@@ -1,0 +1,77 @@
+"""Rules on the training text."""
+
+from __future__ import annotations
+
+from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.rule import Rule
+
+
+def _data(spec: Spec) -> DataSpec:
+    """The data; where there is none, data that every rule lets pass."""
+    return spec.data if spec.data is not None else DataSpec(source=DataSource.PYTHON_STDLIB)
+
+
+def _one_place_for_files(spec: Spec) -> bool:
+    data = _data(spec)
+    return (data.claim_name is not None) + (data.uri is not None) == (data.source is DataSource.FILES)
+
+
+def _files_alone(spec: Spec) -> bool:
+    data = _data(spec)
+    rows = {"packing": data.packing, "balance": data.balance, "held_out": data.held_out}
+    placed = DataSpec(source=data.source, claim_name=data.claim_name, uri=data.uri, **rows)
+    return data.source is DataSource.FILES or data == placed
+
+
+def _tokenizer_has_file(spec: Spec) -> bool:
+    data = _data(spec)
+    return (data.tokenizer is Tokenizer.BYTE) == (data.tokenizer_file is None)
+
+
+def _field_for_records(spec: Spec) -> bool:
+    data = _data(spec)
+    return data.format in (DataFormat.JSON_LINES, DataFormat.PARQUET) or data.field == "text"
+
+
+def _balance_has_documents(spec: Spec) -> bool:
+    return not _data(spec).balance or _data(spec).packing is Packing.DOCUMENTS
+
+
+DATA_RULES = (
+    Rule(
+        "data.balance",
+        "needs `data.packing: Documents`: rows that are one document each cost the same",
+        "!has(self.data) || !self.data.balance || self.data.packing == 'Documents'",
+        _balance_has_documents,
+    ),
+    Rule(
+        "data.claimName",
+        "must be set with `data.source: Files` unless `data.uri` is, and neither with another source: name the "
+        "PersistentVolumeClaim that holds the files",
+        "!has(self.data) || [has(self.data.claimName), has(self.data.uri)].filter(x, x).size()"
+        " == (self.data.source == 'Files' ? 1 : 0)",
+        _one_place_for_files,
+    ),
+    Rule(
+        "data.source",
+        "`PythonStdlib` is text in bytes: remove `pattern`, `format`, `field`, `tokenizer`, `tokenizerFile`, "
+        "`onCorruptRecord` and `mixture`",
+        "!has(self.data) || self.data.source == 'Files' || (self.data.pattern == '**/*' && self.data.format == 'Text'"
+        " && self.data.field == 'text' && self.data.tokenizer == 'Byte' && !has(self.data.tokenizerFile)"
+        " && self.data.onCorruptRecord == 'Fail' && (!has(self.data.mixture) || self.data.mixture.size() == 0))",
+        _files_alone,
+    ),
+    Rule(
+        "data.tokenizerFile",
+        "must be set with `data.tokenizer: BPE` or `SentencePiece`, and not with `Byte`",
+        "!has(self.data) || (self.data.tokenizer == 'Byte') != has(self.data.tokenizerFile)",
+        _tokenizer_has_file,
+    ),
+    Rule(
+        "data.field",
+        "may only be set with `data.format: JSONLines` or `Parquet`: remove it",
+        "!has(self.data) || self.data.format in ['JSONLines', 'Parquet'] || self.data.field == 'text'",
+        _field_for_records,
+    ),
+)

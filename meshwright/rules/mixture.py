@@ -1,0 +1,168 @@
+"""Rules on mixtures of experts and on how they are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.api.mixture import Balancing, MixtureSpec, Router
+from meshwright.api.model_parts import Activation
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.rule import Rule, divides
+
+_NO_MIXTURE_OR = "!has(self.model) || !has(self.model.mixture) || "
+
+
+def _mixture(spec: Spec) -> MixtureSpec | None:
+    return spec.model.mixture if spec.model is not None else None
+
+
+def _on_mixture(holds: Callable[[MixtureSpec], bool]) -> Callable[[Spec], bool]:
+    """A rule on the mixture alone; it holds where there is none."""
+
+    def check(spec: Spec) -> bool:
+        mixture = _mixture(spec)
+        return mixture is None or holds(mixture)
+
+    return check
+
+
+def _has_experts(spec: Spec) -> bool:
+    model = spec.model
+    named = model is not None and (model.preset is not None or model.hugging_face is not None)
+    return (spec.parallelism.expert or 1) == 1 or named or _mixture(spec) is not None
+
+
+def _experts_divide(spec: Spec) -> bool:
+    mixture = _mixture(spec)
+    return mixture is None or divides(spec.parallelism.expert, mixture.experts)
+
+
+def _expert_width_splits(spec: Spec) -> bool:
+    mixture, tensor = _mixture(spec), spec.parallelism.tensor
+    return mixture is None or not spec.parallelism.expert_tensor or divides(tensor, mixture.intermediate_size)
+
+
+def _whole_experts_allowed(spec: Spec) -> bool:
+    fp8 = spec.training is not None and spec.training.fp8 is not None
+    return spec.parallelism.expert_tensor or (spec.parallelism.sequence and not fp8)
+
+
+def _shared_width_splits(spec: Spec) -> bool:
+    mixture, tensor = _mixture(spec), spec.parallelism.tensor
+    return mixture is None or divides(tensor, mixture.shared_intermediate_size)
+
+
+def _has_mixture_layer(spec: Spec) -> bool:
+    mixture, layers = _mixture(spec), spec.model.layers if spec.model is not None else None
+    return mixture is None or layers is None or mixture.dense_layers + mixture.every <= layers
+
+
+def _swiglu(spec: Spec) -> bool:
+    model = spec.model
+    if model is None or model.mixture is None:
+        return True
+    return model.gated is not False and not model.biases and model.activation in (None, Activation.SILU)
+
+
+def _router_has_gradient(mixture: MixtureSpec) -> bool:
+    return mixture.per_token > 1 or not mixture.renormalize or mixture.router is not Router.SOFTMAX
+
+
+MIXTURE_RULES = (
+    Rule(
+        "model.mixture.perToken",
+        "must be at most `model.mixture.experts`",
+        _NO_MIXTURE_OR + "self.model.mixture.perToken <= self.model.mixture.experts",
+        _on_mixture(lambda m: m.per_token <= m.experts),
+    ),
+    Rule(
+        "model.mixture.groups",
+        "must divide `model.mixture.experts`: groups are equal",
+        _NO_MIXTURE_OR + "self.model.mixture.experts % self.model.mixture.groups == 0",
+        _on_mixture(lambda m: m.experts % m.groups == 0),
+    ),
+    Rule(
+        "model.mixture.groupsPerToken",
+        "must be at most `model.mixture.groups`",
+        _NO_MIXTURE_OR + "self.model.mixture.groupsPerToken <= self.model.mixture.groups",
+        _on_mixture(lambda m: m.groups_per_token <= m.groups),
+    ),
+    Rule(
+        "model.mixture.groupsPerToken",
+        "must give a token at least `model.mixture.perToken` experts: raise it, or lower `perToken` or `groups`",
+        _NO_MIXTURE_OR + "self.model.mixture.perToken * self.model.mixture.groups"
+        " <= self.model.mixture.groupsPerToken * self.model.mixture.experts",
+        _on_mixture(lambda m: m.per_token * m.groups <= m.groups_per_token * m.experts),
+    ),
+    Rule(
+        "model.mixture.renormalize",
+        "must be false with `perToken: 1` and `router: Softmax`: a weight of always 1 gives the router no gradient",
+        _NO_MIXTURE_OR + "self.model.mixture.perToken > 1 || !self.model.mixture.renormalize"
+        " || self.model.mixture.router != 'Softmax'",
+        _on_mixture(_router_has_gradient),
+    ),
+    Rule(
+        "model.mixture.auxiliaryWeight",
+        "needs `model.mixture.balancing: Auxiliary` or `Bias`: remove it",
+        _NO_MIXTURE_OR + "!has(self.model.mixture.auxiliaryWeight) || self.model.mixture.balancing != 'None'",
+        _on_mixture(lambda m: m.auxiliary_weight is None or m.balancing is not Balancing.NONE),
+    ),
+    Rule(
+        "model.mixture.denseLayers",
+        "plus `model.mixture.every` must be at most `model.layers`: some layer has to be a mixture",
+        _NO_MIXTURE_OR + "!has(self.model.layers)"
+        " || self.model.mixture.denseLayers + self.model.mixture.every <= self.model.layers",
+        _has_mixture_layer,
+    ),
+    Rule(
+        "model.mixture",
+        "excludes `model.gated: false`, `model.biases` and every `model.activation` but `SiLU`: experts are SwiGLU",
+        _NO_MIXTURE_OR
+        + "((!has(self.model.gated) || self.model.gated) && (!has(self.model.biases) || !self.model.biases)"
+        " && (!has(self.model.activation) || self.model.activation == 'SiLU'))",
+        _swiglu,
+    ),
+    Rule(
+        "parallelism.expert",
+        "needs `model.mixture`, or a `model.preset` or `model.huggingFace` that has one: without experts there is "
+        "nothing to spread",
+        "!has(self.parallelism.expert) || self.parallelism.expert == 1"
+        " || (has(self.model) && (has(self.model.preset) || has(self.model.huggingFace) || has(self.model.mixture)))",
+        _has_experts,
+    ),
+    Rule(
+        "parallelism.expert",
+        "must divide `replicas` times `context`: experts are spread over ranks that hold the same dense parameters",
+        "!has(self.parallelism.expert) || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
+        lambda spec: divides(spec.parallelism.expert, spec.replicas * spec.parallelism.context_or_default),
+    ),
+    Rule(
+        "parallelism.expert",
+        "must divide `model.mixture.experts`: every rank holds equally many",
+        _NO_MIXTURE_OR + "!has(self.parallelism.expert) || self.model.mixture.experts % self.parallelism.expert == 0",
+        _experts_divide,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.mixture.intermediateSize`: every expert is split by its width, but for "
+        "`parallelism.expertTensor: false`",
+        _NO_MIXTURE_OR + "!has(self.parallelism.tensor) || !self.parallelism.expertTensor"
+        " || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
+        _expert_width_splits,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.mixture.sharedIntermediateSize`: shared experts are split by their width",
+        _NO_MIXTURE_OR + "!has(self.parallelism.tensor)"
+        " || self.model.mixture.sharedIntermediateSize % self.parallelism.tensor == 0",
+        _shared_width_splits,
+    ),
+    Rule(
+        "parallelism.expertTensor",
+        "must be true without `parallelism.sequence: true`, or with `training.fp8`: GPUs with whole experts route "
+        "positions of their own, and fp8 scales are of all",
+        "self.parallelism.expertTensor"
+        " || (self.parallelism.sequence && (!has(self.training) || !has(self.training.fp8)))",
+        _whole_experts_allowed,
+    ),
+)

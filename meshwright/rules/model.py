@@ -1,0 +1,171 @@
+"""Rules on the model's numbers."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.api.data import Tokenizer
+from meshwright.api.model import ModelSpec
+from meshwright.api.model_parts import Norm
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.rule import Rule, divides
+
+BYTE_VOCABULARY = 257
+"""The 256 byte values and the document separator."""
+
+
+_NUMBERS = [name for name in ModelSpec.model_fields if name not in ("preset", "hugging_face")]
+_ANY_NUMBER = " || ".join(f"has(self.model.{ModelSpec.model_fields[name].alias or name})" for name in _NUMBERS)
+
+
+def _model(spec: Spec) -> ModelSpec:
+    """The model; where there is none, one that every rule lets pass."""
+    return spec.model if spec.model is not None else ModelSpec(preset="none")
+
+
+def _preset_alone(spec: Spec) -> bool:
+    model = _model(spec)
+    return model.preset is None or model == ModelSpec(preset=model.preset)
+
+
+def _configuration_alone(spec: Spec) -> bool:
+    model = _model(spec)
+    return model.hugging_face is None or all(getattr(model, name) is None for name in _NUMBERS)
+
+
+def _is_configuration(spec: Spec) -> bool:
+    text = _model(spec).hugging_face
+    return text is None or (re.match(r"[ \t\r\n]*[{]", text) is not None and '"model_type"' in text)
+
+
+def _numbers_complete(spec: Spec) -> bool:
+    m = _model(spec)
+    needed = (m.layers, m.hidden_size, m.intermediate_size, m.heads, m.vocab_size)
+    return m.preset is not None or m.hugging_face is not None or None not in needed
+
+
+def _vocabulary_holds_bytes(spec: Spec) -> bool:
+    size = _model(spec).vocab_size
+    byte = spec.data is not None and spec.data.tokenizer is Tokenizer.BYTE
+    return not byte or size is None or size >= BYTE_VOCABULARY
+
+
+def _latent_alone(spec: Spec) -> bool:
+    m = _model(spec)
+    if m.latent is None:
+        return True
+    grouped = m.kv_heads is not None and m.heads is not None and m.kv_heads != m.heads
+    others = grouped or m.positions or m.biases or m.attention_biases or m.query_key_norms
+    return m.latent.rope_size % 2 == 0 and not others
+
+
+def _scaling_is_possible(spec: Spec) -> bool:
+    m = _model(spec)
+    scaling = m.rope_scaling
+    return scaling is None or (not m.positions and scaling.high_frequency_factor > scaling.low_frequency_factor)
+
+
+def _positions_suffice(spec: Spec) -> bool:
+    rows = _model(spec).positions
+    return not rows or spec.training is None or rows >= spec.training.sequence_length
+
+
+def _twice(number: int | None) -> int | None:
+    return None if number is None else 2 * number
+
+
+MODEL_RULES = (
+    Rule(
+        "model.preset",
+        "excludes every other field of `model`: remove them, or remove `preset` and describe the model in numbers",
+        f"!has(self.model) || !has(self.model.preset) || !(has(self.model.huggingFace) || {_ANY_NUMBER})",
+        _preset_alone,
+    ),
+    Rule(
+        "model.huggingFace",
+        "excludes every other field of `model`: remove them, or let `meshwright model` print the configuration as "
+        "fields, and change those",
+        f"!has(self.model) || !has(self.model.huggingFace) || !({_ANY_NUMBER})",
+        _configuration_alone,
+    ),
+    Rule(
+        "model.huggingFace",
+        "must be the text of a model's `config.json`: a JSON object with `model_type`",
+        "!has(self.model) || !has(self.model.huggingFace) || (self.model.huggingFace.matches('^[ \\\\t\\\\r\\\\n]*[{]')"
+        " && self.model.huggingFace.contains('\"model_type\"'))",
+        _is_configuration,
+    ),
+    Rule(
+        "model",
+        "must name a `preset`, hold a `huggingFace` configuration, or give `layers`, `hiddenSize`, `intermediateSize`, "
+        "`heads` and `vocabSize`",
+        "!has(self.model) || has(self.model.preset) || has(self.model.huggingFace)"
+        " || (has(self.model.layers) && has(self.model.hiddenSize)"
+        " && has(self.model.intermediateSize) && has(self.model.heads) && has(self.model.vocabSize))",
+        _numbers_complete,
+    ),
+    Rule(
+        "model.kvHeads",
+        "must divide `model.heads`: each key and value head serves the same number of query heads",
+        "!has(self.model) || !has(self.model.heads) || !has(self.model.kvHeads)"
+        " || self.model.heads % self.model.kvHeads == 0",
+        lambda spec: divides(_model(spec).kv_heads, _model(spec).heads),
+    ),
+    Rule(
+        "model.hiddenSize",
+        "must be divisible by twice `model.heads` unless `model.headSize` is given: a head has an even width, since "
+        "rotary positions turn pairs",
+        "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize) || has(self.model.headSize)"
+        " || self.model.hiddenSize % (2 * self.model.heads) == 0",
+        lambda spec: (
+            _model(spec).head_size is not None or divides(_twice(_model(spec).heads), _model(spec).hidden_size)
+        ),
+    ),
+    Rule(
+        "model.headSize",
+        "must be even: rotary positions turn pairs",
+        "!has(self.model) || !has(self.model.headSize) || self.model.headSize % 2 == 0",
+        lambda spec: divides(2, _model(spec).head_size),
+    ),
+    Rule(
+        "model.biases",
+        "needs `model.norm: LayerNorm`: RMSNorm has no bias; use `model.attentionBiases` for those of attention alone",
+        "!has(self.model) || !has(self.model.biases) || !self.model.biases"
+        " || (has(self.model.norm) && self.model.norm == 'LayerNorm')",
+        lambda spec: not _model(spec).biases or _model(spec).norm is Norm.LAYER_NORM,
+    ),
+    Rule(
+        "model.latent",
+        "excludes `kvHeads` below `heads`, `positions`, `biases`, `attentionBiases` and `queryKeyNorms`, and its "
+        "`ropeSize` must be even",
+        "!has(self.model) || !has(self.model.latent) || (self.model.latent.ropeSize % 2 == 0"
+        " && (!has(self.model.kvHeads) || !has(self.model.heads) || self.model.kvHeads == self.model.heads)"
+        " && (!has(self.model.positions) || self.model.positions == 0)"
+        " && (!has(self.model.biases) || !self.model.biases)"
+        " && (!has(self.model.attentionBiases) || !self.model.attentionBiases)"
+        " && (!has(self.model.queryKeyNorms) || !self.model.queryKeyNorms))",
+        _latent_alone,
+    ),
+    Rule(
+        "model.ropeScaling",
+        "needs rotary positions, and a `highFrequencyFactor` above `lowFrequencyFactor`",
+        "!has(self.model) || !has(self.model.ropeScaling)"
+        " || ((!has(self.model.positions) || self.model.positions == 0)"
+        " && self.model.ropeScaling.highFrequencyFactor > self.model.ropeScaling.lowFrequencyFactor)",
+        _scaling_is_possible,
+    ),
+    Rule(
+        "model.positions",
+        "must be at least `training.sequenceLength`: each position of a sequence needs a row",
+        "!has(self.model) || !has(self.model.positions) || self.model.positions == 0 || !has(self.training)"
+        " || self.model.positions >= self.training.sequenceLength",
+        _positions_suffice,
+    ),
+    Rule(
+        "model.vocabSize",
+        "must be at least 257 with `data.tokenizer: Byte`: the 256 byte values and a document separator",
+        "!has(self.model) || !has(self.model.vocabSize) || !has(self.data) || self.data.tokenizer != 'Byte'"
+        " || self.model.vocabSize >= 257",
+        _vocabulary_holds_bytes,
+    ),
+)

@@ -1,0 +1,209 @@
+"""Rules on the degrees: what each must divide, and how they meet workers and model."""
+
+from __future__ import annotations
+
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.rule import Rule, divides
+
+MAX_WORLD_SIZE = 65536
+MAX_WORKERS = 1024
+"""`status.placement.workers` lists each of them, and an object must stay small."""
+
+_WORLD_SIZE = (
+    "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
+    " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.parallelism.context * self.replicas"
+)
+_WORLD_SIZE_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
+
+
+ALLOW_FEWER_MICRO_BATCHES_THAN_STAGES = (PipelineSchedule.NAIVE, PipelineSchedule.PIPEDREAM)
+"""Schedules that do with fewer micro-batches than stages."""
+ASYNCHRONOUS = (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
+"""Schedules that update weights without draining the pipeline."""
+_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES = "self.parallelism.schedule in ['Naive', 'PipeDream']"
+
+
+def least_world_size(spec: Spec) -> int:
+    """The number of ranks, a degree that is left out counted as 1."""
+    p = spec.parallelism
+    return (p.tensor or 1) * (p.pipeline or 1) * p.context_or_default * spec.replicas
+
+
+def _world_size(spec: Spec) -> int | None:
+    """The number of ranks, where the spec alone decides it."""
+    p = spec.parallelism
+    known = spec.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
+    return least_world_size(spec) if known else None
+
+
+def _whole_workers(spec: Spec) -> bool:
+    return divides(spec.workers.gpus_per_worker, _world_size(spec))
+
+
+def _worker_limit(spec: Spec) -> bool:
+    world = _world_size(spec)
+    return world is None or world <= MAX_WORKERS * spec.workers.gpus_per_worker
+
+
+def _aligned_groups(spec: Spec) -> bool:
+    tensor, gpus = spec.parallelism.tensor, spec.workers.gpus_per_worker
+    return tensor is None or tensor % gpus == 0 or gpus % tensor == 0
+
+
+def _heads_split(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.heads)
+
+
+def _kv_heads_split(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.kv_heads)
+
+
+def _feed_forward_splits(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.intermediate_size)
+
+
+def _vocabulary_splits(spec: Spec) -> bool:
+    return spec.model is None or divides(spec.parallelism.tensor, spec.model.vocab_size)
+
+
+def _stages_have_micro_batches(spec: Spec) -> bool:
+    count, pipeline = spec.parallelism.micro_batches, spec.parallelism.pipeline
+    return (
+        spec.parallelism.order in ALLOW_FEWER_MICRO_BATCHES_THAN_STAGES
+        or count is None
+        or pipeline is None
+        or count >= pipeline
+    )
+
+
+def _stages_have_sequences(spec: Spec) -> bool:
+    if spec.training is None or spec.parallelism.order in ALLOW_FEWER_MICRO_BATCHES_THAN_STAGES:
+        return True
+    return spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
+
+
+def _tied_on_one_stage(spec: Spec) -> bool:
+    tied = spec.model is not None and bool(spec.model.tie_embeddings)
+    one_stage = (spec.parallelism.pipeline or 1) == 1
+    return not tied or one_stage or spec.parallelism.order not in ASYNCHRONOUS
+
+
+def _sequence_splits(spec: Spec) -> bool:
+    length = spec.training.sequence_length if spec.training is not None else None
+    return not spec.parallelism.sequence or divides(spec.parallelism.tensor, length)
+
+
+def _tensor_overlap_has_collectives(spec: Spec) -> bool:
+    p = spec.parallelism
+    return not p.tensor_overlap or (p.sequence and p.tensor is not None and p.tensor > 1)
+
+
+def _tensor_overlap_has_plain_products(spec: Spec) -> bool:
+    training = spec.training
+    return not spec.parallelism.tensor_overlap or training is None or (training.fp8 is None and training.lora is None)
+
+
+PARALLELISM_RULES = (
+    Rule(
+        "replicas",
+        "`replicas` times `parallelism.tensor`, `parallelism.pipeline` and `parallelism.context` must be at most "
+        "65536: lower one of them",
+        f"{_WORLD_SIZE} <= {MAX_WORLD_SIZE}",
+        lambda spec: least_world_size(spec) <= MAX_WORLD_SIZE,
+    ),
+    Rule(
+        "workers.gpusPerWorker",
+        "must divide the world size, `replicas` times `parallelism.tensor`, `parallelism.pipeline` and "
+        "`parallelism.context`",
+        f"!{_WORLD_SIZE_KNOWN} || ({_WORLD_SIZE}) % self.workers.gpusPerWorker == 0",
+        _whole_workers,
+    ),
+    Rule(
+        "workers.gpusPerWorker",
+        "must be at least the world size divided by 1024: a job has at most 1024 workers",
+        f"!{_WORLD_SIZE_KNOWN} || {_WORLD_SIZE} <= {MAX_WORKERS} * self.workers.gpusPerWorker",
+        _worker_limit,
+    ),
+    Rule(
+        "workers.gpusPerWorker",
+        "must be a multiple or a divisor of `parallelism.tensor`: a worker holds whole tensor-parallel groups, or a "
+        "group has whole workers",
+        "!has(self.parallelism.tensor) || self.parallelism.tensor % self.workers.gpusPerWorker == 0"
+        " || self.workers.gpusPerWorker % self.parallelism.tensor == 0",
+        _aligned_groups,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.heads`: attention is split by heads",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.heads)"
+        " || self.model.heads % self.parallelism.tensor == 0",
+        _heads_split,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.kvHeads`: attention is split by heads",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.kvHeads)"
+        " || self.model.kvHeads % self.parallelism.tensor == 0",
+        _kv_heads_split,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.intermediateSize`: the feed-forward layer is split by its width",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.intermediateSize)"
+        " || self.model.intermediateSize % self.parallelism.tensor == 0",
+        _feed_forward_splits,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `model.vocabSize`: embedding and logits are split by the vocabulary; raise `model.vocabSize`",
+        "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.vocabSize)"
+        " || self.model.vocabSize % self.parallelism.tensor == 0",
+        _vocabulary_splits,
+    ),
+    Rule(
+        "parallelism.tensor",
+        "must divide `training.sequenceLength` when `parallelism.sequence` is true: change one of the three",
+        "!has(self.parallelism.tensor) || !has(self.training) || !self.parallelism.sequence"
+        " || self.training.sequenceLength % self.parallelism.tensor == 0",
+        _sequence_splits,
+    ),
+    Rule(
+        "parallelism.tensorOverlap",
+        "needs `parallelism.tensor` of at least 2 and `parallelism.sequence: true`, whose collectives it takes apart",
+        "!self.parallelism.tensorOverlap || (self.parallelism.sequence && has(self.parallelism.tensor)"
+        " && self.parallelism.tensor > 1)",
+        _tensor_overlap_has_collectives,
+    ),
+    Rule(
+        "parallelism.tensorOverlap",
+        "must be false with `training.fp8`, whose scales are of whole tensors, and with `training.lora`, whose "
+        "narrow products hide nothing",
+        "!self.parallelism.tensorOverlap || !has(self.training)"
+        " || (!has(self.training.fp8) && !has(self.training.lora))",
+        _tensor_overlap_has_plain_products,
+    ),
+    Rule(
+        "parallelism.microBatches",
+        "must be at least `parallelism.pipeline`: with fewer some stage always waits; only `schedule: Naive` may",
+        f"{_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES} || !has(self.parallelism.microBatches) || "
+        "!has(self.parallelism.pipeline)"
+        " || self.parallelism.microBatches >= self.parallelism.pipeline",
+        _stages_have_micro_batches,
+    ),
+    Rule(
+        "parallelism.pipeline",
+        "times `replicas` must be at most `training.globalBatchSize`: every stage needs a micro-batch of its replica",
+        f"{_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES} || !has(self.training) || self.training.globalBatchSize"
+        " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)",
+        _stages_have_sequences,
+    ),
+    Rule(
+        "model.tieEmbeddings",
+        "needs `parallelism.pipeline: 1` with `PipeDream` and `PipeDream2BW`: the ends would have different weights",
+        "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
+        " || !(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW'])"
+        " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1",
+        _tied_on_one_stage,
+    ),
+)

@@ -1,0 +1,184 @@
+"""Which stages of a model each pipeline rank holds, which layers are in them, and in which order it runs them.
+
+The one answer that planner, validation and worker share: from the fields of `parallelism` to a schedule and a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.layout import split_layers
+from meshwright.models.architecture import Architecture
+from meshwright.models.transformer import Transformer
+from meshwright.schedules.actions import Schedule
+from meshwright.schedules.automatic import automatic
+from meshwright.schedules.flop_costs import layer_costs, output_costs, stage_costs
+from meshwright.schedules.multi_stage_partition import partition_over_ranks
+from meshwright.schedules.registry import generate
+from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
+
+SCHEDULE_NAMES = {
+    PipelineSchedule.NAIVE: "naive",
+    PipelineSchedule.GPIPE: "gpipe",
+    PipelineSchedule.ONE_F_ONE_B: "1f1b",
+    PipelineSchedule.INTERLEAVED: "interleaved",
+    PipelineSchedule.LOOPED_BFS: "looped-bfs",
+    PipelineSchedule.ZB_H1: "zb-h1",
+    PipelineSchedule.ZB_H2: "zb-h2",
+    PipelineSchedule.ZB_V: "zb-v",
+    PipelineSchedule.DUAL_PIPE: "dualpipe",
+    PipelineSchedule.DUAL_PIPE_V: "dualpipe-v",
+}
+"""Names in `meshwright.schedules.registry`."""
+WITH_VIRTUAL_STAGES = frozenset({PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS})
+"""Schedules where `parallelism.virtualStages` says how many stages a rank holds."""
+V_SHAPED = frozenset({PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V})
+"""Schedules whose ranks hold two stages each, the second on the way back."""
+WHOLE_BACKWARD = frozenset(
+    {
+        PipelineSchedule.NAIVE,
+        PipelineSchedule.GPIPE,
+        PipelineSchedule.ONE_F_ONE_B,
+        PipelineSchedule.INTERLEAVED,
+        PipelineSchedule.LOOPED_BFS,
+    }
+)
+"""Schedules whose backward passes come in one piece, one at a time, on the rank that updates what they belong to."""
+ASYNCHRONOUS = frozenset({PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW})
+"""Schedules that never drain between steps: what they train differs from one process by design."""
+DEFAULT_VIRTUAL_STAGES = 2
+
+
+def stages_per_rank(parallelism: ParallelismSpec, ranks: int) -> int:
+    """How many of the model's stages, each with layers of its own, fall to one of so many pipeline ranks on average."""
+    if ranks == 1:
+        return 1
+    if parallelism.order in WITH_VIRTUAL_STAGES:
+        return parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES
+    return 2 if parallelism.order in V_SHAPED else 1
+
+
+def stage_ranks(parallelism: ParallelismSpec, ranks: int) -> list[int]:
+    """The pipeline rank that holds each of the model's stages; of a bidirectional pipeline's two, which hold the same
+    stages, the first.
+    """
+    stages = ranks * stages_per_rank(parallelism, ranks)
+    if parallelism.order in V_SHAPED or parallelism.order is PipelineSchedule.DUAL_PIPE:
+        return [min(stage, stages - 1 - stage) for stage in range(stages)]
+    return [stage % ranks for stage in range(stages)]
+
+
+def accepts_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> bool:
+    """Whether a schedule of so many ranks can be made for so many micro-batches, with none of its stages left out."""
+    if ranks == 1:
+        return True
+    if schedule is PipelineSchedule.PIPEDREAM:
+        return count == 1
+    if schedule is PipelineSchedule.NAIVE:
+        return count >= 1
+    if schedule is PipelineSchedule.INTERLEAVED:
+        return count % ranks == 0
+    if schedule is PipelineSchedule.DUAL_PIPE:
+        return ranks % 2 == 0 and count % 2 == 0 and count >= 2 * ranks
+    return count >= (2 * ranks if schedule is PipelineSchedule.DUAL_PIPE_V else ranks)
+
+
+def activation_limit(parallelism: ParallelismSpec, ranks: int) -> int:
+    """Micro-batches whose activations a rank may hold with `Automatic`: what 1F1B holds where it is left out."""
+    return parallelism.activation_limit or ranks
+
+
+def schedule_of(
+    parallelism: ParallelismSpec,
+    ranks: int,
+    micro_batches: int,
+    costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS,
+) -> Schedule:
+    """The order of one step. The asynchronous schedules' is that of 1F1B, which they run on without draining.
+
+    Args:
+        parallelism: names the schedule.
+        ranks: pipeline ranks.
+        micro_batches: of one step.
+        costs: of every stage alike, or one for each: what `Automatic` searches with. Others do not depend on them.
+
+    Raises:
+        ValueError: there is none for these numbers; the text says why.
+    """
+    kind = parallelism.order if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
+    if kind is PipelineSchedule.AUTOMATIC:
+        return automatic(ranks, micro_batches, activation_limit(parallelism, ranks), costs)
+    name = "1f1b" if kind in ASYNCHRONOUS else SCHEDULE_NAMES[kind]
+    return generate(name, ranks, micro_batches, stages_per_rank(parallelism, ranks))
+
+
+def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> list[range]:
+    """The consecutive layers of each stage, in the model's order.
+
+    Args:
+        parallelism: what the split depends on: schedule, `layerSplit` and `stageBalance`.
+        ranks: pipeline ranks.
+        model: whose layers.
+        length: of a sequence, in tokens.
+
+    Raises:
+        ValueError: there are more stages than layers, or `layerSplit` does not add up.
+    """
+    stages = ranks * stages_per_rank(parallelism, ranks)
+    split = parallelism.layer_split
+    if split is not None:
+        if len(split) != stages or sum(split) != model.layers:
+            raise ValueError(
+                f"`parallelism.layerSplit` must give each of {stages} stages its part of `model.layers: {model.layers}`"
+            )
+        return _ranges(split)
+    if parallelism.stage_balance is StageBalance.FLOPS:
+        homes = tuple(stage_ranks(parallelism, ranks))
+        return _ranges(_balanced_by_flops(Transformer.of(model), length, homes, parallelism.rematerialize))
+    return split_layers(model.layers, stages)
+
+
+@lru_cache(maxsize=256)
+def _balanced_by_flops(model: Transformer, length: int, homes: tuple[int, ...], recomputes: bool) -> tuple[int, ...]:
+    """Layers of each stage by the costs that `stage_costs` adds up."""
+    costs = [layer_costs(model, length, layer, recomputes=recomputes).total for layer in range(model.layers)]
+    return partition_over_ranks(costs, homes, last=output_costs(model, recomputes=recomputes).total)
+
+
+def _ranges(sizes: tuple[int, ...] | list[int]) -> list[range]:
+    bounds = [sum(sizes[:stage]) for stage in range(len(sizes) + 1)]
+    return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLayout:
+    """A pipeline as its ranks hold it."""
+
+    schedule: Schedule
+    layers: tuple[range, ...]
+    """Of each stage."""
+
+    def stages(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in the model's order."""
+        return sorted({action.stage for action in self.schedule.actions(rank)})
+
+    def ranks_of_stage(self, stage: int) -> list[int]:
+        """The ranks that hold a stage: two of a bidirectional pipeline, else one."""
+        return [rank for rank in range(len(self.schedule.ranks)) if stage in self.stages(rank)]
+
+
+def pipeline_layout(
+    parallelism: ParallelismSpec, ranks: int, micro_batches: int, model: Architecture, length: int
+) -> PipelineLayout:
+    """The pipeline of a run. `Automatic` is searched with the operations of the model's own stages: the order of the
+    first steps, until the worker has measured their times (`schedules.measured`).
+
+    Raises:
+        ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.
+    """
+    layers = layers_of_stages(parallelism, ranks, model, length)
+    costs = stage_costs(model, length, layers, recomputes=parallelism.rematerialize)
+    return PipelineLayout(schedule_of(parallelism, ranks, micro_batches, costs), tuple(layers))

@@ -1,0 +1,118 @@
+"""Which tokens of a row each rank of a context group holds. Pure: ranges of positions, no tensors.
+
+Causal attention gives a token more to do the later it stands. Ranks that hold consecutive parts of a row therefore do
+unequal work, and the last sets the pace; the zig-zag order (Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al.,
+arXiv 2311.09431 balance alike) cuts a row into two parts a rank and gives rank i the parts i and 2n - 1 - i.
+
+Parts differ by at most one `unit` where a row does not divide: nothing is padded, so nothing has to be left out again.
+A unit is one token, or, under Megatron's sequence parallelism, one for each rank of the tensor group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from meshwright.api.parallelism import ContextMethod
+from meshwright.protocol.messages import RunConfig
+
+TokenSlice = tuple[range, ...]
+"""Positions that a rank holds, in the order in which it holds them."""
+
+
+_CONSECUTIVE = (ContextMethod.RING, ContextMethod.ULYSSES)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSharding:
+    """How rows are dealt to the ranks of a context group.
+
+    Args:
+        method: how attention goes over the ranks; it decides the order.
+        ranks: size of the group.
+        unit: what every part of a row is a multiple of, in tokens.
+        inner: with `RingUlysses`, the consecutive ranks that exchange heads: they divide one ring rank's slice.
+    """
+
+    method: ContextMethod = ContextMethod.RING_ZIG_ZAG
+    ranks: int = 1
+    unit: int = 1
+    inner: int = 1
+
+    @classmethod
+    def of(cls, run: RunConfig) -> SequenceSharding:
+        """What a run asks for."""
+        spec = run.parallelism
+        unit = run.tensor if spec.sequence else 1
+        inner = (spec.ulysses or 1) if spec.context_method is ContextMethod.RING_ULYSSES else 1
+        return cls(spec.context_method, run.context, unit, inner)
+
+    @property
+    def min_length(self) -> int:
+        """Tokens of the shortest row of which no part is empty."""
+        if self.ranks == 1:
+            return self.unit
+        if self.method in _CONSECUTIVE:
+            return self.ranks * self.unit
+        parts = 2 * (self.ranks // self.inner)
+        return parts * -(-self.inner // 2) * self.unit
+
+    def slices(self, length: int) -> tuple[TokenSlice, ...]:
+        """What each rank holds of a row of `length` tokens, by rank.
+
+        Raises:
+            ValueError: the row is shorter than `min_length`, or no multiple of `unit`.
+        """
+        return _slices(self, length)
+
+    def ring(self, length: int) -> tuple[TokenSlice, ...]:
+        """What each `inner` ranks hold together, by their place in the ring."""
+        method = ContextMethod.RING if self.method is ContextMethod.RING else ContextMethod.RING_ZIG_ZAG
+        return _slices(SequenceSharding(method, self.ranks // self.inner, self.unit), length)
+
+
+@lru_cache(maxsize=256)
+def _slices(deal: SequenceSharding, length: int) -> tuple[TokenSlice, ...]:
+    if length % deal.unit or length < deal.min_length:
+        raise ValueError(
+            f"a row of {length} tokens does not split over {deal.ranks} ranks in parts of {deal.unit} tokens"
+        )
+    if deal.ranks == 1:
+        return ((range(length),),)
+    if deal.method in _CONSECUTIVE:
+        return tuple((part,) for part in _split(length, deal.ranks, deal.unit))
+    rings = _zig_zag(length, deal.ranks // deal.inner, deal.unit)
+    return tuple(part for ring in rings for part in _even_parts(ring, deal.inner, deal.unit))
+
+
+def size(part: TokenSlice) -> int:
+    """Tokens of a slice."""
+    return sum(len(positions) for positions in part)
+
+
+def _zig_zag(length: int, ranks: int, unit: int) -> tuple[TokenSlice, ...]:
+    parts = _split(length, 2 * ranks, unit)
+    return tuple((parts[rank], parts[-1 - rank]) for rank in range(ranks))
+
+
+def _split(length: int, count: int, unit: int) -> list[range]:
+    units, extra = divmod(length // unit, count)
+    ends = list(accumulate((units + (index < extra)) * unit for index in range(count)))
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _even_parts(whole: Sequence[range], count: int, unit: int) -> list[TokenSlice]:
+    """Consecutive parts of a slice, as even as units allow."""
+    return [_positions_within(whole, part_range) for part_range in _split(size(tuple(whole)), count, unit)]
+
+
+def _positions_within(whole: Sequence[range], part_range: range) -> TokenSlice:
+    ranges_found, begin = [], 0
+    for positions in whole:
+        first, last = max(part_range.start - begin, 0), min(part_range.stop - begin, len(positions))
+        if first < last:
+            ranges_found.append(positions[first:last])
+        begin += len(positions)
+    return tuple(ranges_found)

@@ -1,0 +1,187 @@
+"""The operator put together: serve health, wait for leadership, list everything once, then act until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kubernetes.aio.client import Configuration
+
+from meshwright_operator.controller.health import health_application
+from meshwright_operator.controller.http_server import serve_application
+from meshwright_operator.controller.pod_control import ForeignObjectError
+from meshwright_operator.controller.reconciler import Reconciler
+from meshwright_operator.controller.status_patch import PROGRESS_SECONDS
+from meshwright_operator.coordinator.server import Coordinator
+from meshwright_operator.coordinator.tokens import Tokens, load_key
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.config import load_configuration
+from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.leader_election import LeaderElector
+from meshwright_operator.kube.pod_informer import PodInformer
+from meshwright_operator.kube.recorder import EventRecorder
+from meshwright_operator.kube.resync import Resync
+from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_paths
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.scheduler import JobScheduler
+from meshwright_operator.settings import Settings
+
+STALE_PERIODS = 2.0
+"""A watch is stale when it was silent for so many times what makes it connect again."""
+
+log = logging.getLogger(__name__)
+
+
+async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], None] = lambda: None) -> None:
+    """Runs until `stop` is set.
+
+    Args:
+        settings: what the process was told.
+        stop: set it to end cleanly: running reconciles end, events are posted, the lease is given back.
+        on_ready: called when the watches stand.
+
+    Raises:
+        ConnectionFailedError: no configuration of the cluster can be read.
+        KeyFileError: the key file cannot be used.
+        BaseExceptionGroup: a part failed for good, such as the lease or a watch; the process must end.
+    """
+    manager = await Manager.build(settings)
+    try:
+        leading = asyncio.create_task(manager.serve_and_lead(on_ready), name="operator")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if leading.done():
+            leading.result()
+        else:
+            log.info("stopping")
+            await manager.drain()
+            leading.cancel()
+            await asyncio.gather(leading, return_exceptions=True)
+    finally:
+        await manager.close()
+
+
+class Manager:
+    """All parts, wired."""
+
+    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, key: bytes) -> None:
+        self._settings = settings
+        self._configuration = configuration
+        fence = Fence()
+        self._client = cluster = KubeClient(configuration, metrics, fence)
+        self._metrics = metrics
+        self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
+        self._cache = Cache()
+        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError, ForeignObjectError))
+        metrics.queue_depth(lambda: len(self._queue))
+        tokens = Tokens(key)
+        self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
+        self._events = EventRecorder(cluster, settings.identity, metrics)
+        self._elector = LeaderElector(
+            cluster, fence, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
+        )
+        self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
+        self._url = settings.coordinator_url or ""
+        self._leading = False
+        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
+        self._calibration_loop = CalibrationLoop(self._cache, scheduler)
+        jobs = JobsCollector()
+        metrics.registry.register(jobs)
+        self._reconcile = Reconciler(
+            cluster=cluster,
+            cache=self._cache,
+            queue=self._queue,
+            coordinator=self._coordinator,
+            tokens=tokens,
+            events=self._events,
+            metrics=metrics,
+            jobs=jobs,
+            scheduler=scheduler,
+            coordinator_url=lambda: self._url,
+        )
+
+    @classmethod
+    async def build(cls, settings: Settings) -> Manager:
+        """The operator for these settings, not started."""
+        key = load_key(settings.key_file)
+        metrics = OperatorMetrics()
+        configuration = await load_configuration(settings.kubeconfig)
+        return cls(settings, configuration, metrics, key)
+
+    async def drain(self) -> None:
+        """Lets reconciles that run come to their end; those that only wait are the next leader's."""
+        if not await self._queue.drain(self._settings.drain_seconds):
+            log.warning("some reconciles did not end in time", extra={"seconds": self._settings.drain_seconds})
+
+    async def close(self) -> None:
+        """Gives the lease back and closes connections."""
+        if self._leading:
+            await self._events.flush(1.0)
+            await self._elector.release()
+        self._queue.close()
+        await self._client.close()
+
+    async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
+        """Everything, until cancelled."""
+        application = health_application(
+            self._metrics, lambda: not self._leading or self._resync.is_fresh(), self._not_ready
+        )
+        async with serve_application(application, self._settings.metrics_listen):
+            await self._elector.acquire()
+            self._leading = True
+            self._metrics.leader.set(1)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._elector.renew_until_lost(), name="lease")
+                group.create_task(self._lead(on_ready), name="lead")
+
+    async def _lead(self, on_ready: Callable[[], None]) -> None:
+        await self._resync.initial_list()
+        listen = self._settings.coordinator_listen
+        async with serve_application(self._coordinator.application(), listen) as port:
+            self._url = self._settings.coordinator_url or f"http://{listen.host}:{port}"
+            self._coordinator.synced = True
+            log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
+            watch = EventHandlers(self._cache, self._queue, self._metrics)
+            namespaces = self._settings.namespaces
+            self._liveness.track(watch_paths(namespaces))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._events.run(), name="events")
+                group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
+                group.create_task(self._resync.run(), name="resync")
+                group.create_task(self._calibration_loop.run(), name="learning")
+                for namespace in namespaces or (None,):
+                    group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
+                # The last one: kopf takes every later task of the loop for its own and cancels it when it ends.
+                await asyncio.sleep(0)
+                watching = run_watches(
+                    watch,
+                    self._configuration,
+                    namespaces,
+                    self._liveness,
+                    self._settings.watch_idle_seconds,
+                    on_ready,
+                )
+                group.create_task(watching, name="watches")
+
+    def _pods(self, watch: EventHandlers, namespace: str | None) -> PodInformer:
+        idle = self._settings.watch_idle_seconds
+        return PodInformer(self._client, self._resync, watch, self._liveness, idle, namespace)
+
+    def _not_ready(self) -> str:
+        if not self._coordinator.synced:
+            return "not leading yet"
+        stale = self._liveness.stale()
+        return f"nothing is heard from the watches {', '.join(stale)}" if stale else ""
+
+    def _notify(self, key: JobKey, urgent: bool) -> None:
+        if urgent:
+            self._queue.add(key)
+        else:
+            self._queue.add_after(key, PROGRESS_SECONDS)

@@ -1,0 +1,289 @@
+"""One job, brought one step closer to what its spec says. The steps stand in their order.
+
+Nothing in memory is truth: a reconcile starts from the cache and from status, and whatever it does next it has first
+written to status. Killed at any line, the next run converges: generation and incarnations are persisted before anybody
+is told of them, pods have names that are functions of what is persisted, and every action may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from meshwright.api.conditions import READY, SUSPENDED, is_true
+from meshwright.api.parsing import parse_status
+from meshwright_operator import logging_config
+from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job, suspended_by_user
+from meshwright_operator.controller.pod_control import ForeignObjectError, PodControl, PodsRejectedError
+from meshwright_operator.controller.start_timeline import StartTimeline
+from meshwright_operator.controller.status_writer import ConflictError, StatusRejectedError, StatusWriter
+from meshwright_operator.coordinator.rendezvous import Rendezvous
+from meshwright_operator.coordinator.server import Coordinator
+from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.decide import decide_job, lifecycle, rejected_job
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.failure_detection import SPEC_CHANGED
+from meshwright_operator.decide.mesh_generation import document
+from meshwright_operator.decide.observed import Observed, Rejection, WorkerState
+from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.rank_assignment import rank_zero_worker, uses_external_scheduler
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.client import ApiError, KubeClient, jobs_path
+from meshwright_operator.kube.recorder import WARNING, EventRecorder, Note
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.manifests.worker_pod import PodContext
+from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.edit_admission import EditAdmission
+from meshwright_operator.scheduling.placement_steps import PlacementSteps
+from meshwright_operator.scheduling.scheduler import JobScheduler
+from meshwright_operator.timestamps import seconds_since, utc_now
+
+Object = dict[str, Any]
+
+
+class Reconciler:
+    """Everything one reconcile needs, and what is remembered between two of them for people only."""
+
+    def __init__(
+        self,
+        cluster: KubeClient,
+        cache: Cache,
+        queue: WorkQueue[JobKey],
+        coordinator: Coordinator,
+        tokens: Tokens,
+        events: EventRecorder,
+        metrics: OperatorMetrics,
+        jobs: JobsCollector,
+        scheduler: JobScheduler,
+        coordinator_url: Callable[[], str],
+        now: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self._client = cluster
+        self._cache = cache
+        self._queue = queue
+        self._coordinator = coordinator
+        self._tokens = tokens
+        self._events = events
+        self._metrics = metrics
+        self._jobs = jobs
+        self._scheduler = scheduler
+        self._coordinator_url = coordinator_url
+        self._now = now
+        self._pod_control = PodControl(cluster, cache, metrics)
+        self._writer = StatusWriter(cluster, cache, queue)
+        self._placement_steps = PlacementSteps(scheduler)
+        self._edit_admission = EditAdmission(scheduler)
+        self._rejections: dict[str, Rejection] = {}
+        self._uids: dict[JobKey, str] = {}
+        self._timelines: dict[str, StartTimeline] = {}
+        self._events_without_status: dict[str, str] = {}
+        """What was told by an event alone, by uid: the status could not be written."""
+
+    async def __call__(self, key: JobKey) -> None:
+        """Reconciles one job; what it raises makes the queue try again later."""
+        started = time.monotonic()
+        result = "error"
+        generation = self._cache.jobs.get(key, {}).get("metadata", {}).get("generation")
+        try:
+            with logging_config.log_context(job=str(key), generation=generation):
+                await self._reconcile(key)
+            result = "ok"
+        except ConflictError:
+            result = "stale"
+            self._queue.add(key)
+        except Exception as error:
+            self._metrics.reconcile_errors.labels(type(error).__name__).inc()
+            await self._report_error(key, error)
+            raise
+        finally:
+            self._metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
+
+    async def _reconcile(self, key: JobKey) -> None:
+        # 1. What is there? Another object of the same name is another job.
+        job = self._cache.jobs.get(key)
+        uid = job["metadata"]["uid"] if job is not None else ""
+        if self._uids.get(key, uid) != uid:
+            await self._forget(key)
+        if job is None or job["metadata"].get("deletionTimestamp") or not managed_here(job):
+            return
+        self._uids[key] = uid
+        rendezvous = self._coordinator.rendezvous(uid)
+
+        # 2. What does it mean?
+        try:
+            observed = self._observe(key, job, rendezvous)
+            observed = await self._confirm_missing_pods(key, job, rendezvous, observed)
+            observed = await self._edit_admission.admit(key, job, observed)
+        except JobRejectedError as rejection:
+            await self._reject(key, job, rejection)
+            return
+
+        # 3. What is to be done?
+        draft = decide_job.decide(observed)
+
+        # 4. Do it: the status first, then everything that follows from it.
+        if draft.place is not None:
+            async with self._scheduler.lock:
+                for other in await self._placement_steps.find(key, job, draft):
+                    self._queue.add(other)
+            try:
+                await self._execute(key, job, rendezvous, draft)
+            finally:
+                self._scheduler.release_assumed(uid)
+        else:
+            if draft.mesh.pending_cause != SPEC_CHANGED:
+                self._scheduler.job_queue.remove(uid)
+            if draft.move is not None:
+                async with self._scheduler.lock:
+                    await self._placement_steps.move(key, job, draft)
+            if draft.map_ranks is not None:
+                await self._placement_steps.map_ranks(draft)
+            await self._execute(key, job, rendezvous, draft)
+
+    def _observe(self, key: JobKey, job: Object, rendezvous: Rendezvous) -> Observed:
+        rejection = self._rejections.get(job["metadata"]["uid"])
+        return observe_job(key, job, self._cache, self._scheduler, rendezvous.agents(), self._now(), rejection)
+
+    async def _confirm_missing_pods(
+        self, key: JobKey, job: Object, rendezvous: Rendezvous, observed: Observed
+    ) -> Observed:
+        """The same, after every pod that seems to be missing was looked for on the server."""
+        if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
+            return observed
+        missing = [w for w in observed.workers if w.state is WorkerState.MISSING and w.incarnation >= 0]
+        if not missing:
+            return observed
+        await asyncio.gather(
+            *(self._pod_control.confirm_missing(key, observed.uid, w.index, w.incarnation) for w in missing)
+        )
+        return self._observe(key, job, rendezvous)
+
+    async def _execute(self, key: JobKey, job: Object, rendezvous: Rendezvous, draft: Decision) -> None:
+        observed = draft.observed
+        await self._writer.write(key, job, draft.status, bool(draft.notes))
+        # What was refused is told and persisted now; the next refusal is another one.
+        if observed.rejection is not None:
+            self._rejections.pop(observed.uid, None)
+        self._scheduler.avoid(observed.uid, draft.avoid)
+        await self._publish(rendezvous, draft)
+        for note in [*draft.notes, *self._timeline(observed.uid).update(draft, time.monotonic())]:
+            self._events.post(job, note)
+        self._update_metrics(key, job, draft)
+        if draft.delete_job:
+            await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
+            return
+        try:
+            # Gated pods need neither: so a gang stands sooner, and whatever is retried makes them before anything runs.
+            if draft.ungate or (draft.create and uses_external_scheduler(observed)):
+                token = self._tokens.token(key.namespace, key.name, observed.uid)
+                await self._pod_control.apply_owned_objects(key, observed.uid, token)
+            if draft.create:
+                await self._create(key, draft)
+            await self._pod_control.ungate(draft.ungate)
+        except PodsRejectedError as error:
+            self._rejections[observed.uid] = Rejection(error.reason, error.message)
+        await self._pod_control.delete(draft.delete)
+        if draft.create or draft.ungate or draft.map_ranks or draft.status.mesh != observed.status.mesh:
+            self._queue.add(key)
+        if draft.requeue_after is not None:
+            self._queue.add_after(key, max(0.05, draft.requeue_after))
+
+    async def _create(self, key: JobKey, draft: Decision) -> None:
+        observed = draft.observed
+        assert draft.status.placement is not None
+        context = PodContext(
+            name=key.name,
+            namespace=key.namespace,
+            uid=observed.uid,
+            spec=observed.spec,
+            revision=observed.revision,
+            coordinator_url=self._coordinator_url(),
+        )
+        entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
+        await self._pod_control.create(context, entries)
+
+    async def _publish(self, rendezvous: Rendezvous, draft: Decision) -> None:
+        """Tells the agents what is persisted now."""
+        observed, mesh = draft.observed, draft.mesh
+        current = rendezvous.document
+        if mesh.pending_cause or current is None or current.generation != mesh.generation:
+            current = document(observed, mesh)
+        incarnations = {pod.worker: pod.incarnation for pod in observed.excess_pods}
+        incarnations |= {worker.index: worker.incarnation for worker in observed.workers if worker.incarnation >= 0}
+        over = lifecycle.finished(draft.status) or is_true(draft.status.conditions, SUSPENDED)
+        closed = over and not observed.live_pods
+        pods = {worker.index: worker.pod.uid for worker in observed.workers if worker.pod is not None}
+        await rendezvous.publish(
+            None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
+        )
+
+    async def _reject(self, key: JobKey, job: Object, rejection: JobRejectedError) -> None:
+        """Says why nothing can be done, once."""
+        old = parse_status(job)
+        generation = int(job["metadata"].get("generation", 0))
+        if lifecycle.finished(old):
+            status = rejected_job.unchanged(old, generation)
+        elif rejection.retryable:
+            suspended = suspended_by_user(job)
+            status = rejected_job.unplannable(old, generation, self._now(), rejection.message, suspended=suspended)
+            self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
+        else:
+            status = rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)
+        uid = job["metadata"]["uid"]
+        note = Note("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
+        try:
+            if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
+                self._events.post(job, note)
+        except StatusRejectedError:
+            if self._events_without_status.get(uid) != note.message:
+                self._events_without_status[uid] = note.message
+                self._events.post(job, note)
+            raise
+        finally:
+            self._jobs.record(key, uid).put(status, None, time.monotonic())
+
+    async def _report_error(self, key: JobKey, error: Exception) -> None:
+        """Says on the job what kept it from being acted on, where its owner can do something about it."""
+        job = self._cache.jobs.get(key)
+        if job is None or (isinstance(error, ApiError) and error.code not in (400, 403, 422)):
+            return
+        if isinstance(error, StatusRejectedError) and job["metadata"]["uid"] in self._events_without_status:
+            return
+        expected = isinstance(error, ApiError | ForeignObjectError)
+        note = Note("ActionRefused", str(error), WARNING)
+        if not expected:
+            note = Note("ReconcileFailed", f"tried again and again: {type(error).__name__}: {error}", WARNING)
+        with contextlib.suppress(Exception):
+            self._events.post(job, note)
+
+    async def _forget(self, key: JobKey) -> None:
+        """Drops all that is remembered of a job that is gone."""
+        uid = self._uids.pop(key, "")
+        self._edit_admission.forget(uid)
+        self._timelines.pop(uid, None)
+        self._rejections.pop(uid, None)
+        self._scheduler.forget(uid)
+        self._writer.forget(uid)
+        self._events_without_status.pop(uid, None)
+        self._jobs.forget(key)
+        self._queue.forget(key)
+        await self._coordinator.forget(uid)
+
+    def _timeline(self, uid: str) -> StartTimeline:
+        return self._timelines.setdefault(uid, StartTimeline())
+
+    def _update_metrics(self, key: JobKey, job: Object, draft: Decision) -> None:
+        observed = draft.observed
+        received = observed.agents.reports.get(rank_zero_worker(observed))
+        current = received is not None and received.report.generation == observed.mesh.generation
+        progress = received.report.progress if received is not None and current else None
+        self._jobs.record(key, observed.uid).put(draft.status, progress, time.monotonic())
+        started = is_true(draft.status.conditions, READY) and not is_true(observed.status.conditions, READY)
+        if started and observed.mesh.generation == 1 and not lifecycle.finished(draft.status):
+            created = job["metadata"].get("creationTimestamp")
+            self._metrics.startup_seconds.observe(seconds_since(created, observed.now))

@@ -1,0 +1,103 @@
+"""Where a start or a recovery spent its time, told once the first step is done; and checkpoints, at most one a minute.
+
+Kept in memory for people only: after a restart of the operator the phases it has not seen are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.api.conditions import READY, is_true
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.rank_assignment import rank_zero_worker
+from meshwright_operator.kube.recorder import Note
+
+CHECKPOINT_NOTE_SECONDS = 60.0
+FIRST_STEP = "first-step"
+
+
+@dataclass(slots=True)
+class _Start:
+    """One way to a generation; moments by a monotonic clock."""
+
+    failed_at: float
+    detection_seconds: float
+    placed: float | None = None
+    formed_at: float | None = None
+    generation: int = 0
+
+
+@dataclass(slots=True)
+class StartTimeline:
+    """What one job went through lately."""
+
+    start: _Start | None = None
+    checkpoint: int | None = None
+    checkpoint_noted: float = field(default=float("-inf"))
+
+    def update(self, decision: Decision, clock: float) -> list[Note]:
+        """Takes in one decision at the moment `clock`; what is worth telling."""
+        return [*self._update_start(decision, clock), *self._update_checkpoint(decision, clock)]
+
+    def _update_start(self, decision: Decision, clock: float) -> list[Note]:
+        before, after = decision.observed.mesh, decision.mesh
+        forming = bool(after.pending_cause)
+        formed_at = after.generation > before.generation
+        if self.start is None and (forming or formed_at):
+            detection_seconds = max((h.halted_seconds for h in decision.observed.agents.reports.values()), default=0.0)
+            self.start = _Start(clock - detection_seconds, detection_seconds)
+        start = self.start
+        if start is None:
+            return []
+        if decision.create:
+            start.placed = clock
+        if formed_at:
+            start.formed_at, start.generation = clock, after.generation
+        elif forming and start.formed_at is not None:
+            self.start = _Start(clock, 0.0)
+        elif start.formed_at is not None and start.generation == after.generation:
+            return self._finish(decision, start, start.formed_at, clock)
+        return []
+
+    def _finish(self, decision: Decision, start: _Start, formed_at: float, clock: float) -> list[Note]:
+        received = decision.observed.agents.reports.get(rank_zero_worker(decision.observed))
+        if received is None or received.report.generation != start.generation:
+            return []
+        phases = {phase.name: phase.seconds for phase in received.report.phases}
+        trains = FIRST_STEP in phases
+        if decision.observed.spec.runtime.command is not None:
+            # A command of the user's tells no phases: its ranks run, and that is all there is to see.
+            trains = is_true(decision.status.conditions, READY)
+        if not trains:
+            return []
+        self.start = None
+        cause = decision.mesh.cause
+        first = start.generation == 1
+        parts = _parts(start, formed_at, recovering=not first) | phases
+        total = formed_at - start.failed_at + sum(phases.values())
+        text = ", ".join(f"{name.replace('-', ' ')} {max(0.0, seconds):.1f}" for name, seconds in parts.items())
+        word, reason = ("started", "Started") if first else ("recovered", "Recovered")
+        return [Note(reason, f"{word} in {total:.1f} s: {text} (generation {start.generation}, {cause})")]
+
+    def _update_checkpoint(self, decision: Decision, clock: float) -> list[Note]:
+        checkpoint = decision.status.checkpoint
+        if checkpoint is None or checkpoint.step == self.checkpoint:
+            return []
+        seen_first = self.checkpoint is None and decision.observed.status.checkpoint is not None
+        if not seen_first and clock - self.checkpoint_noted < CHECKPOINT_NOTE_SECONDS:
+            return []
+        self.checkpoint = checkpoint.step
+        if seen_first:
+            return []
+        self.checkpoint_noted = clock
+        return [Note("CheckpointSaved", f"the checkpoint of step {checkpoint.step} is complete")]
+
+
+def _parts(start: _Start, formed_at: float, *, recovering: bool) -> dict[str, float]:
+    """The operator's part of the way, by phase."""
+    begun = start.failed_at + start.detection_seconds
+    if not recovering:
+        return {"place": (start.placed or begun) - begun, "start pods": formed_at - (start.placed or begun)}
+    if start.placed is None:
+        return {"detect": start.detection_seconds, "gather": formed_at - begun}
+    return {"detect": start.detection_seconds, "drain": start.placed - begun, "replace pod": formed_at - start.placed}

@@ -1,0 +1,237 @@
+"""What agents told about one job, and what they are to be told: in memory, and never the truth.
+
+All of it comes again by itself after a restart of the operator: agents poll and report every few seconds, and the mesh
+document is rebuilt from the job's status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from meshwright.protocol.messages import MeshDocument, MeshRequest, ReportReply, WorkerReport, WorkerState
+from meshwright_operator.coordinator.rate_limit import RateLimiter
+
+# An agent whose poll ended is expected back at once; after this long it counts as away.
+AWAY_SECONDS = 10.0
+LARGEST_GENERATION = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingAgent:
+    """An agent that waits for the next generation."""
+
+    incarnation: int
+    address: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedReport:
+    """A worker's last report."""
+
+    report: WorkerReport
+    age: float
+    """Seconds since it arrived."""
+    halted_seconds: float
+    """Seconds since the first report that the ranks of this generation failed or paused; 0 in other states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """What is known of a job's agents at one moment."""
+
+    waiting_agents: Mapping[int, WaitingAgent] = field(default_factory=dict)
+    """By worker index: present and free to start a new generation."""
+    reports: Mapping[int, ReceivedReport] = field(default_factory=dict)
+    """By worker index, of every generation."""
+    newest_generation: int = 0
+    """The highest generation any agent ever named."""
+    listening_seconds: float = 0.0
+    """Seconds for which agents of this job could have been heard: an agent not heard since is silent for so long."""
+
+
+@dataclass(slots=True)
+class _Presence:
+    request: MeshRequest
+    polls: int = 0
+    """Polls open now."""
+    seen: float = 0.0
+    """When the last one opened or ended."""
+
+
+@dataclass(slots=True)
+class _Report:
+    report: WorkerReport
+    arrived: float
+    halted_since: float | None
+
+
+class Rendezvous:
+    """One job's agents and the mesh document they wait for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.document: MeshDocument | None = None
+        """The generation in effect; None while none is, or while the next one is being formed."""
+        self.generation = 0
+        """The newest generation that was announced."""
+        self._incarnations: Mapping[int, int] = {}
+        self._pods: Mapping[int, str] = {}
+        self._members: frozenset[tuple[int, int]] = frozenset()
+        self._encoded = b""
+        self.rate_limiter = RateLimiter(clock)
+        """What each worker's agent has used up."""
+        self._closed = False
+        self._published = False
+        self._presences: dict[int, _Presence] = {}
+        self._reports: dict[int, _Report] = {}
+        self._newest = 0
+        self._changed = asyncio.Condition()
+        self._clock = clock
+        self._started_at = clock()
+
+    async def publish(
+        self,
+        document: MeshDocument | None,
+        incarnations: Mapping[int, int],
+        *,
+        generation: int = 0,
+        closed: bool = False,
+        pods: Mapping[int, str] | None = None,
+    ) -> None:
+        """Sets what agents are told, and wakes those that wait.
+
+        Args:
+            document: the generation in effect.
+            incarnations: current incarnation of every worker the job has.
+            generation: the newest generation that was announced, in effect or not.
+            closed: the job wants no pods (any more).
+            pods: uid of every worker's pod that is known, in its current incarnation.
+        """
+        self.generation = generation
+        pods = pods or {}
+        now = self.document, self._incarnations, self._closed, self._pods
+        same = (document, incarnations, closed, pods) == now
+        if same and self._published:
+            return
+        self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
+        self._pods = pods
+        # Once for all agents: a thousand of them ask for it at the same moment.
+        self._encoded = encode(document) if document is not None else b""
+        self._members = frozenset((m.worker, m.incarnation) for m in document.members) if document else frozenset()
+        async with self._changed:
+            self._changed.notify_all()
+
+    def superseded(self, sender: MeshRequest | WorkerReport) -> bool:
+        """Whether the agent's pod is none of the job's (any more)."""
+        if not self._published:
+            return False
+        current = self._incarnations.get(sender.worker)
+        if self._closed or current is None or sender.incarnation < current:
+            return True
+        # A process that outlived its pod object, as on a node that is cut off, may share the name of a pod made anew.
+        known = self._pods.get(sender.worker) if sender.incarnation == current else None
+        return bool(known and sender.pod_uid and sender.pod_uid != known)
+
+    @contextmanager
+    def polling(self, request: MeshRequest) -> Iterator[None]:
+        """Counts the agent as present while its poll is open."""
+        presence = self._presences.get(request.worker)
+        if presence is None or presence.request != request:
+            presence = self._presences[request.worker] = _Presence(request, presence.polls if presence else 0)
+        presence.polls += 1
+        presence.seen = self._clock()
+        self._record_generation(request.generation)
+        try:
+            yield
+        finally:
+            # The agent may have said something new meanwhile: then the newer presence holds the count.
+            current = self._presences.get(request.worker, presence)
+            current.polls = max(0, current.polls - 1)
+            current.seen = self._clock()
+
+    async def wait_for_newer(self, request: MeshRequest) -> bytes | None:
+        """What `document_for` gives, once it gives something; None when superseded or time is up."""
+
+        def done() -> bool:
+            return self.document_for(request) is not None or self.superseded(request)
+
+        try:
+            async with asyncio.timeout(request.wait_seconds), self._changed:
+                await self._changed.wait_for(done)
+        except TimeoutError:
+            return None
+        if self.superseded(request):
+            return None
+        # From now on its store port is in use: it must say hello again before it counts for the next generation.
+        self._presences.pop(request.worker, None)
+        return self._encoded if self.document_for(request) is not None else None
+
+    def polls(self, worker: int) -> int:
+        """Polls of this worker that are open now."""
+        presence = self._presences.get(worker)
+        return presence.polls if presence is not None else 0
+
+    def document_for(self, request: MeshRequest) -> MeshDocument | None:
+        """The document, if it is newer than the agent's generation and this very incarnation takes part in it."""
+        document = self.document
+        if document is None or document.generation <= request.generation:
+            return None
+        return document if (request.worker, request.incarnation) in self._members else None
+
+    def receive_report(self, report: WorkerReport) -> bool:
+        """Takes a report; whether it tells something that wants a decision, rather than plain progress."""
+        old = self._reports.get(report.worker)
+        now = self._clock()
+        self._record_generation(report.generation)
+        if old is not None and (old.report.incarnation, old.report.generation) > (
+            report.incarnation,
+            report.generation,
+        ):
+            return False
+        halted_since = None
+        if report.state in (WorkerState.FAILED, WorkerState.IDLE):
+            again = old is not None and _halt_state(old.report) == _halt_state(report) and old.halted_since is not None
+            halted_since = old.halted_since if old is not None and again else now
+        self._reports[report.worker] = _Report(report, now, halted_since)
+        return old is None or _decision_fields(old.report) != _decision_fields(report)
+
+    def _record_generation(self, generation: int) -> None:
+        """Remembers the highest generation named, within reason: the number comes from a tenant's pod."""
+        if generation <= LARGEST_GENERATION:
+            self._newest = max(self._newest, generation)
+
+    def agents(self) -> Agents:
+        """What is known now."""
+        now = self._clock()
+        waiting_agents = {
+            worker: WaitingAgent(p.request.incarnation, p.request.address, p.request.store_port)
+            for worker, p in self._presences.items()
+            if p.polls > 0 or now - p.seen <= AWAY_SECONDS
+        }
+        reports = {
+            worker: ReceivedReport(
+                r.report, now - r.arrived, now - r.halted_since if r.halted_since is not None else 0.0
+            )
+            for worker, r in self._reports.items()
+        }
+        return Agents(waiting_agents, reports, self._newest, now - self._started_at)
+
+
+def encode(message: MeshDocument | ReportReply) -> bytes:
+    """The message as it travels."""
+    return json.dumps(message.wire(), separators=(",", ":")).encode()
+
+
+def _halt_state(report: WorkerReport) -> tuple[WorkerState, int]:
+    return report.state, report.generation
+
+
+def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
+    """The parts of a report on which a decision may depend."""
+    phases = tuple((phase.name, phase.seconds) for phase in report.phases)
+    return report.incarnation, report.generation, report.state, report.failure, report.message, phases

@@ -1,0 +1,308 @@
+"""The decision on one job: what its status becomes and what is done next. Pure; the steps stand in their order."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find, is_true
+from meshwright.api.failure_policy import FailureAction
+from meshwright.api.labels import LABEL_JOB
+from meshwright.api.spec import CordonedNodes
+from meshwright_operator.decide import (
+    exit_policy,
+    external_scheduler,
+    failure_detection,
+    gang,
+    hang_detection,
+    lifecycle,
+    placement_outcome,
+    progress,
+    rank_assignment,
+    restart_budget,
+)
+from meshwright_operator.decide.applied_spec import encode_spec
+from meshwright_operator.decide.conditions import update_observed_generation
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.mesh_generation import next_generation
+from meshwright_operator.decide.observed import Observed, WorkerState, has_started
+from meshwright_operator.kube.recorder import WARNING
+from meshwright_operator.text import counted
+from meshwright_operator.timestamps import format_time, seconds_since
+
+REQUEUE_SECONDS = 15.0
+MOVE_AFTER_SECONDS = 30.0
+MOVE_RETRY_SECONDS = 60.0
+
+
+def decide(observed: Observed) -> Decision:
+    """What to do with the job now."""
+    decision = Decision.of(observed)
+    if lifecycle.finished(observed.status):
+        _clean_up_finished(decision)
+        return decision
+    left = lifecycle.deadline_left(observed.spec, observed.status, observed.now)
+    if left is not None and left <= 0:
+        seconds = observed.spec.active_deadline_seconds
+        decision.fail("DeadlineExceeded", f"the job was active for longer than {seconds} s (activeDeadlineSeconds)")
+        return decision
+    decision.requeue_within(left)
+    _adopt_plan(decision)
+    _report_blocked_edit(decision)
+    restart_budget.drop_expired(decision.status, observed.spec.recovery, observed.now)
+    progress.update_progress(observed, decision.status)
+    if observed.spec.suspend:
+        _suspend(decision)
+    elif exit_policy.succeeded(observed):
+        decision.complete(_completion(decision))
+    else:
+        _resume(decision)
+        _advance_generation(decision)
+    return decision
+
+
+def _clean_up_finished(decision: Decision) -> None:
+    """A finished job only waits to be deleted; what still runs of it goes."""
+    update_observed_generation(decision.status, decision.observed.generation)
+    decision.delete_live_pods()
+    left = lifecycle.ttl_left(decision.observed.spec, decision.status, decision.observed.now)
+    decision.delete_job = left is not None and left <= 0
+    decision.requeue_within(left)
+
+
+def _completion(decision: Decision) -> str:
+    steps = decision.status.total_steps
+    done = f" {counted(steps, 'step')}" if steps else ""
+    return f"all ranks finished{done} in generation {decision.mesh.generation}"
+
+
+def _adopt_plan(decision: Decision) -> None:
+    """Puts the plan in status; another revision than the running one ends the generation."""
+    observed, status = decision.observed, decision.status
+    changed = status.plan is not None and status.plan.revision not in ("", observed.revision)
+    plan = observed.plan.to_status()
+    plan.revision = observed.revision
+    if status.plan is None or changed or not has_started(status):
+        status.plan = plan
+    elif not status.plan.revision:
+        status.plan.revision = observed.revision
+    if changed:
+        placement_outcome.reset_attempts(decision)
+    status.applied_spec = encode_spec(observed.spec)
+    status.selector = f"{LABEL_JOB}={observed.name}"
+    status.replicas = observed.plan.layout.data
+    if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
+        _end_generation(
+            decision, failure_detection.Interruption(failure_detection.SPEC_CHANGED, "the spec has changed")
+        )
+    elif changed and observed.mesh.generation > 0:
+        decision.mesh.pending_cause = failure_detection.SPEC_CHANGED
+
+
+def _suspend(decision: Decision) -> None:
+    """Gives the pods back: they save a checkpoint on their way out."""
+    observed, status = decision.observed, decision.status
+    world = observed.plan.layout.world_size
+    status.ready_ranks = f"0/{world}"
+    status.tokens_per_second = status.eta_seconds = None
+    if status.active_since is not None:
+        lifecycle.pause(status, observed.now)
+    if observed.mesh.generation > 0 and decision.mesh.pending_cause != failure_detection.RESUME:
+        decision.mesh.pending_cause = failure_detection.RESUME
+        decision.mesh.pending_since = format_time(observed.now)
+    decision.delete_live_pods()
+    # Nobody reaches a pod on a node that is down: it ends when the node is back, or is given up with it.
+    lost = [w.pod for w in observed.workers if w.state is WorkerState.LOST]
+    live = sum(pod not in lost for pod in observed.live_pods)
+    if live:
+        decision.job_state("Suspending", f"waiting for {live} {'pod' if live == 1 else 'pods'} to save and end")
+        return
+    if not is_true(observed.status.conditions, names.SUSPENDED):
+        decision.note("Suspended", _suspended_message(decision))
+    decision.condition(names.SUSPENDED, True, "SuspendedByUser")
+    decision.condition(names.PLACED, False, "Suspended")
+    decision.job_state("Suspended", "spec.suspend is true", ready=True)
+
+
+def _suspended_message(decision: Decision) -> str:
+    checkpoint = decision.status.checkpoint
+    return "the job gave its pods back" + (f"; newest checkpoint: step {checkpoint.step}" if checkpoint else "")
+
+
+def _resume(decision: Decision) -> None:
+    if is_true(decision.observed.status.conditions, names.SUSPENDED):
+        placement_outcome.reset_attempts(decision)
+        decision.condition(names.SUSPENDED, False, "Resumed")
+        decision.note("Resumed", "spec.suspend is false again")
+
+
+def _advance_generation(decision: Decision) -> None:
+    """Keeps the generation, or works toward the next one."""
+    observed = decision.observed
+    holding = observed.mesh.generation > 0 and not decision.mesh.pending_cause
+    if holding:
+        verdict = failure_detection.diagnose(observed) or hang_detection.diagnose(observed)
+        if verdict is None:
+            _train(decision)
+            return
+        if isinstance(verdict, failure_detection.Settling):
+            _report_ready_ranks(decision, unsure=True)
+            decision.requeue_within(verdict.seconds)
+            return
+        _end_generation(decision, verdict)
+        if verdict.lost and not lifecycle.finished(decision.status):
+            decision.starting(verdict.message)
+            return
+    if lifecycle.finished(decision.status):
+        return
+    if not decision.mesh.pending_cause:
+        decision.mesh.pending_cause = failure_detection.START
+    decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
+    decision.status.tokens_per_second = decision.status.eta_seconds = None
+    crashed = failure_detection.uncounted_crashes(observed) if not holding else []
+    if crashed and not _may_restart(
+        decision, exit_policy.worker_exit_codes(crashed), failure_detection.crash_message(crashed)
+    ):
+        return
+    _start_generation(decision)
+
+
+def _end_generation(decision: Decision, verdict: failure_detection.Interruption) -> None:
+    """The generation is over: counts that, says why, and fails the job if it happened too often."""
+    event = {failure_detection.RANK_FAILURE: "RankFailed", failure_detection.SPEC_CHANGED: "SpecChanged"}.get(
+        verdict.cause, verdict.cause
+    )
+    decision.note(event, verdict.message, WARNING if verdict.cause != failure_detection.SPEC_CHANGED else "Normal")
+    if exit_policy.run_rejected(decision.observed, verdict.cause):
+        decision.fail("RunRefused", verdict.message)
+        return
+    codes = exit_policy.exit_codes_for(decision.observed, verdict.cause)
+    if verdict.cause in failure_detection.LIMITED_CAUSES and not _may_restart(decision, codes, verdict.message):
+        return
+    decision.count_restart(verdict.cause, counted=exit_policy.counts_toward_limit(decision.observed.spec, codes))
+    decision.mesh.pending_cause = verdict.cause
+    # Whole seconds, rounded up: the pods that this verdict has seen ended before it.
+    decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
+    decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
+
+
+def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
+    """Whether the job is started again after a failure with these exit codes; if not, it has failed."""
+    action, why = exit_policy.action_for(decision.observed.spec, codes)
+    if action is FailureAction.FAIL_JOB:
+        decision.fail("FailurePolicy", f"{message}; {why}")
+    elif action is FailureAction.COUNT and decision.over_limit():
+        _fail_on_restart_limit(decision, message)
+    else:
+        return True
+    return False
+
+
+def _fail_on_restart_limit(decision: Decision, message: str) -> None:
+    limit = decision.observed.spec.recovery.max_restarts
+    window = decision.observed.spec.recovery.restart_window_seconds
+    spent = counted(limit, "restart") + (f" within {window} s" if window is not None else "")
+    decision.note("RestartLimitReached", f"{spent} allowed (recovery.maxRestarts), and used up", WARNING)
+    decision.fail("RestartLimitReached", f"after {spent}: {message}")
+
+
+def _report_blocked_edit(decision: Decision) -> None:
+    """Says once that an edit is held back and why, and looks again where that can help."""
+    blocked_edit = decision.observed.blocked_edit
+    if blocked_edit is None:
+        return
+    ready = find(decision.observed.status.conditions, names.READY)
+    if ready is None or ready.reason != blocked_edit.reason or blocked_edit.message not in ready.message:
+        decision.note(blocked_edit.reason, blocked_edit.message, WARNING)
+    if blocked_edit.retryable:
+        decision.requeue_within(placement_outcome.RETRY_PLACEMENT_SECONDS)
+
+
+def _start_generation(decision: Decision) -> None:
+    decision.requeue_within(REQUEUE_SECONDS)
+    observed, cause = decision.observed, decision.mesh.pending_cause
+    if observed.rejection is not None:
+        placement_outcome.give_up(decision, gang.GiveUp(observed.rejection.reason, observed.rejection.message))
+        return
+    step = gang.next_step(observed, cause)
+    if isinstance(step, gang.Place | gang.Wait | gang.GiveUp) and (pause := placement_outcome.retry_left(decision)) > 0:
+        placement_outcome.wait_for_retry(decision, pause)
+        return
+    match step:
+        case gang.Delete(pods, message):
+            decision.delete += [pod for pod in pods if pod not in decision.delete]
+            decision.starting(f"stopping {len(pods)} {'pod' if len(pods) == 1 else 'pods'}: {message}")
+        case gang.Wait(message, reason, seconds):
+            decision.starting(message, reason)
+            decision.requeue_within(seconds)
+        case gang.Place():
+            if rank_assignment.uses_external_scheduler(observed):
+                external_scheduler.create_unbound_pods(decision, step)
+            else:
+                decision.place = step
+        case gang.MapRanks():
+            decision.map_ranks = step
+        case gang.GiveUp():
+            placement_outcome.give_up(decision, step)
+        case gang.Ungate(pods):
+            decision.ungate += pods
+            decision.note("GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}")
+            decision.starting("the gang starts")
+        case gang.FormGeneration():
+            decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
+            _announce(decision)
+            decision.starting(f"generation {decision.mesh.generation} starts")
+
+
+def _announce(decision: Decision) -> None:
+    mesh, checkpoint = decision.mesh, decision.status.checkpoint
+    number, layout = mesh.generation, decision.observed.plan.summary
+    decision.note("MeshFormed", f"generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
+    if checkpoint is not None and number > 1:
+        decision.note(
+            "RestartingFromCheckpoint", f"generation {number} goes on from the checkpoint of step {checkpoint.step}"
+        )
+
+
+def _train(decision: Decision) -> None:
+    """The generation holds: says how many ranks train."""
+    _, unknown = progress.count_ranks(decision.observed)
+    if _report_ready_ranks(decision, unsure=unknown > 0) and not unknown:
+        _move_off_draining_nodes(decision)
+
+
+def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
+    """Says how many ranks train; whether all do.
+
+    While that is `unsure` a job that trained is not said to have stopped: after a restart of the operator its agents
+    are heard one by one, and a rank that failed is looked at only after a moment.
+    """
+    observed, status = decision.observed, decision.status
+    world = observed.plan.layout.world_size
+    training, _ = progress.count_ranks(observed)
+    if unsure and status.ready_ranks == f"{world}/{world}":
+        training = world
+    status.ready_ranks = f"{training}/{world}"
+    if training < world:
+        decision.starting(f"generation {decision.mesh.generation}: {training} of {world} ranks train")
+        return False
+    trains = f"{counted(world, 'rank')} train{'s' if world == 1 else ''}"
+    decision.job_state("Running", f"{trains} in generation {decision.mesh.generation}", ready=True)
+    return True
+
+
+def _move_off_draining_nodes(decision: Decision) -> None:
+    """Workers on nodes that are about to be emptied move while there is time to save: nobody has to evict them."""
+    observed = decision.observed
+    draining = tuple(w for w in observed.workers if w.node_drain_reason and not w.node_down)
+    spec = observed.spec
+    if rank_assignment.uses_external_scheduler(observed):
+        return  # only its own scheduler knows whether there is room elsewhere
+    if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
+        return
+    trained = seconds_since(observed.mesh.started_time, observed.now)
+    if trained < MOVE_AFTER_SECONDS:
+        decision.requeue_within(MOVE_AFTER_SECONDS - trained)
+        return
+    decision.move = gang.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
+    decision.requeue_within(MOVE_RETRY_SECONDS)

@@ -1,0 +1,206 @@
+"""What a placement, the lack of one, or a start that came to nothing does to the job.
+
+The rule behind all of it: a gang that cannot start holds nothing for long. Pods that do not train yet are let go at
+once, survivors of a lost pod after `HOLD_SECONDS`, and the next attempt comes after a pause that doubles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find
+from meshwright.api.status import PlacementStatus
+from meshwright.planner.placement import Placement
+from meshwright_operator.decide import exit_policy, failure_detection, lifecycle
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.gang import GiveUp
+from meshwright_operator.decide.observed import Observed, Worker, WorkerState, has_started
+from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.kube.recorder import WARNING
+from meshwright_operator.text import counted, with_warnings
+from meshwright_operator.timestamps import format_time, parse_time, seconds_since
+
+WAITS_FOR_TURN = "WaitsForTurn"
+DOES_NOT_FIT = "DoesNotFit"
+
+RETRY_PLACEMENT_SECONDS = 15.0
+TURN_RETRY_SECONDS = 3.0
+HOLD_SECONDS = 30.0
+HOLD_RETRY_SECONDS = 3.0
+FIRST_RETRY_SECONDS = 15.0
+LONGEST_RETRY_SECONDS = 600.0
+
+NEEDS_USER_ACTION = frozenset(
+    {
+        *("AdmissionDenied", "PodsForbidden", "PodsInvalid"),
+        *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
+        *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
+    }
+)
+"""Reasons for giving up that no waiting solves: the job is Stalled between attempts, so that somebody looks."""
+
+
+def placed(decision: Decision, placement: Placement, warnings: Sequence[str] = ()) -> None:
+    """Takes a placement: new incarnations for the workers that need pods. `warnings` are told with it."""
+    observed, status = decision.observed, decision.status
+    assert decision.place is not None
+    incarnations = new_incarnations(decision, decision.place.workers)
+    if observed.other_plans or not has_started(observed.status):
+        status.plan = placement.plan.to_status()
+        status.plan.revision = observed.revision
+    status.placement = placement.to_status(observed.name, incarnations)
+    decision.create += [worker.index for worker in decision.place.workers]
+    lifecycle.begin(status, observed.now)
+    text = placement_text(status.placement)
+    decision.condition(names.PLACED, True, "Placed", with_warnings(text, warnings))
+    decision.note("Placed", text)
+    decision.starting(f"making {counted(len(decision.create), 'pod')}")
+
+
+def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int, int]:
+    """Incarnation by worker, with new ones for `workers`, which need pods: an attempt begins."""
+    observed = decision.observed
+    crashed = (
+        failure_detection.uncounted_crashes(observed)
+        if observed.mesh.pending_cause or not observed.mesh.generation
+        else []
+    )
+    if crashed:
+        counts_toward_limit = exit_policy.counts_toward_limit(observed.spec, exit_policy.worker_exit_codes(crashed))
+        decision.count_restart(failure_detection.POD_FAILED, counted=counts_toward_limit)
+        decision.note("PodFailed", failure_detection.crash_message(crashed), WARNING)
+    if crashed or decision.mesh.pending_since is None:
+        decision.mesh.pending_since = format_time(observed.now)
+    decision.mesh.retry_time = None
+    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
+    floor = (
+        _floor(observed)
+        if decision.mesh.pending_cause in (failure_detection.SPEC_CHANGED, failure_detection.RESUME)
+        else -1
+    )
+    for worker in workers:
+        incarnations[worker.index] = max(worker.incarnation, floor) + 1
+    return incarnations
+
+
+def not_placed(
+    decision: Decision, message: str, blocked_by_kept_workers: bool, *, waits_for_turn: bool = False
+) -> None:
+    """There is no room: says so once, and lets go of pods that others could use meanwhile.
+
+    Args:
+        decision: the decision so far.
+        message: what is short, what would fit and what would have to go.
+        blocked_by_kept_workers: whether the survivors stand in the way: placing all anew would fit.
+        waits_for_turn: whether it would fit, and a job further ahead in the line gets the room.
+    """
+    observed = decision.observed
+    reason = WAITS_FOR_TURN if waits_for_turn else DOES_NOT_FIT
+    old = find(observed.status.conditions, names.PLACED)
+    if old is None or old.status != "False" or old.reason not in (WAITS_FOR_TURN, DOES_NOT_FIT):
+        decision.note("PlacementFailed", message, WARNING)
+    decision.condition(names.PLACED, False, reason, message)
+    decision.job_state("Placing", message)
+    if not observed.live_pods:
+        decision.requeue_within(TURN_RETRY_SECONDS if waits_for_turn else RETRY_PLACEMENT_SECONDS)
+    elif blocked_by_kept_workers or _hold_expired(decision):
+        decision.delete_live_pods()
+    else:
+        decision.requeue_within(HOLD_RETRY_SECONDS)
+
+
+def give_up(decision: Decision, step: GiveUp) -> None:
+    """This attempt to start the gang came to nothing: says why, lets go, and tries again after a pause."""
+    observed, mesh = decision.observed, decision.mesh
+    mesh.attempts += 1
+    pause = retry_pause(mesh.attempts)
+    retry = observed.now + timedelta(seconds=pause)
+    mesh.retry_time = format_time(retry)
+    if mesh.pending_since is None:
+        mesh.pending_since = format_time(observed.now)
+    text = f"{step.message}; attempt {mesh.attempts} was given up, the next comes at {mesh.retry_time}"
+    decision.note("GangReleased" if observed.live_pods else "PlacementFailed", text, WARNING)
+    decision.condition(names.PLACED, False, step.reason, text)
+    decision.job_state(step.reason, text, stalled=step.reason in NEEDS_USER_ACTION)
+    decision.avoid |= step.avoid
+    _release_pods(decision, step.pods)
+    decision.requeue_within(min(pause, HOLD_RETRY_SECONDS) if observed.live_pods else pause)
+
+
+def wait_for_retry(decision: Decision, seconds: float) -> None:
+    """Between two attempts: what was said then still holds, and survivors are not kept for ever."""
+    condition = find(decision.status.conditions, names.PLACED)
+    if condition is not None:
+        decision.job_state(condition.reason, condition.message, stalled=condition.reason in NEEDS_USER_ACTION)
+    _release_pods(decision, ())
+    decision.requeue_within(min(seconds, HOLD_RETRY_SECONDS) if decision.observed.live_pods else seconds)
+
+
+def retry_left(decision: Decision) -> float:
+    """Seconds until the gang may be tried again; 0 when it may be now."""
+    retry = parse_time(decision.mesh.retry_time)
+    if retry is None:
+        return 0.0
+    left = (retry - decision.observed.now).total_seconds()
+    # A clock that was set back must not stop the job for longer than the longest pause.
+    return left if 0.0 < left <= LONGEST_RETRY_SECONDS else 0.0
+
+
+def reset_attempts(decision: Decision) -> None:
+    """What was given up belongs to the past: the spec is another one, or somebody asked for it again."""
+    if decision.status.mesh is not None:
+        decision.mesh.attempts, decision.mesh.retry_time, decision.mesh.failures = 0, None, 0
+
+
+def retry_pause(attempts: int) -> float:
+    """Seconds between attempt `attempts`, the first being 1, and the next: 15, 30, 60 ... 600."""
+    return min(FIRST_RETRY_SECONDS * 2.0 ** min(max(attempts - 1, 0), 16), LONGEST_RETRY_SECONDS)
+
+
+def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
+    """Pods that never trained go at once, and `failed_pods`; those that did, once they were held for long enough."""
+    if _hold_expired(decision):
+        decision.delete_live_pods()
+        return
+    idle = [w.pod for w in decision.observed.workers if w.pod is not None and w.state is WorkerState.PENDING]
+    chosen = {pod.uid: pod for pod in (*idle, *failed_pods)}
+    decision.delete += [pod for pod in chosen.values() if not pod.deleting and pod not in decision.delete]
+
+
+def _hold_expired(decision: Decision) -> bool:
+    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= HOLD_SECONDS
+
+
+def _floor(observed: Observed) -> int:
+    """The highest incarnation of any worker, those of an earlier plan too: none may come again."""
+    entries = observed.status.placement.workers if observed.status.placement else []
+    known = [entry.incarnation for entry in entries] + [worker.incarnation for worker in observed.workers]
+    return max(known, default=-1)
+
+
+def placement_text(placement: PlacementStatus) -> str:
+    """The placement in one sentence."""
+    nodes = {entry.node for entry in placement.workers}
+    racks = {entry.rack for entry in placement.workers if entry.rack}
+    where = f" in {counted(len(racks), 'rack')}" if racks else ""
+    return (
+        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where};"
+        f" cost {placement.cost or '0'}"
+    )
+
+
+def moved(decision: Decision) -> None:
+    """There is room elsewhere: the workers of `decision.move` are told to save and go."""
+    assert decision.move is not None
+    workers = decision.move.workers
+    moves = "; ".join(f"worker {w.index} leaves {w.node}: {w.node_drain_reason}" for w in workers[:3])
+    more = f" and {len(workers) - 3} more" if len(workers) > 3 else ""
+    message = f"{moves}{more}; a checkpoint is saved first"
+    decision.note(failure_detection.NODE_DRAINED, message)
+    decision.count_restart(failure_detection.NODE_DRAINED)
+    decision.mesh.pending_cause = failure_detection.NODE_DRAINED
+    decision.mesh.pending_since = format_time(decision.observed.now)
+    decision.delete += [w.pod for w in workers if w.pod is not None and not w.pod.deleting]
+    decision.starting(message)

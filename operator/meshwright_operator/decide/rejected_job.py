@@ -1,0 +1,41 @@
+"""The status of a job about which nothing is decided: its spec cannot be acted on as it stands, or no longer counts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from meshwright.api import conditions as names
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.decide.conditions import JobState, set_condition, set_job_state, update_observed_generation
+
+
+def rejected(
+    old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
+) -> ParallelTrainingJobStatus:
+    """The status of a job that cannot be acted on as its spec stands. Pods it may have are left alone."""
+    status = old.model_copy(deep=True)
+    status.observed_generation = generation
+    set_job_state(status, JobState(reason, message, stalled=True), generation, now)
+    return status
+
+
+def unplannable(
+    old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str, *, suspended: bool = False
+) -> ParallelTrainingJobStatus:
+    """The status of a job for which this cluster, as it is, has no layout; another node may change that."""
+    status = old.model_copy(deep=True)
+    status.observed_generation = generation
+    set_condition(status, names.PLACED, "False", "NoLayout", message, generation, now)
+    reason = "SuspendedByUser" if suspended else "NotSuspended"
+    set_condition(status, names.SUSPENDED, str(suspended), reason, "", generation, now)
+    job_state = JobState("Suspended", message, ready=True) if suspended else JobState("Placing", message)
+    set_job_state(status, job_state, generation, now)
+    return status
+
+
+def unchanged(old: ParallelTrainingJobStatus, generation: int) -> ParallelTrainingJobStatus:
+    """The status of a finished job, whatever became of its spec: nothing starts it again."""
+    status = old.model_copy(deep=True)
+    status.observed_generation = generation
+    update_observed_generation(status, generation)
+    return status

@@ -1,0 +1,174 @@
+"""What the watches saw last: jobs, worker pods by job, nodes by name. Slim, and never the truth.
+
+Objects that the operator itself wrote are put here from the API server's answer, so that the next reconcile does not
+act on a past it made. An older version never replaces a newer one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
+
+Object = dict[str, Any]
+
+
+class JobKey(NamedTuple):
+    """A job by name."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class Cache:
+    """The operator's view of the cluster. Used from one event loop only."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[JobKey, Object] = {}
+        self.nodes: dict[str, Object] = {}
+        self._pods: dict[JobKey, dict[str, Pod]] = defaultdict(dict)
+        self._unowned_pods: dict[str, PodRequest] = {}
+        self._deleted_versions: dict[str, int] = {}
+        self.nodes_version = 0
+        """Another one whenever anything that placement looks at is different."""
+
+    def put_job(self, obj: Object) -> None:
+        """Takes a job unless a newer version of it is here."""
+        key = key_of(obj)
+        old = self.jobs.get(key)
+        if old is None or _uid(old) != _uid(obj) or _version(old) <= _version(obj):
+            self.jobs[key] = trim_job(obj)
+
+    def remove_job(self, obj: Object) -> None:
+        """Drops a job, unless another object of the same name took its place."""
+        key = key_of(obj)
+        if (old := self.jobs.get(key)) is not None and _uid(old) == _uid(obj):
+            del self.jobs[key]
+
+    def put_pod(self, pod: Pod) -> bool:
+        """Takes a pod unless a newer version of it is here, or it was seen to be gone; whether that is news."""
+        key = JobKey(pod.namespace, pod.job)
+        old = self._pods.get(key, {}).get(pod.name)
+        if pod.version <= self._deleted_versions.get(pod.uid, -1):
+            return False
+        if old is not None and old.uid == pod.uid and old.version > pod.version:
+            return False
+        self._pods[key][pod.name] = pod
+        self._unowned_pods.pop(pod.uid, None)
+        return old != pod
+
+    def remove_pod(self, pod: Pod) -> None:
+        """Drops a pod, which also lost its label perhaps: only a later state of it than this brings it back."""
+        key = JobKey(pod.namespace, pod.job)
+        pods = self._pods.get(key, {})
+        if (old := pods.get(pod.name)) is not None and old.uid == pod.uid:
+            del pods[pod.name]
+        if not pods:
+            self._pods.pop(key, None)
+        self._deleted_versions[pod.uid] = pod.version
+        while len(self._deleted_versions) > 4096:
+            del self._deleted_versions[next(iter(self._deleted_versions))]
+
+    def put_unowned_pod(self, obj: Object) -> None:
+        """Takes a pod that carries the job label and is no job's: it holds its node all the same."""
+        pod_request = read_pod_request(obj, {})
+        if pod_request is not None:
+            self._unowned_pods[_uid(obj)] = pod_request
+        else:
+            self._unowned_pods.pop(_uid(obj), None)
+
+    def remove_unowned_pod(self, uid: str) -> None:
+        """Drops such a pod."""
+        self._unowned_pods.pop(uid, None)
+
+    def unowned_pods(self, namespace: str | None) -> set[str]:
+        """The uids of those in a namespace; None: in all."""
+        return {uid for uid, pod_request in self._unowned_pods.items() if namespace in (None, pod_request.namespace)}
+
+    def pod_requests(self) -> list[PodRequest]:
+        """What every pod with the job label holds."""
+        own = [
+            PodRequest(pod.name, pod.namespace, pod.node, pod.request_json, pod.job, pod.owner)
+            for pods in self._pods.values()
+            for pod in pods.values()
+            if pod.node and not pod.terminal
+        ]
+        return [*own, *self._unowned_pods.values()]
+
+    def remove_unlabelled_pod(self, uid: str) -> JobKey | None:
+        """Drops a pod that still exists but lost the job label, so that no watch shows it; the key of its job."""
+        for key, pods in self._pods.items():
+            for pod in pods.values():
+                if pod.uid == uid:
+                    del pods[pod.name]
+                    if not pods:
+                        del self._pods[key]
+                    return key
+        return None
+
+    def pods(self, key: JobKey, uid: str) -> list[Pod]:
+        """The job's own pods, by its uid."""
+        return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]
+
+    def count(self, key: JobKey) -> int:
+        """How many pods carry the job's name."""
+        return len(self._pods.get(key, ()))
+
+    def all_pods(self) -> Iterable[Pod]:
+        """Every pod with the job label."""
+        return [pod for pods in self._pods.values() for pod in pods.values()]
+
+    def put_node(self, obj: Object) -> bool:
+        """Takes a node; whether anything that placement looks at is different now."""
+        trimmed = trim_node(obj)
+        name = trimmed["metadata"]["name"]
+        changed = self.nodes.get(name) != trimmed
+        self.nodes[name] = trimmed
+        self.nodes_version += changed
+        return changed
+
+    def remove_node(self, name: str) -> bool:
+        """Drops a node; whether it was here."""
+        gone = self.nodes.pop(name, None) is not None
+        self.nodes_version += gone
+        return gone
+
+
+def key_of(obj: Mapping[str, Any]) -> JobKey:
+    """The key of a job object."""
+    return JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
+def trim_job(obj: Object) -> Object:
+    """A job without what nobody here reads."""
+    dropped = ("managedFields", "annotations")
+    return {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k not in dropped}}
+
+
+def trim_node(obj: Object) -> Object:
+    """What placement and recovery look at; no heartbeat times, so that a node that is just alive does not differ."""
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    conditions = [c for c in status.get("conditions") or () if isinstance(c, dict) and c.get("type") == "Ready"]
+    return {
+        "metadata": {k: metadata[k] for k in ("name", "labels", "deletionTimestamp") if k in metadata},
+        "spec": {k: spec[k] for k in ("unschedulable", "taints") if k in spec},
+        "status": {
+            "allocatable": status.get("allocatable") or {},
+            "conditions": [{"type": "Ready", "status": c.get("status")} for c in conditions],
+        },
+    }
+
+
+def _uid(obj: Mapping[str, Any]) -> str:
+    return str(obj["metadata"].get("uid", ""))
+
+
+def _version(obj: Mapping[str, Any]) -> int:
+    text = str(obj["metadata"].get("resourceVersion", ""))
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,186 @@
+"""A worker pod as decisions see it: read once from the raw object, whatever shape that has.
+
+Worker index and incarnation are read from the pod's name, which cannot be edited, not from its labels, which can. Whose
+pod it is says the controlling ownerReference's uid: a pod that merely carries the operator's labels is nobody's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from meshwright.api.labels import GANG_GATE, LABEL_JOB, LABEL_REVISION, WORKER_CONTAINER
+from meshwright.planner.cluster.pod_resources import node_of
+from meshwright_operator.kube.pod_requests import request_json_of
+from meshwright_operator.timestamps import parse_time
+
+NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$")
+
+# Reasons of a Failed pod that are somebody else's doing: the node, the kubelet, the scheduler.
+DISRUPTION_REASONS = frozenset(
+    {
+        *("Evicted", "Preempting", "Preempted", "Terminated"),
+        *("NodeLost", "NodeShutdown", "Shutdown", "NodeAffinity"),
+        *("UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods"),
+    }
+)
+SIGTERM_EXIT = 143
+
+# Whose doing: reasons of the DisruptionTarget condition, and of a Failed pod's status.
+PREEMPTIONS = frozenset({"PreemptionByScheduler", "Preempting", "Preempted"})
+EVICTIONS = frozenset(
+    {"EvictionByEvictionAPI", "DeletionByTaintManager", "TerminationByKubelet", "Evicted", "NodeShutdown", "Shutdown"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One worker pod."""
+
+    name: str
+    namespace: str
+    uid: str
+    version: int
+    """`metadata.resourceVersion` as a number; 0 when it is none."""
+    job: str
+    owner: str
+    """uid of the controlling owner; empty when it has none."""
+    worker: int
+    incarnation: int
+    revision: str
+    gates: tuple[str, ...]
+    """Scheduling gates, all of them."""
+    node: str
+    """Node it is bound or pinned to; empty when any."""
+    bound: bool
+    phase: str
+    address: str
+    """IP address; empty before it has one."""
+    created: datetime | None
+    deleting: bool
+    disrupted: bool
+    """It ended, and not by its own doing: evicted, preempted, its node shut down, told to stop."""
+    exit_code: int | None
+    ended: datetime | None
+    """When its container ended."""
+    problem: str
+    """Why its container does not start or it is not scheduled, as `Reason: message`; empty when nothing is wrong."""
+    started: datetime | None = None
+    """When its container began to run; None before that, and where the kubelet does not say."""
+    scheduled: datetime | None = None
+    """When it was bound; None before that, and where the scheduler does not say."""
+    disruption: str = ""
+    """Why somebody else ends it, such as `PreemptionByScheduler`; empty when nobody said."""
+    request_json: str = "{}"
+    """What it requests, as `claims.request_json_of` writes it."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the gang's gate still holds it."""
+        return GANG_GATE in self.gates
+
+    @property
+    def terminal(self) -> bool:
+        """Whether every process of it has ended."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+def read_pod(obj: Mapping[str, Any]) -> Pod | None:
+    """The worker pod in this raw object; None when it is none or too malformed to be one."""
+    try:
+        return _read(obj)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _read(obj: Mapping[str, Any]) -> Pod | None:
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    match = NAME.match(metadata["name"])
+    labels = metadata.get("labels") or {}
+    job = labels.get(LABEL_JOB)
+    if match is None or not job or match["job"] != job:
+        return None
+    version = str(metadata.get("resourceVersion", ""))
+    exit_code = _exit_code(status)
+    return Pod(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", ""),
+        uid=metadata["uid"],
+        version=int(version) if version.isdigit() else 0,
+        job=job,
+        owner=next((r["uid"] for r in metadata.get("ownerReferences") or () if r.get("controller")), ""),
+        worker=int(match["worker"]),
+        incarnation=int(match["incarnation"]),
+        revision=labels.get(LABEL_REVISION, ""),
+        gates=tuple(gate["name"] for gate in spec.get("schedulingGates") or ()),
+        node=node_of(obj, {}) or "",
+        bound=bool(spec.get("nodeName")),
+        phase=status.get("phase") or "Pending",
+        address=status.get("podIP") or "",
+        created=parse_time(metadata.get("creationTimestamp")),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        disrupted=_disrupted(metadata, status, exit_code),
+        exit_code=exit_code,
+        ended=parse_time((_container(status).get("terminated") or {}).get("finishedAt")),
+        problem=_problem(status),
+        started=parse_time((_container(status).get("running") or {}).get("startedAt")),
+        scheduled=_scheduled(status),
+        disruption=_disruption(status),
+        request_json=request_json_of(obj),
+    )
+
+
+def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    for container in status.get("containerStatuses") or ():
+        if container.get("name") == WORKER_CONTAINER:
+            return dict(container.get("state") or {})
+    return {}
+
+
+def _scheduled(status: Mapping[str, Any]) -> datetime | None:
+    for condition in status.get("conditions") or ():
+        if (condition.get("type"), condition.get("status")) == ("PodScheduled", "True"):
+            return parse_time(condition.get("lastTransitionTime"))
+    return None
+
+
+def _exit_code(status: Mapping[str, Any]) -> int | None:
+    terminated = _container(status).get("terminated") or {}
+    code = terminated.get("exitCode")
+    return code if isinstance(code, int) else None
+
+
+def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code: int | None) -> bool:
+    if status.get("phase") != "Failed":
+        return False
+    told_to_stop = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
+    return told_to_stop or _is_target(status) or status.get("reason") in DISRUPTION_REASONS
+
+
+def _is_target(status: Mapping[str, Any]) -> bool:
+    return any(
+        c.get("type") == "DisruptionTarget" and c.get("status") == "True" for c in status.get("conditions") or ()
+    )
+
+
+def _disruption(status: Mapping[str, Any]) -> str:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return str(condition.get("reason") or "")
+    reason = str(status.get("reason") or "")
+    return reason if reason in DISRUPTION_REASONS else ""
+
+
+def _problem(status: Mapping[str, Any]) -> str:
+    waiting = _container(status).get("waiting") or {}
+    reason = waiting.get("reason", "")
+    if reason and reason not in ("ContainerCreating", "PodInitializing"):
+        return f"{reason}: {waiting.get('message') or 'the container does not start'}"
+    for condition in status.get("conditions") or ():
+        kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
+        if kind == ("PodScheduled", "False", "Unschedulable"):
+            return f"Unschedulable: {condition.get('message') or 'no node takes the pod'}"
+    return ""

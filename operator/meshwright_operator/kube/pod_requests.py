@@ -1,0 +1,107 @@
+"""What pods hold on nodes, in the least that placement needs of them.
+
+Thousands of whole pods would be hundreds of megabytes, and most of them ask for the same: requests are kept as text,
+which a gang's pods share, and read once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from sys import intern
+from typing import Any
+
+import orjson
+
+from meshwright.api.labels import KIND
+from meshwright.planner.cluster.inventory import MALFORMED
+from meshwright.planner.cluster.pod_resources import Resources, is_terminal, node_of, pod_request
+
+Object = dict[str, Any]
+
+KEPT_FIELDS = ("overhead", "resources")
+CONTAINERS = ("containers", "initContainers")
+KEPT_CONTAINER_FIELDS = ("resources", "restartPolicy")
+
+
+@dataclass(frozen=True, slots=True)
+class PodRequest:
+    """One pod that has not ended, and what it holds."""
+
+    name: str
+    namespace: str
+    node: str
+    request_json: str
+    """What it requests, as `request_json_of` writes it."""
+    job: str = ""
+    """Name of the job it belongs to; empty for a pod of somebody else."""
+    job_uid: str = ""
+
+    def amount(self, gpu_resource: str) -> Resources:
+        """What it holds.
+
+        Raises:
+            one of MALFORMED: its requests cannot be read.
+        """
+        return _amount(self.request_json, gpu_resource)
+
+
+def request_json_of(pod: Mapping[str, Any]) -> str:
+    """The part of a raw pod that says what it requests, as JSON; what is malformed is written as `null`."""
+    spec = pod.get("spec") or {}
+    try:
+        trimmed = {key: spec[key] for key in KEPT_FIELDS if spec.get(key)}
+        for key in CONTAINERS:
+            if spec.get(key):
+                trimmed[key] = [{k: c[k] for k in KEPT_CONTAINER_FIELDS if k in c} for c in spec[key]]
+        return intern(orjson.dumps(trimmed, option=orjson.OPT_SORT_KEYS).decode())
+    except (*MALFORMED, orjson.JSONEncodeError):
+        return "null"
+
+
+@lru_cache(maxsize=4096)
+def _amount(request_json: str, gpu_resource: str) -> Resources:
+    spec = orjson.loads(request_json)
+    if spec is None:
+        raise ValueError("its containers cannot be read")
+    return pod_request({"spec": spec}, gpu_resource)
+
+
+def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> PodRequest | None:
+    """What this raw pod claims; None when it has ended, may run on any node or is no pod at all."""
+    try:
+        node = None if is_terminal(obj) else node_of(obj, node_by_hostname)
+        if node is None:
+            return None
+        metadata = obj["metadata"]
+        owners = metadata.get("ownerReferences") or ()
+        job: Object = next((o for o in owners if o.get("controller") and o.get("kind") == KIND), {})
+        where = str(metadata.get("namespace", ""))
+        return PodRequest(metadata["name"], where, node, request_json_of(obj), job.get("name", ""), job.get("uid", ""))
+    except MALFORMED:
+        return None
+
+
+def request_json_for(amount: Resources, gpu_resource: str) -> str:
+    """The same of one pod that is still to be made."""
+    requests = {gpu_resource: amount.gpus, "cpu": f"{amount.cpu_milli}m", "memory": amount.memory_bytes}
+    return request_json_of({"spec": {"containers": [{"resources": {"requests": requests}}]}})
+
+
+def requested_by_node(pod_requests: Iterable[PodRequest], gpu_resource: str) -> tuple[dict[str, Resources], list[str]]:
+    """Node -> what these pods hold there, and a sentence for each pod that could not be counted."""
+    malformed: list[str] = []
+    counts: Counter[tuple[str, str]] = Counter()
+    for requested_resources in pod_requests:
+        try:
+            requested_resources.amount(gpu_resource)
+        except MALFORMED as error:
+            malformed.append(f"pod {requested_resources.name} was not counted: its object is malformed ({error})")
+        else:
+            counts[requested_resources.node, requested_resources.request_json] += 1
+    found: dict[str, Resources] = {}
+    for (node, request_json), count in counts.items():
+        found[node] = found.get(node, Resources()) + _amount(request_json, gpu_resource) * count
+    return found, malformed

@@ -1,0 +1,189 @@
+"""Events of jobs, for `kubectl describe`: posted in the background, one after the other.
+
+Repeated ones are counted up instead of multiplied, and a flood of similar ones is folded into one. Events are for
+people: nothing is decided by them, and one that cannot be posted is only logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
+from meshwright_operator.kube.client import ApiError, KubeClient, core_path
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.timestamps import format_micro_time, format_time, utc_now
+
+NORMAL = "Normal"
+WARNING = "Warning"
+
+AGGREGATION_WINDOW = timedelta(minutes=10)
+CACHE_SIZE = 2048
+QUEUE_SIZE = 1024
+MESSAGE_LIMIT = 1024
+MAX_DISTINCT_MESSAGES = 10
+"""So many different messages of one job with one reason get an event each; further ones share one."""
+COMBINED_PREFIX = "(combined from similar events): "
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth telling about a job."""
+
+    reason: str
+    """CamelCase, from a small set."""
+    message: str
+    kind: str = NORMAL
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedEvent:
+    """A note as it waits to be posted: with the little of the job that an event needs."""
+
+    namespace: str
+    name: str
+    uid: str
+    note: Note
+    moment: datetime
+
+
+@dataclass(slots=True)
+class _Posted:
+    name: str
+    count: int
+    last: datetime
+
+
+@dataclass(slots=True)
+class _Aggregate:
+    """Different messages of one job with one reason, lately."""
+
+    since: datetime
+    count: int = 0
+
+
+class EventRecorder:
+    """Posts notes about jobs, one after the other."""
+
+    def __init__(self, cluster: KubeClient, instance: str, metrics: OperatorMetrics) -> None:
+        self._client = cluster
+        self._metrics = metrics
+        self._instance = instance
+        self._queue: asyncio.Queue[_QueuedEvent] = asyncio.Queue(QUEUE_SIZE)
+        self._posted: OrderedDict[str, _Posted] = OrderedDict()
+        self._aggregates: OrderedDict[str, _Aggregate] = OrderedDict()
+
+    def post(self, job: Mapping[str, Any], note: Note) -> None:
+        """Queues the note about this job object; drops it when far too many wait."""
+        metadata = job["metadata"]
+        queued = _QueuedEvent(
+            metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), note, utc_now()
+        )
+        about = {"job": f"{queued.namespace}/{queued.name}", "reason": note.reason}
+        log.log(logging.WARNING if note.kind == WARNING else logging.INFO, note.message, extra=about)
+        try:
+            self._queue.put_nowait(queued)
+        except asyncio.QueueFull:
+            self._metrics.events.labels("dropped").inc()
+            log.warning("an event was dropped: too many wait", extra=about)
+
+    async def run(self) -> None:
+        """Posts for ever."""
+        while True:
+            await self._attempt(await self._queue.get())
+
+    async def flush(self, seconds: float) -> None:
+        """Posts what still waits, for at most `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._queue.empty():
+                    await self._attempt(self._queue.get_nowait())
+        except TimeoutError:
+            log.warning("some events were not posted in time")
+
+    async def _attempt(self, queued: _QueuedEvent) -> None:
+        try:
+            await self._post(queued)
+        except ApiError as error:
+            self._metrics.events.labels("failed").inc()
+            log.warning("an event could not be posted", extra={"reason": queued.note.reason, "error": str(error)})
+        else:
+            self._metrics.events.labels("posted").inc()
+
+    async def _post(self, queued: _QueuedEvent) -> None:
+        note, moment = queued.note, queued.moment
+        kind = "\0".join((queued.uid, note.reason, note.kind))
+        identity = f"{kind}\0{note.message}"
+        known = self._recent_event(identity, moment)
+        message = note.message
+        if known is None and self._exceeds_limit(kind, moment):
+            identity, message = kind, f"{COMBINED_PREFIX}{note.message}"
+            known = self._recent_event(identity, moment)
+        if known is not None:
+            patch = {
+                "count": known.count + 1,
+                "lastTimestamp": format_time(moment),
+                **({"message": message[:MESSAGE_LIMIT]} if identity == kind else {}),
+            }
+            try:
+                await self._client.merge_patch(core_path(queued.namespace, "events", known.name), patch)
+                known.count, known.last = known.count + 1, moment
+                return
+            except ApiError as error:
+                if error.code != 404:
+                    raise
+        suffix = hashlib.sha256(f"{identity}\0{moment.timestamp()}".encode()).hexdigest()[:16]
+        name = f"{queued.name}.{suffix}"
+        await self._client.create(core_path(queued.namespace, "events"), self._body(queued, name, message))
+        self._posted[identity] = _Posted(name, 1, moment)
+        while len(self._posted) > CACHE_SIZE:
+            self._posted.popitem(last=False)
+
+    def _recent_event(self, identity: str, moment: datetime) -> _Posted | None:
+        """The event of this identity, if it is young enough to be counted up."""
+        known = self._posted.get(identity)
+        return known if known is not None and moment - known.last < AGGREGATION_WINDOW else None
+
+    def _exceeds_limit(self, kind: str, moment: datetime) -> bool:
+        """Counts one more message of a kind; whether there were so many different ones that they share an event."""
+        aggregate = self._aggregates.get(kind)
+        if aggregate is None or moment - aggregate.since >= AGGREGATION_WINDOW:
+            aggregate = self._aggregates[kind] = _Aggregate(moment)
+        aggregate.count += 1
+        while len(self._aggregates) > CACHE_SIZE:
+            self._aggregates.popitem(last=False)
+        return aggregate.count > MAX_DISTINCT_MESSAGES
+
+    def _body(self, queued: _QueuedEvent, name: str, message: str) -> dict[str, Any]:
+        note, moment = queued.note, queued.moment
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": queued.namespace},
+            "involvedObject": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": queued.name,
+                "namespace": queued.namespace,
+                "uid": queued.uid,
+            },
+            "reason": note.reason,
+            "message": message[:MESSAGE_LIMIT],
+            "type": note.kind,
+            "count": 1,
+            "firstTimestamp": format_time(moment),
+            "lastTimestamp": format_time(moment),
+            "eventTime": format_micro_time(moment),
+            "action": note.reason,
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": FIELD_MANAGER,
+            "reportingInstance": self._instance[:128],
+        }

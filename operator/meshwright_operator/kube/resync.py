@@ -1,0 +1,151 @@
+"""Listing everything, now and then, to repair what watches missed.
+
+kopf never reports what vanished while a watch was down, so the cache would keep ghosts. The watch of pods begins at the
+version that a listing showed, and asks for another where it fell too far behind. Removed is only what was in the cache
+before the listing began and is missing from it: what appeared meanwhile is newer than the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from meshwright.api.labels import LABEL_JOB
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.client import ApiError, KubeClient, core_path, jobs_path, pods_path
+from meshwright_operator.kube.pod_info import read_pod
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+
+FIRST_RETRY_SECONDS = 2.0
+FIRST_RESYNC_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Resync:
+    """Brings the cache in line with the API server."""
+
+    def __init__(
+        self,
+        cluster: KubeClient,
+        cache: Cache,
+        queue: WorkQueue[JobKey],
+        metrics: OperatorMetrics,
+        namespaces: Sequence[str],
+        period: float,
+    ) -> None:
+        self._client = cluster
+        self._cache = cache
+        self._queue = queue
+        self._metrics = metrics
+        self._namespaces = namespaces
+        self._period = period
+        self._last: float | None = None
+        self._pods_versions: dict[str | None, str] = {}
+
+    def is_fresh(self) -> bool:
+        """Whether the last three periods saw a full listing."""
+        return self._last is not None and time.monotonic() - self._last < 3 * self._period
+
+    async def initial_list(self) -> None:
+        """Lists until it works once: before that nothing may be decided."""
+        while True:
+            try:
+                await self.relist()
+                return
+            except ApiError as error:
+                hint = "the CRD is not installed" if error.code == 404 else str(error)
+                log.warning("cannot list yet", extra={"error": hint})
+                await asyncio.sleep(FIRST_RETRY_SECONDS)
+
+    async def run(self) -> None:
+        """Lists every period, for ever.
+
+        The first time soon: what vanished between the first listing and the start of the watches shows up nowhere else.
+        """
+        pause = min(FIRST_RESYNC_SECONDS, self._period)
+        while True:
+            await asyncio.sleep(pause)
+            pause = self._period
+            try:
+                await self.relist()
+            except ApiError as error:
+                log.warning("resync failed", extra={"error": str(error)})
+
+    async def relist(self) -> None:
+        """One full listing; every job is reconciled after it.
+
+        Raises:
+            ApiError: a listing failed; the cache is then partly newer, never wrong.
+        """
+        await self._nodes()
+        for namespace in self._namespaces or (None,):
+            await self._pods(namespace)
+        await self._jobs()
+        self._requeue_all()
+        self._last = time.monotonic()
+        self._metrics.last_resync.set_to_current_time()
+
+    async def _nodes(self) -> None:
+        before = set(self._cache.nodes)
+        async for page in self._client.pages(core_path(None, "nodes")):
+            for obj in page.items:
+                try:
+                    self._cache.put_node(obj)
+                    before.discard(obj["metadata"]["name"])
+                except (AttributeError, KeyError, TypeError):
+                    log.warning("a node object is malformed and left out")
+        for name in before:
+            self._cache.remove_node(name)
+
+    def pods_version(self, namespace: str | None) -> str:
+        """The version that the last listing of pods showed: a watch goes on from it."""
+        return self._pods_versions.get(namespace, "")
+
+    async def pods(self, namespace: str | None) -> str:
+        """Lists the pods of a namespace, or of all, and looks at every job; the version that the listing showed.
+
+        Raises:
+            ApiError: the listing failed.
+        """
+        version = await self._pods(namespace)
+        self._requeue_all()
+        return version
+
+    def _requeue_all(self) -> None:
+        for key in list(self._cache.jobs):
+            self._queue.add_unless_backing_off(key)
+
+    async def _pods(self, namespace: str | None) -> str:
+        before = {pod.uid: pod for pod in self._cache.all_pods() if namespace in (None, pod.namespace)}
+        unowned_pods = self._cache.unowned_pods(namespace)
+        version = ""
+        async for page in self._client.pages(pods_path(namespace), labelSelector=LABEL_JOB):
+            version = page.version
+            for obj in page.items:
+                if (pod := read_pod(obj)) is not None:
+                    self._cache.put_pod(pod)
+                    before.pop(pod.uid, None)
+                else:
+                    self._cache.put_unowned_pod(obj)
+                    unowned_pods.discard(str(obj["metadata"].get("uid", "")))
+        for pod in before.values():
+            self._cache.remove_pod(pod)
+        for uid in unowned_pods:
+            self._cache.remove_unowned_pod(uid)
+        self._pods_versions[namespace] = version
+        return version
+
+    async def _jobs(self) -> None:
+        before = dict(self._cache.jobs)
+        for namespace in self._namespaces or (None,):
+            async for page in self._client.pages(jobs_path(namespace)):
+                for obj in page.items:
+                    self._cache.put_job(obj)
+                    before.pop(JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"]), None)
+        for key, deleted_job in before.items():
+            self._cache.remove_job(deleted_job)
+            self._queue.add(key)

@@ -1,0 +1,176 @@
+"""What watches tell: every event goes into the cache and its job's key into the queue. And the watches that kopf keeps.
+
+kopf's state-changing handlers are edge-triggered and write to the objects; `on.event` does neither. These handlers
+never fail, never write and return None (kopf would write anything else into the object's status). Those it calls are
+coroutines because kopf runs plain functions in threads; pods are followed by `podwatch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from meshwright.api.labels import GROUP, PLURAL, VERSION
+from meshwright_operator.kube.cache import Cache, JobKey, Object, key_of
+from meshwright_operator.kube.client import PAGE_SIZE, core_path, jobs_path, pods_path
+from meshwright_operator.kube.config import kopf_session
+from meshwright_operator.kube.kopf_storage import disable_persistence
+from meshwright_operator.kube.pod_info import read_pod
+from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+
+log = logging.getLogger(__name__)
+
+DELETED = "DELETED"
+SECONDS_PER_POD = 0.00025
+"""How long changes of a job's pods are gathered before it is looked at: a quarter of a second for a thousand."""
+
+
+class EventHandlers:
+    """What to do with each event."""
+
+    def __init__(self, cache: Cache, queue: WorkQueue[JobKey], metrics: OperatorMetrics) -> None:
+        self._cache = cache
+        self._queue = queue
+        self._metrics = metrics
+
+    async def job(self, event: Any, **_: Any) -> None:
+        """A job was added, changed or deleted."""
+        obj = dict(event["object"])
+        self._metrics.last_event.labels("jobs").set_to_current_time()
+        if event["type"] == DELETED:
+            self._cache.remove_job(obj)
+        else:
+            self._cache.put_job(obj)
+        self._queue.add(key_of(obj))
+
+    def pod(self, event: Object) -> None:
+        """A pod with the job label was added, changed or deleted."""
+        self._metrics.last_event.labels("pods").set_to_current_time()
+        pod = read_pod(event["object"])
+        if pod is None:
+            uid = str(event["object"]["metadata"].get("uid", ""))
+            key = self._cache.remove_unlabelled_pod(uid)
+            if event["type"] == DELETED:
+                self._cache.remove_unowned_pod(uid)
+            else:
+                self._cache.put_unowned_pod(event["object"])
+            if key is not None:
+                self._queue.add(key)
+            return
+        if event["type"] == DELETED:
+            self._cache.remove_pod(pod)
+            self._requeue_waiting_jobs()
+        elif not self._cache.put_pod(pod):
+            # An echo of what the operator wrote or listed itself: thousands of them follow every start.
+            return
+        # The larger a gang is, the longer a look at it takes and the more of its pods change at the same time.
+        key = JobKey(pod.namespace, pod.job)
+        self._queue.add_after(key, self._cache.count(key) * SECONDS_PER_POD)
+
+    async def node(self, event: Any, **_: Any) -> None:
+        """A node was added, changed or deleted."""
+        self._metrics.last_event.labels("nodes").set_to_current_time()
+        obj = dict(event["object"])
+        name = obj["metadata"]["name"]
+        if event["type"] == DELETED:
+            changed = self._cache.remove_node(name)
+        else:
+            changed = self._cache.put_node(obj)
+        if changed:
+            self._requeue_waiting_jobs()
+            for pod in self._cache.all_pods():
+                if pod.node == name:
+                    self._queue.add(JobKey(pod.namespace, pod.job))
+
+    def _requeue_waiting_jobs(self) -> None:
+        """Jobs that wait for room look again."""
+        for key, job in self._cache.jobs.items():
+            if awaits_placement(job):
+                self._queue.add(key)
+
+
+def awaits_placement(job: dict[str, Any]) -> bool:
+    """Whether the job could not be placed when it was looked at last."""
+    status = job.get("status")
+    conditions = status.get("conditions") if isinstance(status, dict) else None
+    for condition in conditions if isinstance(conditions, list) else ():
+        if isinstance(condition, dict) and condition.get("type") == "Placed":
+            return condition.get("status") == "False"
+    return False
+
+
+async def run_watches(
+    handlers: EventHandlers,
+    configuration: Configuration,
+    namespaces: Sequence[str],
+    liveness: WatchLiveness,
+    idle_seconds: float,
+    on_ready: Callable[[], None],
+) -> None:
+    """Watches jobs and nodes until cancelled; raises when a watch fails for good: one that died silently is worse.
+
+    Args:
+        handlers: what to do with events.
+        configuration: where the API server is.
+        namespaces: to watch; all of them when empty.
+        liveness: feels what arrives.
+        idle_seconds: a watch in which nothing arrives for so long, not even a bookmark, is connected again.
+        on_ready: called when the watches stand.
+    """
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        return await kopf_session(configuration, liveness)
+
+    kopf.on.login(registry=registry)(login)
+    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(handlers.job)
+    kopf.on.event("", "v1", "nodes", registry=registry, id="node")(handlers.node)
+    ready = asyncio.Event()
+
+    async def signal_ready() -> None:
+        await ready.wait()
+        on_ready()
+
+    async with asyncio.TaskGroup() as group:
+        ready_task = group.create_task(signal_ready(), name="watches-ready")
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=_settings(idle_seconds),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=list(namespaces),
+                ready_flag=ready,
+            )
+        finally:
+            ready_task.cancel()
+    raise RuntimeError("the watches ended")
+
+
+def watch_paths(namespaces: Sequence[str]) -> list[str]:
+    """The path of every watch, that of pods too."""
+    return [core_path(None, "nodes")] + [
+        path for namespace in namespaces or (None,) for path in (jobs_path(namespace), pods_path(namespace))
+    ]
+
+
+def _settings(idle_seconds: float) -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    disable_persistence(settings)
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.inactivity_timeout = idle_seconds
+    # Thousands of jobs in one answer, and a task for each that waits for more, would be hundreds of megabytes.
+    settings.watching.chunk_size = PAGE_SIZE
+    settings.queueing.idle_timeout = 0.2
+    settings.networking.request_timeout = 30
+    settings.process.ultimate_exiting_timeout = None
+    settings.queueing.exit_timeout = 0.5
+    return settings

@@ -1,0 +1,214 @@
+"""A worker pod: restricted, told everything by its environment, and gated and pinned to its node or left to another
+scheduler.
+
+The real scheduler still checks resources and taints of the pinned node, since pinning is a required node affinity on
+`metadata.name` (which holds for any node, whatever labels it lacks), not `spec.nodeName`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.api import labels, names
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import WorkerPlacement
+from meshwright.api.volumes import VolumeSpec
+from meshwright.api.workers import EnvVar
+from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
+
+Object = dict[str, Any]
+
+USER_ID = 65532
+
+
+@dataclass(frozen=True, slots=True)
+class PodContext:
+    """What all pods of a job share."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: ParallelTrainingJobSpec
+    revision: str
+    coordinator_url: str
+
+
+def worker_pod(context: PodContext, placed: WorkerPlacement) -> Object:
+    """The pod of one worker incarnation, where the placement says."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": names.pod_name(context.name, placed.worker, placed.incarnation),
+            "namespace": context.namespace,
+            "labels": {
+                **context.spec.workers.labels,
+                **job_labels(context.name, context.uid),
+                labels.LABEL_WORKER: str(placed.worker),
+                labels.LABEL_INCARNATION: str(placed.incarnation),
+                labels.LABEL_REVISION: context.revision,
+            },
+            "annotations": {
+                **context.spec.workers.annotations,
+                **({labels.ANNOTATION_RANKS: placed.ranks} if placed.ranks else {}),
+                "prometheus.io/scrape": "true",
+                "prometheus.io/port": str(labels.METRICS_PORT),
+                "prometheus.io/path": "/metrics",
+            },
+            "ownerReferences": [owner_reference(context.name, context.uid)],
+        },
+        "spec": _pod_spec(context, placed),
+    }
+
+
+def checkpoint_directory(name: str, uid: str) -> str:
+    """Where the job's checkpoints are, as its workers see it.
+
+    The uid keeps a job that was deleted and made again under its name from going on with the old one's state unasked,
+    and two jobs that share a volume apart.
+    """
+    return f"{labels.CHECKPOINT_MOUNT}/{name}-{uid[:8]}"
+
+
+def _pod_spec(context: PodContext, placed: WorkerPlacement) -> Object:
+    workers = context.spec.workers
+    spec: Object = {
+        "restartPolicy": "Never",
+        "hostname": names.pod_name(context.name, placed.worker, placed.incarnation),
+        "subdomain": names.service_name(context.name),
+        **_scheduling(workers.scheduler_name, placed.node),
+        "nodeSelector": dict(workers.node_selector),
+        "tolerations": [toleration.wire() for toleration in workers.tolerations],
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": workers.termination_grace_period_seconds,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(context, placed)],
+        "volumes": [volume for volume, _ in _volumes(context.spec)],
+    }
+    optional = {
+        "serviceAccountName": workers.service_account_name,
+        "priorityClassName": context.spec.priority_class_name,
+        "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
+    }
+    return spec | {key: value for key, value in optional.items() if value}
+
+
+def _scheduling(scheduler: str | None, node: str) -> Object:
+    """Gated and pinned to the node that was chosen, or left to the scheduler that is to choose."""
+    if scheduler is not None:
+        return {"schedulerName": scheduler}
+    return {"schedulingGates": [{"name": labels.GANG_GATE}], "affinity": {"nodeAffinity": _pinned_node_affinity(node)}}
+
+
+def _pinned_node_affinity(node: str) -> Object:
+    field = {"key": "metadata.name", "operator": "In", "values": [node]}
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": [field]}]}}
+
+
+def _container(context: PodContext, placed: WorkerPlacement) -> Object:
+    policy = context.spec.workers.image_pull_policy
+    return {
+        "name": labels.WORKER_CONTAINER,
+        "image": context.spec.workers.image,
+        **({"imagePullPolicy": policy.value} if policy is not None else {}),
+        "command": ["python", "-m", "meshwright_worker"],
+        "env": _environment(context, placed),
+        "ports": [{"name": "metrics", "containerPort": labels.METRICS_PORT, "protocol": "TCP"}],
+        "resources": _resources(context.spec),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [mount for _, mount in _volumes(context.spec)],
+    }
+
+
+def _resources(spec: ParallelTrainingJobSpec) -> Object:
+    workers = spec.workers
+    gpus = {workers.gpu_resource: str(workers.gpus_per_worker)}
+    requests, limits = dict(gpus), dict(gpus)
+    if workers.resources.cpu:
+        requests["cpu"] = workers.resources.cpu
+    if workers.resources.memory:
+        requests["memory"] = limits["memory"] = workers.resources.memory
+    return {"requests": requests, "limits": limits}
+
+
+def _environment(context: PodContext, placed: WorkerPlacement) -> list[Object]:
+    """The operator's own variables last: in a repeated name the last one holds."""
+    grace = context.spec.workers.termination_grace_period_seconds
+    values = {
+        labels.ENV_JOB_NAME: context.name,
+        labels.ENV_JOB_NAMESPACE: context.namespace,
+        labels.ENV_JOB_UID: context.uid,
+        labels.ENV_WORKER_INDEX: str(placed.worker),
+        labels.ENV_INCARNATION: str(placed.incarnation),
+        labels.ENV_COORDINATOR_URL: context.coordinator_url,
+        labels.ENV_METRICS_PORT: str(labels.METRICS_PORT),
+        labels.ENV_GRACE_SECONDS: str(grace),
+    }
+    if context.spec.checkpoint is not None:
+        values[labels.ENV_CHECKPOINT_DIR] = checkpoint_directory(context.name, context.uid)
+    if context.spec.data is not None and context.spec.data.claim_name:
+        values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
+    if context.spec.runtime.scripts:
+        values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
+    secret = {"name": names.token_secret_name(context.name), "key": TOKEN_KEY}
+    return [
+        *(_variable(variable) for variable in context.spec.workers.env),
+        *({"name": name, "value": value} for name, value in values.items()),
+        {"name": labels.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": labels.ENV_POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        {"name": labels.ENV_TOKEN, "valueFrom": {"secretKeyRef": secret}},
+    ]
+
+
+def _variable(variable: EnvVar) -> Object:
+    source = variable.value_from
+    if source is None:
+        return {"name": variable.name, "value": variable.value}
+    return {"name": variable.name, "valueFrom": source.wire()}
+
+
+def _volumes(spec: ParallelTrainingJobSpec) -> list[tuple[Object, Object]]:
+    """The operator's own volumes and the job's, each with its mount."""
+    return [*_operator_volumes(spec), *(_job_volume(volume) for volume in spec.workers.volumes)]
+
+
+def _job_volume(volume: VolumeSpec) -> tuple[Object, Object]:
+    if volume.claim_name is not None:
+        source: Object = {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": volume.read_only}}
+    elif volume.config_map_name is not None:
+        source = {"configMap": {"name": volume.config_map_name}}
+    elif volume.secret_name is not None:
+        source = {"secret": {"secretName": volume.secret_name}}
+    else:
+        source = {"emptyDir": {"sizeLimit": volume.scratch}}
+    read_only = volume.read_only or volume.config_map_name is not None or volume.secret_name is not None
+    mount = {"name": volume.name, "mountPath": volume.mount_path, "readOnly": read_only}
+    return {"name": volume.name, **source}, mount
+
+
+def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[Object, Object]]:
+    """Volumes with their mounts. Shared memory is a memory volume: the runtime's default of 64 MiB starves torch."""
+    found: list[tuple[Object, Object]] = [
+        ({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
+    ]
+    if spec.checkpoint is not None:
+        claim = {"claimName": spec.checkpoint.claim_name}
+        mount = {"name": "checkpoints", "mountPath": labels.CHECKPOINT_MOUNT}
+        found.append(({"name": "checkpoints", "persistentVolumeClaim": claim}, mount))
+    if spec.data is not None and spec.data.claim_name:
+        claim = {"claimName": spec.data.claim_name}
+        data_mount = {"name": "data", "mountPath": labels.DATA_MOUNT, "readOnly": True}
+        found.append(({"name": "data", "persistentVolumeClaim": claim}, data_mount))
+    if spec.runtime.scripts:
+        scripts_mount = {"name": "scripts", "mountPath": labels.SCRIPTS_MOUNT, "readOnly": True}
+        found.append(({"name": "scripts", "configMap": {"name": spec.runtime.scripts}}, scripts_mount))
+    return found

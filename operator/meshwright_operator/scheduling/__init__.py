@@ -1,0 +1,1 @@
+"""Which job gets which nodes: the queue, inventories and placements."""

@@ -1,0 +1,119 @@
+"""What the jobs that run teach: the constants of this cluster's GPUs, refitted now and then to measured steps.
+
+Everything it needs stands in the jobs' own status (plan, measured throughput, step), so a restarted operator arrives at
+the same constants. A job whose model or GPUs have no price teaches nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isclose
+
+from meshwright.api.data import DataFormat
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.layout import Layout
+from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost.constants import Constants
+from meshwright.planner.cost_model import Calibration, cost_model_for
+from meshwright.planner.placement.placed_cost import group_spans_of_status
+from meshwright.planner.recalibration import StepMeasurement, recalibrate
+from meshwright_operator.kube.cache import Cache, Object
+from meshwright_operator.scheduling.scheduler import JobScheduler
+
+PERIOD_SECONDS = 60.0
+LOG_THRESHOLD = 0.05
+"""Share by which a constant must have changed before that is logged again."""
+
+log = logging.getLogger(__name__)
+
+
+class CalibrationLoop:
+    """Keeps the placer's calibration up to date."""
+
+    def __init__(self, cache: Cache, scheduler: JobScheduler) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._logged: dict[str, Constants] = {}
+
+    async def run(self) -> None:
+        """Refits every minute, for ever."""
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            try:
+                await self.refit()
+            except Exception:
+                # Planning goes on with what was learnt before: an estimate is never worth an operator.
+                log.exception("could not recalibrate")
+
+    async def refit(self) -> None:
+        """Refits now; in a thread, since many jobs on many nodes take a while to read."""
+        jobs = list(self._cache.jobs.values())
+        found = await asyncio.to_thread(self._refitted, jobs)
+        self._scheduler.calibration = found
+        if changed := sorted(gpu for gpu in found.constants if self._changed_enough(gpu, found)):
+            self._logged = {**self._logged, **{gpu: found.constants[gpu] for gpu in changed}}
+            log.info("recalibrated", extra={"gpus": changed})
+
+    def _changed_enough(self, gpu: str, found: Calibration) -> bool:
+        """Whether a GPU's constants are others than were told last, by more than every new step changes them."""
+        old = self._logged.get(gpu)
+        if old is None:
+            return True
+        before, now = asdict(old), asdict(found.constants[gpu])
+        return any(not isclose(now[name], value, rel_tol=LOG_THRESHOLD) for name, value in before.items())
+
+    def _refitted(self, jobs: Sequence[Object]) -> Calibration:
+        inventories: dict[str, Inventory] = {}
+        return recalibrate(
+            Calibration(), (found for job in jobs if (found := self._read(job, inventories)) is not None)
+        )
+
+    def _read(self, job: Object, inventories: dict[str, Inventory]) -> StepMeasurement | None:
+        """What a job measures; None for one that cannot be read: it teaches nothing, and keeps nobody else from it."""
+        try:
+            return self._measured(job, inventories)
+        except (ArithmeticError, AttributeError, InvalidSpecError, TypeError, UnknownModelError, ValueError):
+            return None
+
+    def _measured(self, job: Object, inventories: dict[str, Inventory]) -> StepMeasurement | None:
+        """What a job that runs measures; None where there is nothing yet, or no price for it.
+
+        `inventories` holds the nodes as jobs with the same wishes see them.
+        """
+        status = parse_status(job)
+        plan = status.plan
+        if plan is None or not status.tokens_per_second or not status.step:
+            return None
+        spec = parse_spec(job)
+        if spec.model is None or spec.training is None:
+            return None
+        if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:
+            # Its rows are as long as its records, which its tokens per second say and no price knows.
+            return None
+        requirements = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
+        if requirements not in inventories:
+            inventories[requirements] = self._scheduler.nodes(spec)
+        cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])
+        if cost_model is None:
+            return None
+        pipeline_schedule, checkpointing = plan.schedule or PipelineSchedule.ONE_F_ONE_B, plan.activation_checkpointing
+        cost_model = cost_model.on(
+            cost_model.job.decided(pipeline_schedule, checkpointing or ActivationCheckpointing.NONE)
+        )
+        layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
+        divides_evenly = (
+            plan.micro_batches > 0 and cost_model.work.global_batch % (layout.data * plan.micro_batches) == 0
+        )
+        if not divides_evenly or cost_model.price(layout, plan.micro_batches).seconds <= 0:
+            return None  # no layout that ever ran
+        seconds = cost_model.work.tokens / status.tokens_per_second
+        groups = group_spans_of_status(
+            layout, spec.workers.gpus_per_worker, status.placement, cost_model.machine.fabric
+        )
+        return StepMeasurement(cost_model, layout, plan.micro_batches, seconds, status.step, groups)

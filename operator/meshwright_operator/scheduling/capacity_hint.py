@@ -1,0 +1,84 @@
+"""What would have to end so that a job fits: the least that is enough.
+
+A hint for people, in a condition's message; nothing is ever stopped because of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.planner.cluster.inventory import MALFORMED, Inventory
+from meshwright.planner.cluster.pod_resources import Resources
+from meshwright_operator.kube.pod_requests import PodRequest
+from meshwright_operator.text import counted
+
+MAX_HOLDERS = 24
+"""How many holders are looked at, the largest first."""
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds GPUs: a job of this operator's, or a pod of somebody else's."""
+
+    name: str
+    gpus: int
+    requested: Mapping[str, Resources]
+    """By node."""
+
+
+def holders(pod_requests: Iterable[PodRequest], gpu_resource: str, without_job: str) -> list[Holder]:
+    """Everybody who holds GPUs, the largest first; the job `without_job` (its uid) is left out."""
+    requested: defaultdict[str, defaultdict[str, Resources]] = defaultdict(lambda: defaultdict(Resources))
+    for pod_request in pod_requests:
+        if pod_request.job_uid and pod_request.job_uid == without_job:
+            continue
+        try:
+            amount = pod_request.amount(gpu_resource)
+        except MALFORMED:
+            continue
+        whose = (
+            f"job {pod_request.namespace}/{pod_request.job}"
+            if pod_request.job_uid
+            else f"pod {pod_request.namespace}/{pod_request.name}"
+        )
+        requested[whose][pod_request.node] += amount
+    found = [
+        Holder(name, sum(amount.gpus for amount in by_node.values()), by_node) for name, by_node in requested.items()
+    ]
+    return sorted((holder for holder in found if holder.gpus > 0), key=lambda holder: (-holder.gpus, holder.name))
+
+
+def capacity_hint(found: Sequence[Holder], inventory: Inventory, fits: Callable[[Inventory], bool]) -> str:
+    """Who would have to end, such as `fits when job default/a (8 GPUs) ends`; empty when that would not help.
+
+    Args:
+        found: who holds GPUs, the largest first.
+        inventory: the nodes as they are.
+        fits: whether the job fits on such an inventory.
+    """
+    candidates = list(found[:MAX_HOLDERS])
+    for holder in reversed(candidates):
+        if fits(freed(inventory, [holder])):
+            return f"fits when {_named([holder])} ends"
+    for count in range(2, len(candidates) + 1):
+        if fits(freed(inventory, candidates[:count])):
+            return f"fits when {_named(candidates[:count])} end"
+    return ""
+
+
+def freed(inventory: Inventory, gone: Sequence[Holder]) -> Inventory:
+    """The inventory once these holders have ended."""
+    nodes = dict(inventory.nodes)
+    for holder in gone:
+        for name, amount in holder.requested.items():
+            if name in nodes:
+                nodes[name] = replace(nodes[name], free=nodes[name].free + amount)
+    return replace(inventory, nodes=nodes)
+
+
+def _named(chosen: Sequence[Holder]) -> str:
+    text = " and ".join(f"{holder.name} ({counted(holder.gpus, 'GPU')})" for holder in chosen[:MAX_NAMED])
+    return text + (f" and {len(chosen) - MAX_NAMED} more" if len(chosen) > MAX_NAMED else "")

@@ -1,0 +1,85 @@
+"""Every pod that holds something: the jobs' own from the operator's cache, everybody else's from the API server.
+
+The cache has its own pods by watch and by the answers to its own writes, so only what is foreign is asked for: listing
+every pod for every placement would cost the API server more than all else that the operator does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from meshwright.api.labels import LABEL_JOB
+from meshwright.planner.cluster.pod_resources import HOSTNAME_LABEL
+from meshwright_operator.kube.cache import Cache
+from meshwright_operator.kube.client import ApiError, KubeClient, pods_path
+from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
+
+ACTIVE = "status.phase!=Succeeded,status.phase!=Failed"
+FAST_LIST_SECONDS = 0.02
+"""A listing that takes no longer is made anew for every placement."""
+REUSE_FACTOR = 10.0
+"""One that takes longer serves for so many times its own duration: most of the time is not spent on listing."""
+
+
+class ForeignPods:
+    """Counts what pods hold, for one placement after another."""
+
+    def __init__(self, cluster: KubeClient, cache: Cache, namespaces: Sequence[str]) -> None:
+        self._client = cluster
+        self._cache = cache
+        self._namespaces = namespaces
+        self._foreign: list[PodRequest] = []
+        self._valid_until = float("-inf")
+
+    async def pod_requests(self) -> list[PodRequest]:
+        """What every pod holds.
+
+        Raises:
+            ApiError: the pods of others could not be listed.
+        """
+        started = time.monotonic()
+        if started >= self._valid_until:
+            self._foreign = await self._list_foreign()
+            ended = time.monotonic()
+            took = ended - started
+            self._valid_until = ended + REUSE_FACTOR * took if took > FAST_LIST_SECONDS else started
+        return [*self._cache.pod_requests(), *self._foreign]
+
+    async def _list_foreign(self) -> list[PodRequest]:
+        """Pods that the watch does not show.
+
+        An operator that serves a few namespaces does not see the jobs of others, nor may it be allowed to list their
+        pods; the scheduler, which checks every pinned pod, then has the last word.
+        """
+        foreign = {"labelSelector": f"!{LABEL_JOB}", "fieldSelector": ACTIVE}
+        try:
+            found = await self._list(None, foreign)
+            if self._namespaces:
+                elsewhere = ",".join([ACTIVE, *(f"metadata.namespace!={name}" for name in self._namespaces)])
+                found += await self._list(None, {"labelSelector": LABEL_JOB, "fieldSelector": elsewhere})
+        except ApiError as error:
+            if error.code != 403 or not self._namespaces:
+                raise
+            found = [pod_request for name in self._namespaces for pod_request in await self._list(name, foreign)]
+        return found
+
+    async def _list(self, namespace: str | None, query: Mapping[str, str]) -> list[PodRequest]:
+        node_by_hostname = self._node_by_hostname()
+        found: list[PodRequest] = []
+        async for page in self._client.pages(pods_path(namespace), **query):
+            found += [
+                pod_request
+                for obj in page.items
+                if (pod_request := read_pod_request(obj, node_by_hostname)) is not None
+            ]
+        return found
+
+    def _node_by_hostname(self) -> dict[str, str]:
+        labels = {name: node["metadata"].get("labels") for name, node in self._cache.nodes.items()}
+        named = (
+            (node_labels.get(HOSTNAME_LABEL), name)
+            for name, node_labels in labels.items()
+            if isinstance(node_labels, dict)
+        )
+        return {hostname: name for hostname, name in named if isinstance(hostname, str)}

@@ -1,0 +1,121 @@
+"""Islands of replicas as ranks run them, and the same in one process, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
+from meshwright_worker.local_sgd.bounded_staleness import Event
+from meshwright_worker.optimizers.optimizer import AdamW
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.trainer import Trainer
+from tests.distributed.cases import samples_of, whole_of
+
+Parameters = dict[str, torch.Tensor]
+
+
+@dataclass
+class Island:
+    """One rank at the end: its stage's parameters, whole, and what its server saw."""
+
+    island: int
+    parameters: Parameters
+    events: list[Event] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def train_islands(task: RankTask, sizes: Sequence[int] = ()) -> Island:
+    """Every island on its part of each step's batch; with `sizes` its weight is its number of samples."""
+    model, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
+        trainer = Trainer(task.run, model, training, mesh, sizes[mesh.island] if sizes else 1)
+        share = training.global_batch_size // mesh.layout.data
+        first = mesh.coordinates.data * share
+        losses = []
+        for number in range(1, training.steps + 1):
+            batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
+            losses.append(trainer.step(number, Batch.of(batch[first : first + share])).loss)
+        parameters = {shard.name: whole_of(shard, shard.local) for shard in trainer.shards}
+        trainer.close()
+        server = trainer.outer.server if isinstance(trainer.outer, AsynchronousSGD) else None
+        return Island(mesh.island, parameters, server.order.events if server else [], losses)
+
+
+class _Simulated:
+    """An island in one process: the run of one replica, on a part of the batch."""
+
+    def __init__(self, task: RankTask, mesh: object, island: int, islands: int) -> None:
+        self._model, _, self._training = validate_run(task.run)
+        self.trainer = Trainer(task.run, self._model, self._training, mesh)  # type: ignore[arg-type]
+        self._island, self._islands = island, islands
+
+    @property
+    def parameters(self) -> Parameters:
+        return {shard.name: shard.local for shard in self.trainer.shards}
+
+    def step(self, number: int) -> None:
+        share = self._training.global_batch_size
+        batch = samples_of(number, share * self._islands, self._training.sequence_length, self._model.vocab_size)
+        self.trainer.step(number, Batch.of(batch[self._island * share : (self._island + 1) * share]))
+
+    def take(self, parameters: Parameters) -> None:
+        for name, value in self.parameters.items():
+            value.copy_(parameters[name])
+
+
+def simulate_rounds(
+    task: RankTask, islands: int, every: int, outer: tuple[float, float] | None, weights: Sequence[float]
+) -> Parameters:
+    """Rounds of `every` steps and a weighted mean; with `outer` (rate, momentum), torch's Nesterov SGD on it."""
+    _, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
+        each = [_Simulated(task, mesh, island, islands) for island in range(islands)]
+        shared = {name: value.clone() for name, value in each[0].parameters.items()}
+        rate, momentum = outer or (1.0, 0.0)
+        sgd = torch.optim.SGD(shared.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
+        for number in range(1, training.steps + 1):
+            for island in each:
+                island.step(number)
+            if number % every and number != training.steps:
+                continue
+            for name, value in shared.items():
+                mean = sum(weight * one.parameters[name] for weight, one in zip(weights, each, strict=True))
+                value.grad = value - mean
+            sgd.step()
+            for island in each:
+                island.take(shared)
+        return {name: value.clone() for name, value in shared.items()}
+
+
+def replay(task: RankTask, islands: int, events: Sequence[Event]) -> Parameters:
+    """The reads and writes of a server in the order in which they happened, one after the other."""
+    _, _, training = validate_run(task.run)
+    with join_mesh(task) as mesh:
+        server = _Simulated(task, mesh, 0, islands)
+        optimizer = AdamW(server.trainer.shards, training.optimizer)
+        each = [_Simulated(task, mesh, island, islands) for island in range(islands)]
+        taken: dict[int, tuple[list[torch.Tensor], float]] = {}
+        steps = [0] * islands
+        for index, one in enumerate(each):
+
+            def caught(gradients: Sequence[torch.Tensor], rate: float, index: int = index) -> None:
+                taken[index] = [gradient.clone() for gradient in gradients], rate
+                for shard in each[index].trainer.shards:
+                    shard.parameter.grad = None
+
+            one.trainer.optimizer.step = caught  # type: ignore[method-assign]
+        for event in events:
+            if event.kind == "read":
+                steps[event.island] += 1
+                each[event.island].take(server.parameters)
+                each[event.island].step(steps[event.island])
+            else:
+                optimizer.step(*taken.pop(event.island))
+        assert steps == [training.steps] * islands
+        return {name: value.clone() for name, value in server.parameters.items()}

@@ -1,0 +1,249 @@
+"""Families against published parameter counts, counts against their definitions, and Hugging Face configurations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.models.counts import (
+    attended_keys,
+    attention_flops,
+    forward_flops,
+    layer_counts,
+    parameters,
+    training_flops,
+)
+from meshwright.models.families import FAMILIES, family
+from meshwright.models.huggingface.planner_config import ConfigError, from_config, read_config
+from meshwright.models.model_flops import flops_per_token
+from meshwright.models.presets import PRESETS, UnknownModelError
+from meshwright.models.transformer import Experts, Transformer
+
+# Sums of the published checkpoints' tensors.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-1-7b": 6_738_415_616,
+    "llama-1-13b": 13_015_864_320,
+    "llama-1-33b": 32_528_943_616,
+    "llama-1-65b": 65_285_660_672,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,
+}
+# Billions, as their papers round them.
+ROUNDED = {
+    "gpt3-175b": 174.6,
+    "megatron-1.7b": 1.7,
+    "megatron-3.6b": 3.6,
+    "megatron-7.5b": 7.5,
+    "megatron-18.4b": 18.4,
+    "megatron-39.1b": 39.1,
+    "megatron-76.1b": 76.1,
+    "megatron-145.6b": 145.6,
+    "megatron-310.1b": 310.1,
+    "megatron-529.6b": 529.6,
+    "megatron-1008b": 1008.0,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_a_family_has_the_published_number_of_parameters(name: str, count: int) -> None:
+    assert parameters(family(name)) == count
+
+
+@pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
+def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float) -> None:
+    assert parameters(family(name)) / 1e9 == pytest.approx(billions, abs=0.051)
+
+
+@pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
+def test_presets_count_alike_in_both_descriptions(architecture: Any) -> None:
+    model = FAMILIES[architecture.name]
+    assert parameters(model) == architecture.parameters
+    # The runtime's count takes norms and biases for matrices, as 6·N does.
+    assert training_flops(model, 2048) == pytest.approx(flops_per_token(architecture, 2048), rel=2e-3)
+
+
+def test_every_family_is_checked() -> None:
+    assert set(FAMILIES) == {*PUBLISHED, *ROUNDED, *PRESETS}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("mixtral-8x7b", 12.9), ("deepseek-v3", 37.6), ("deepseek-v2", 21.4), ("qwen3-30b-a3b", 3.35)],
+)
+def test_mixtures_use_a_part_of_their_parameters(name: str, billions: float) -> None:
+    assert parameters(family(name), active=True) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_an_unknown_family_names_the_nearest() -> None:
+    with pytest.raises(UnknownModelError, match="mixtral-8x7b"):
+        family("mixtral-8x7")
+
+
+def test_megatrons_formula_of_flops() -> None:
+    # 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation (arXiv 2104.04473, section 3): four forward passes of the
+    # layers but three of the logits. No gates, no grouped queries.
+    layers, hidden, sequence, vocab = 40, 6144, 2048, 51200
+    model = Transformer(layers, hidden, 48, 4 * hidden, vocab, gated=False)
+    expected = 96 * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
+    logits = 2.0 * vocab * hidden
+    ours = training_flops(model, sequence, recomputed=1.0) - logits
+    assert ours * sequence == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(0, True), (0, False), (16, True), (16, False), (64, True)])
+def test_attended_keys_are_the_mean_over_the_mask(window: int, causal: bool) -> None:
+    length = 64
+    model = replace(family("gpt2"), window=window)
+    width = window if window and window < length else length
+    if causal:
+        expected = sum(min(q + 1, width) for q in range(length)) / length
+    else:
+        expected = float(width)
+    assert attended_keys(model, length, causal=causal) == pytest.approx(expected)
+
+
+def test_causal_attention_is_about_half() -> None:
+    model = family("llama-2-7b")
+    whole, half = (attention_flops(model, 4096, causal=causal) for causal in (False, True))
+    assert half / whole == pytest.approx(0.5, rel=1e-3)
+    assert forward_flops(model, 4096, causal=True) < forward_flops(model, 4096)
+
+
+def test_mixtures_are_counted_where_they_stand() -> None:
+    model = replace(family("gpt2"), layers=12, experts=Experts(8, 2, 64, dense_layers=3, every=2))
+    listed = [model.is_mixture(layer) for layer in range(12)]
+    assert listed == [False, False, False, False, True, False, True, False, True, False, True, False]
+    for first in range(13):
+        for last in range(first, 13):
+            assert model.mixtures(first, last) == sum(listed[first:last])
+
+
+def test_active_parameters_are_the_routed_share() -> None:
+    counts = layer_counts(family("mixtral-8x7b"), True)
+    assert counts.active_experts * 4 == counts.experts
+    assert counts.total - counts.active == counts.experts - counts.active_experts
+
+
+@pytest.mark.parametrize(("field", "value"), [("layers", 0), ("hidden", -1), ("kv_heads", 5)])
+def test_impossible_shapes_are_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(family("gpt2"), **{field: value})
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+    "num_nextn_predict_layers": 1,
+}
+QWEN = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None, "vocab_size": 50257}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(MIXTRAL, "mixtral-8x7b"), (V3, "deepseek-v3"), (QWEN, "qwen2.5-0.5b"), (GPT2, "gpt2")]
+)
+def test_a_configuration_is_the_family_it_describes(config: dict[str, Any], name: str) -> None:
+    found = from_config(config)
+    assert parameters(found) == parameters(family(name))
+    assert found.window == 0
+
+
+def test_multi_token_prediction_costs_operations_but_is_not_the_model() -> None:
+    without, found = family("deepseek-v3"), from_config(V3)
+    assert found.prediction_layers == 1
+    assert 1.01 < training_flops(found, 4096) / training_flops(without, 4096) < 1.1
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    assert read_config(path) == from_config(MIXTRAL)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "bert"}, "`model_type` 'bert'"),
+        ({"hidden_size": None}, "`hidden_size` is missing"),
+        ({"hidden_size": "4096"}, "`hidden_size` must be a whole number"),
+        ({"hidden_size": True}, "`hidden_size`"),
+        ({"num_key_value_heads": 5}, "`kv_heads`"),
+        ({"num_hidden_layers": 0}, "`layers`"),
+        ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings`"),
+    ],
+)
+def test_a_broken_configuration_names_the_field(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        from_config({**MIXTRAL, **change})
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "\xff"])
+def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(path)
+
+
+def test_dense_layers_between_mixtures_are_refused() -> None:
+    config = {**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}
+    assert from_config(config).experts is not None
+    with pytest.raises(ConfigError, match="mlp_only_layers"):
+        from_config({**config, "mlp_only_layers": [3]})

@@ -1,0 +1,124 @@
+"""A job whose steps take other than estimated makes the next plan better."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from meshwright.api.parsing import parse_spec
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost_model import Calibration
+from meshwright.planner.plan import make_plan
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.scheduler import JobScheduler
+
+H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+
+
+def nodes(count: int = 4) -> list[dict[str, Any]]:
+    return [
+        {
+            "metadata": {"name": f"n{i}", "labels": H100},
+            "spec": {},
+            "status": {
+                "allocatable": {"nvidia.com/gpu": "8", "cpu": "96", "memory": "2Ti", "pods": "110"},
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        }
+        for i in range(count)
+    ]
+
+
+def job(name: str, **status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": "train", "uid": name},
+        "spec": {
+            "replicas": 4,
+            "model": {"preset": "llama-3-8b"},
+            "data": {"source": "PythonStdlib"},
+            "training": {"steps": 1000, "globalBatchSize": 64, "sequenceLength": 8192, "precision": "bf16"},
+            "parallelism": {"zeroStage": 2},
+            "workers": {"image": "worker", "gpusPerWorker": 8},
+        },
+        "status": status,
+    }
+
+
+class Nodes:
+    """What the learning asks of the placer: the nodes as a job sees them, and a place for what it learnt."""
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+
+    def nodes(self, spec: Any) -> Inventory:
+        return Inventory.from_objects(nodes(), [])
+
+
+def learning(*jobs: dict[str, Any]) -> tuple[CalibrationLoop, Nodes]:
+    cache, scheduler = Cache(), Nodes()
+    for one in jobs:
+        cache.jobs[JobKey("train", one["metadata"]["name"])] = one
+    return CalibrationLoop(cache, cast(JobScheduler, scheduler)), scheduler
+
+
+def planned() -> Any:
+    return make_plan(parse_spec(job("any")), Inventory.from_objects(nodes(), []))
+
+
+async def test_live_steps_change_the_next_plan() -> None:
+    before = planned()
+    status = before.to_status().model_dump(by_alias=True, exclude_none=True)
+    slow = round(before.estimate.tokens_per_second / 2)
+    learn, scheduler = learning(job("slow", plan=status, step=200, tokensPerSecond=slow))
+    await learn.refit()
+    spec = parse_spec(job("next"))
+    after = make_plan(spec, scheduler.nodes(spec), calibration=scheduler.calibration)
+    assert after.estimate is not None
+    assert after.estimate.tokens_per_second == pytest.approx(slow, rel=0.1)
+    assert after.to_status().estimated_tokens_per_second == pytest.approx(slow, rel=0.1)
+
+
+async def test_a_restarted_operator_learns_the_same() -> None:
+    status = planned().to_status().model_dump(by_alias=True, exclude_none=True)
+    jobs = [job(f"j{i}", plan=status, step=100 + i, tokensPerSecond=20_000 + 500 * i) for i in range(5)]
+    first, one = learning(*jobs)
+    second, other = learning(*reversed(jobs))
+    await first.refit()
+    await first.refit()
+    await second.refit()
+    assert one.calibration == other.calibration
+    assert one.calibration.constants
+
+
+async def test_jobs_that_say_nothing_teach_nothing() -> None:
+    status = planned().to_status().model_dump(by_alias=True, exclude_none=True)
+    broken = job("broken", plan=status, step=100, tokensPerSecond=10)
+    broken["spec"] = {"replicas": "many"}
+    unknown = job("unknown", plan=status, step=100, tokensPerSecond=10)
+    unknown["spec"]["model"] = {"preset": "no-such-model"}
+    padded = job("padded", plan=status, step=100, tokensPerSecond=10)
+    padded["spec"]["data"] = {"claimName": "v", "format": "PromptCompletion"}
+    early = job("early", plan=status, step=2, tokensPerSecond=10)
+    ended = job("ended", plan=status, step=1000)
+    twisted = [
+        job(f"twisted{number}", plan={**status, **wrong}, step=100, tokensPerSecond=10)
+        for number, wrong in enumerate(({"tensor": 0}, {"pipeline": 999}, {"microBatches": 0}, {"data": 10**9}))
+    ]
+    learn, scheduler = learning(broken, unknown, padded, early, ended, *twisted, job("new"))
+    await learn.refit()
+    assert scheduler.calibration == Calibration()
+
+
+async def test_only_constants_that_changed_by_much_are_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "meshwright_operator.scheduling.calibration")
+    before = planned()
+    status = before.to_status().model_dump(by_alias=True, exclude_none=True)
+    slow = round(before.estimate.tokens_per_second / 2)
+    cache = Cache()
+    learn = CalibrationLoop(cache, cast(JobScheduler, Nodes()))
+    for speed in (slow, slow + 10, slow - 10, slow // 2):
+        cache.jobs[JobKey("train", "a")] = job("a", plan=status, step=2000, tokensPerSecond=speed)
+        await learn.refit()
+    assert [record.message for record in caplog.records] == ["recalibrated"] * 2

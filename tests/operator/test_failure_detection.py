@@ -1,0 +1,207 @@
+"""What ends a generation, and what counts toward the limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
+from meshwright.protocol.messages import FailureKind
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.failure_detection import Interruption, Settling, backoff_seconds, diagnose
+from meshwright_operator.decide.observed import WorkerState
+from meshwright_operator.kube.pod_info import Pod
+from tests.operator.builders import (
+    NODES,
+    NOW,
+    agents,
+    ago,
+    crashed,
+    failed,
+    observed,
+    pod,
+    report,
+    running_status,
+)
+
+ERROR, PEER = FailureKind.ERROR, FailureKind.PEER_LOST
+
+
+def test_a_healthy_generation_holds() -> None:
+    assert diagnose(observed()) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause", "words"),
+    [
+        (None, "PodLost", "the pod of worker 2 is gone"),
+        (pod(2, deleting=True), "PodLost", "train-w2-0 is being deleted"),
+        (pod(2, phase="Failed", disrupted=True), "PodLost", "train-w2-0 was stopped"),
+        (crashed(2, code=137), "PodFailed", "train-w2-0 ended with exit code 137"),
+    ],
+    ids=["gone", "deleting", "evicted", "crashed"],
+)
+def test_a_pod_that_ends_ends_the_generation(changed: Pod | None, cause: str, words: str) -> None:
+    pods = [pod(0), pod(1), pod(3), *([changed] if changed else [])]
+    verdict = diagnose(observed(pods))
+    assert isinstance(verdict, Interruption)
+    assert (verdict.cause, verdict.message) == (cause, words)
+
+
+def test_a_pod_that_is_deleted_on_a_dead_node_is_lost() -> None:
+    seen = observed([pod(0), pod(1), pod(2, deleting=True), pod(3)], down={**NODES, "n2": True})
+    assert seen.workers[2].state is WorkerState.LOST
+    verdict = diagnose(seen)
+    assert isinstance(verdict, Interruption)
+    assert "lost with node n2" in verdict.message
+
+
+def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
+    assert diagnose(observed([pod(0, phase="Succeeded"), pod(1), pod(2), pod(3)])) is None
+
+
+@pytest.mark.parametrize(
+    ("reports", "halted_seconds", "expected"),
+    [
+        ([failed(1, ERROR)], 0.5, Settling(1.5)),
+        ([failed(1, ERROR)], 2.5, "RankFailure"),
+        ([failed(1, PEER), failed(2, PEER)], 2.5, Settling(7.5)),
+        ([failed(1, PEER), failed(2, PEER)], 10.5, "RankFailure"),
+        ([failed(1, PEER), failed(2, ERROR)], 2.5, "RankFailure"),
+        ([failed(1, ERROR, generation=0)], 9.0, None),
+    ],
+    ids=["settling", "settled", "only peers", "only peers for long", "a root cause", "an old generation"],
+)
+def test_a_failed_rank_is_judged_after_a_moment(reports, halted_seconds, expected) -> None:  # type: ignore[no-untyped-def]
+    verdict = diagnose(observed(received=agents(reports, halted_seconds=halted_seconds)))
+    if isinstance(expected, str):
+        assert isinstance(verdict, Interruption)
+        assert verdict.cause == expected
+    else:
+        assert verdict == expected
+
+
+def test_the_root_cause_is_told() -> None:
+    received = agents([failed(0, PEER, "connection closed"), failed(2, ERROR, "ZeroDivisionError")], halted_seconds=3)
+    verdict = diagnose(observed(received=received))
+    assert isinstance(verdict, Interruption)
+    assert verdict.message == "worker 2: ZeroDivisionError"
+
+
+def test_failing_peers_of_a_dead_node_mean_a_lost_node_at_once() -> None:
+    seen = observed(received=agents([failed(1, PEER)], halted_seconds=0.1), down={**NODES, "n3": True})
+    decision = decide(seen)
+    assert decision.mesh.pending_cause == "NodeLost"
+    assert [p.name for p in decision.delete] == ["train-w3-0"]
+
+
+def test_a_dead_node_whose_ranks_train_on_is_left_alone() -> None:
+    assert diagnose(observed(down={**NODES, "n3": True})) is None
+
+
+def test_a_lost_pod_does_not_count_toward_the_limit() -> None:
+    decision = decide(observed([pod(0), pod(1), pod(2, deleting=True), pod(3)]))
+    assert decision.mesh.pending_cause == "PodLost"
+    assert decision.mesh.generation == 1
+    assert (decision.status.restart_count, decision.status.restarts_toward_limit) == (1, 0)
+    assert decision.status.ready_ranks == "0/8"
+    assert [note.reason for note in decision.notes] == ["PodLost"]
+    assert not decision.create
+    assert decision.place is None, "the pod still runs: no second one may start"
+
+
+def test_the_incarnation_is_not_raised_while_the_old_pod_drains() -> None:
+    decision = decide(observed([pod(0), pod(1), pod(2, deleting=True), pod(3)]))
+    assert decision.status.placement is not None
+    assert decision.status.placement.workers[2].incarnation == 0
+
+
+def test_a_second_loss_during_recovery_is_part_of_the_same_restart() -> None:
+    mesh = MeshStatus(
+        generation=1, master="10.0.0.0:2000", cause="Start", pending_cause="PodLost", pending_since=ago(3)
+    )
+    status = running_status(mesh=mesh, restart_count=1)
+    decision = decide(observed([pod(0), pod(1, deleting=True), pod(3)], status))
+    assert decision.status.restart_count == 1
+    assert decision.place is None
+
+
+def test_a_failed_rank_forms_the_next_generation_with_the_same_pods() -> None:
+    decision = decide(observed(received=agents([failed(1, ERROR, "boom")], halted_seconds=3)))
+    assert (decision.mesh.generation, decision.mesh.cause, decision.mesh.pending_cause) == (2, "RankFailure", "")
+    assert decision.status.restarts_toward_limit == 1
+    assert not decision.delete
+    assert not decision.create
+
+
+def test_ranks_that_failed_too_often_fail_the_job() -> None:
+    status = running_status(restarts_toward_limit=2, restart_count=5)
+    seen = observed(
+        status=status, received=agents([failed(1, ERROR, "boom")], halted_seconds=3), recovery={"maxRestarts": 2}
+    )
+    decision = decide(seen)
+    found = {c.type: (c.status, c.reason) for c in decision.status.conditions}
+    assert found["Failed"] == ("True", "RestartLimitReached")
+    assert (found["Stalled"][0], found["Reconciling"][0], found["Ready"][0]) == ("True", "False", "False")
+    assert len(decision.delete) == 4
+    assert decision.status.completion_time
+    assert decision.status.active_since is None
+
+
+def test_a_crash_is_counted_once() -> None:
+    first = decide(observed([pod(0), crashed(1, seconds_ago=1), pod(2), pod(3)]))
+    assert first.status.restarts_toward_limit == 1
+    later = replace(
+        observed([pod(0), crashed(1, seconds_ago=1), pod(2), pod(3)], first.status), now=NOW + timedelta(seconds=5)
+    )
+    second = decide(later)
+    assert second.place is not None
+    assert second.status.restarts_toward_limit == 1
+
+
+def test_crashes_before_the_first_generation_use_up_the_limit() -> None:
+    status = running_status(mesh=MeshStatus(pending_cause="Start", pending_since=ago(20)), restarts_toward_limit=1)
+    pods = [crashed(0, seconds_ago=10), pod(1), pod(2), pod(3)]
+    decision = decide(observed(pods, status, recovery={"maxRestarts": 1}))
+    assert any(c.type == "Failed" and c.status == "True" for c in decision.status.conditions)
+
+
+def test_a_fresh_crash_waits_before_the_next_try() -> None:
+    status = running_status(mesh=MeshStatus(pending_cause="Start", pending_since=ago(20)), restarts_toward_limit=2)
+    decision = decide(observed([crashed(0, seconds_ago=1), pod(1), pod(2), pod(3)], status))
+    assert decision.place is None
+    assert decision.requeue_after is not None
+    assert 6 < decision.requeue_after <= 7
+
+
+@pytest.mark.parametrize(("counted", "seconds"), [(0, 0), (1, 0), (2, 2), (3, 4), (5, 16), (100, 60)])
+def test_backoff_grows_to_a_minute(counted: int, seconds: float) -> None:
+    assert backoff_seconds(counted) == seconds
+
+
+def test_reports_that_have_not_come_again_after_a_restart_are_no_failure() -> None:
+    trained = decide(observed())
+    assert any(c.type == "Ready" and c.reason == "Running" for c in trained.status.conditions)
+    again = decide(observed(status=trained.status, received=agents([])))
+    assert again.status == trained.status
+
+
+def test_a_missing_status_is_not_a_loss() -> None:
+    decision = decide(
+        observed(status=ParallelTrainingJobStatus(plan=None), received=agents([report(0, AgentState.RUNNING)]))
+    )
+    assert decision.mesh.generation == 2, "pods and agents are there: they get a generation newer than any they know"
+    assert decision.status.restart_count == 0
+
+
+def test_ranks_that_paused_for_nobody_are_started_again() -> None:
+    idle = [report(worker, AgentState.IDLE) for worker in range(4)]
+    assert isinstance(diagnose(observed(received=agents(idle, halted_seconds=1.0))), Settling)
+    verdict = diagnose(observed(received=agents(idle, halted_seconds=21.0)))
+    assert isinstance(verdict, Interruption)
+    assert verdict.cause == "RankFailure"
+    draining = [*idle[:3], report(3, AgentState.DRAINING)]
+    assert diagnose(observed(received=agents(draining, halted_seconds=21.0))) is None, "the pod that drains ends soon"

@@ -1,0 +1,137 @@
+"""What placement counts: the jobs' own pods without asking for them, and everybody else's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from meshwright.api import labels
+from meshwright_operator.kube.cache import Cache
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
+from meshwright_operator.kube.pod_info import read_pod
+from meshwright_operator.scheduling import foreign_pods
+from meshwright_operator.scheduling.foreign_pods import ForeignPods
+from tests.operator.support import node
+
+GPU = labels.GPU_RESOURCE
+
+
+def pod(name: str, on: str = "", *, job: str = "", pin: str = "", gpus: int = 2, phase: str = "Running") -> Any:
+    owner = {"kind": labels.KIND, "name": job, "uid": f"uid-{job}", "controller": True}
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "team",
+            "uid": f"uid-{name}",
+            "resourceVersion": "5",
+            "labels": {labels.LABEL_JOB: job} if job else {},
+            "ownerReferences": [owner] if job else [],
+        },
+        "spec": {
+            "containers": [{"name": "c", "env": [], "resources": {"limits": {GPU: str(gpus)}}}],
+            **({"nodeName": on} if on else {}),
+            **({"nodeSelector": {"kubernetes.io/hostname": pin}} if pin else {}),
+        },
+        "status": {"phase": phase},
+    }
+
+
+class Server(KubeClient):
+    """Answers lists with what it was given, and remembers what it was asked."""
+
+    def __init__(self, *pods: Any, forbidden: bool = False) -> None:
+        self.pods = pods
+        self.forbidden = forbidden
+        self.asked: list[tuple[str, str, str]] = []
+
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        if self.forbidden and path == "/api/v1/pods":
+            raise ApiError(403, "Forbidden", "no")
+        self.asked.append((path, query["labelSelector"], query["fieldSelector"]))
+        yield Page(list(self.pods), "")
+
+
+def cache_with(*pods: Any) -> Cache:
+    cache = Cache()
+    for name in ("n0", "n1"):
+        body = node(name, "r0")
+        body["metadata"]["labels"]["kubernetes.io/hostname"] = f"host-{name}"
+        cache.put_node(body)
+    for obj in pods:
+        read = read_pod(obj)
+        assert read is not None
+        cache.put_pod(read)
+    return cache
+
+
+async def test_own_pods_come_from_the_cache_and_only_others_are_asked_for() -> None:
+    cache = cache_with(pod("a-w0-0", "n0", job="a"), pod("a-w1-0", "n1", job="a", phase="Succeeded"))
+    server = Server(pod("notebook", "n1"), pod("pinned", pin="host-n1"), pod("anywhere"))
+    found = await ForeignPods(server, cache, ()).pod_requests()
+    assert [(c.name, c.node, c.job, c.job_uid) for c in found] == [
+        ("a-w0-0", "n0", "a", "uid-a"), ("notebook", "n1", "", ""), ("pinned", "n1", "", ""),
+    ]  # fmt: skip
+    assert all(pod_request.amount(GPU).gpus == 2 for pod_request in found)
+    assert server.asked == [("/api/v1/pods", f"!{labels.LABEL_JOB}", foreign_pods.ACTIVE)]
+
+
+async def test_one_that_serves_some_namespaces_counts_the_jobs_of_others_too() -> None:
+    server = Server()
+    await ForeignPods(server, cache_with(), ("team", "lab")).pod_requests()
+    elsewhere = f"{foreign_pods.ACTIVE},metadata.namespace!=team,metadata.namespace!=lab"
+    assert server.asked[1:] == [("/api/v1/pods", labels.LABEL_JOB, elsewhere)]
+
+
+async def test_one_that_may_not_list_the_cluster_counts_what_it_may_see() -> None:
+    server = Server(forbidden=True)
+    await ForeignPods(server, cache_with(), ("team", "lab")).pod_requests()
+    assert [path for path, *_ in server.asked] == [
+        "/api/v1/namespaces/team/pods", "/api/v1/namespaces/lab/pods",
+    ]  # fmt: skip
+    with pytest.raises(ApiError):
+        await ForeignPods(server, cache_with(), ()).pod_requests()
+
+
+async def test_a_listing_that_takes_long_serves_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(foreign_pods.time, "monotonic", lambda: now[0])
+    server = Server(pod("notebook", "n1"))
+    counting = ForeignPods(server, cache_with(), ())
+
+    async def slow(*_: Any, **__: Any) -> AsyncIterator[Page]:
+        now[0] += 2.0
+        async for page in Server.pages(server, "/api/v1/pods", labelSelector="", fieldSelector=""):
+            yield page
+
+    await counting.pod_requests()
+    await counting.pod_requests()
+    assert len(server.asked) == 2, "a quick one is made anew"
+    monkeypatch.setattr(server, "pages", slow)
+    for passed in (0.0, 19.0, 2.0):
+        now[0] += passed
+        assert [pod_request.name for pod_request in await counting.pod_requests()] == ["notebook"]
+    assert len(server.asked) == 4
+
+
+def test_a_pod_that_carries_the_label_and_is_no_jobs_holds_its_node() -> None:
+    cache = cache_with()
+    stray = pod("not-a-workers-name", "n0", job="a")
+    assert read_pod(stray) is None
+    cache.put_unowned_pod(stray)
+    assert [pod_request.node for pod_request in cache.pod_requests()] == ["n0"]
+    stray["status"]["phase"] = "Failed"
+    cache.put_unowned_pod(stray)
+    assert cache.pod_requests() == []
+
+
+def test_a_pod_that_lost_the_label_and_got_it_back_is_seen_again() -> None:
+    cache = cache_with(pod("a-w0-0", "n0", job="a"))
+    gone = pod("a-w0-0", "n0", job="a")
+    gone["metadata"]["resourceVersion"] = "6"
+    cache.remove_pod(read_pod(gone))  # type: ignore[arg-type]
+    late, back = pod("a-w0-0", "n0", job="a"), pod("a-w0-0", "n0", job="a")
+    assert not cache.put_pod(read_pod(late))  # type: ignore[arg-type]
+    back["metadata"]["resourceVersion"] = "7"
+    assert cache.put_pod(read_pod(back))  # type: ignore[arg-type]

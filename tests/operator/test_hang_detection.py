@@ -1,0 +1,237 @@
+"""Ranks that hang, agents that fall silent, nodes that are emptied: who is named, what is done, what it counts as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from meshwright.protocol.messages import Progress, RankProcess, WorkerReport
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport
+from meshwright_operator.decide import hang_detection
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.failure_detection import Interruption
+from meshwright_operator.decide.hang_detection import diagnose, hang_timeout
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.placement_outcome import moved
+from tests.operator.builders import NOW, agents, observed, pod, report, running_status
+from tests.operator.test_gang_races import small
+from tests.operator.world import World
+
+CHECKPOINT = {"claimName": "claim"}
+
+
+def trains(worker: int, idle: float, *, step: int | None = 7, state: str = "", **fields: object) -> WorkerReport:
+    ranks = [
+        RankProcess(rank=2 * worker + n, pid=100 + n, step=step, phase="load", idle_seconds=idle, state=state)
+        for n in range(2)
+    ]
+    return report(worker, AgentState.RUNNING, ranks=ranks, **fields)
+
+
+def received(reports: list[WorkerReport], ages: dict[int, float] | None = None, listening: float = 1000.0) -> Agents:
+    ages = ages or {}
+    found = {r.worker: ReceivedReport(r, ages.get(r.worker, 0.1), 0.0) for r in reports}
+    return Agents(
+        waiting_agents=agents().waiting_agents, reports=found, newest_generation=1, listening_seconds=listening
+    )
+
+
+def verdict(seen: Observed) -> Interruption | None:
+    return diagnose(seen)
+
+
+def test_all_ranks_that_train_are_no_hang() -> None:
+    assert verdict(observed(received=received([trains(w, 3.0) for w in range(4)]))) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "step_seconds", "started", "expected"),
+    [
+        (None, 0.5, True, 300),
+        (None, 60.0, True, 600),
+        (None, float("inf"), True, 300),
+        (20, 60.0, True, 20),
+        (20, 0.5, False, 900),
+        (2000, 0.5, False, 2000),
+    ],
+)
+def test_the_time_out_follows_the_step_time_unless_it_is_set(
+    chosen: int | None, step_seconds: float, started: bool, expected: float
+) -> None:
+    first = trains(0, 0.0, progress=Progress(step=7, loss=1.0, step_seconds=step_seconds))
+    recovery = {"hangTimeoutSeconds": chosen} if chosen else {}
+    assert hang_timeout(observed(received=received([first]), recovery=recovery), started) == expected
+
+
+def test_the_rank_that_is_behind_is_named_with_its_node_step_and_phase() -> None:
+    reports = [trains(w, 301.0, step=6 if w == 2 else 7) for w in range(4)]
+    found = verdict(observed(received=received(reports)))
+    assert found is not None
+    assert found.cause == "Hang"
+    for words in ("rank 4 (worker 2 on n2, process 100)", "301 s", "step 6", "7 other ranks wait"):
+        assert words in found.message
+
+
+def test_a_rank_whose_process_does_not_run_is_named_before_one_that_is_behind() -> None:
+    reports = [trains(0, 310.0, step=6), trains(1, 301.0), trains(2, 301.0), trains(3, 301.0, state="T")]
+    found = verdict(observed(received=received(reports)))
+    assert found is not None
+    assert "rank 6 (worker 3 on n3, process 100, stopped)" in found.message
+
+
+def test_a_rank_that_never_finished_a_step_gets_the_time_of_a_start() -> None:
+    starting = [trains(w, 600.0, step=None) for w in range(4)]
+    assert verdict(observed(received=received(starting), recovery={"hangTimeoutSeconds": 10})) is None
+    found = verdict(observed(received=received([trains(w, 901.0, step=None) for w in range(4)])))
+    assert found is not None
+    assert "last done: phase load" in found.message
+
+
+def test_a_hang_starts_all_ranks_again_in_their_pods_and_counts() -> None:
+    decision = decide(observed(received=received([trains(w, 301.0) for w in range(4)])))
+    assert (decision.mesh.generation, decision.mesh.cause) == (2, "Hang")
+    assert decision.status.restarts_toward_limit == 1
+    assert not decision.delete
+    assert [note.reason for note in decision.notes][0] == "Hang"
+
+
+def test_hangs_use_up_the_limit() -> None:
+    seen = observed(received=received([trains(w, 301.0) for w in range(4)]), recovery={"maxRestarts": 0})
+    decision = decide(seen)
+    assert any(c.type == "Failed" and c.status == "True" for c in decision.status.conditions)
+    assert len(decision.delete) == 4
+
+
+def test_the_users_command_tells_nothing_and_so_never_hangs() -> None:
+    seen = observed(received=received([trains(w, 5000.0) for w in range(4)]))
+    command = seen.spec.model_copy(update={"runtime": seen.spec.runtime.model_copy(update={"command": ["x"]})})
+    assert diagnose(replace(seen, spec=command)) is None
+
+
+def test_a_silent_agent_whose_peers_train_on_is_left_alone() -> None:
+    reports = [trains(w, 1.0) for w in range(4)]
+    assert verdict(observed(received=received(reports, {2: 500.0}))) is None
+
+
+def test_a_silent_agent_is_lost_when_training_stands() -> None:
+    reports = [trains(w, 70.0) for w in range(4)]
+    seen = observed(received=received(reports, {2: 75.0}))
+    found = verdict(seen)
+    assert found is not None
+    assert found.cause == "PodLost"
+    assert "worker 2 on n2 for 75 s" in found.message
+    decision = decide(seen)
+    assert [p.name for p in decision.delete] == ["train-w2-0"]
+    assert decision.place is None, "the old pod must be gone first"
+    assert decision.status.restarts_toward_limit == 0
+
+
+def test_when_nobody_is_heard_the_operator_is_the_one_cut_off() -> None:
+    reports = [trains(w, 70.0) for w in range(4)]
+    assert verdict(observed(received=received(reports, dict.fromkeys(range(4), 75.0)))) is None
+
+
+def test_an_operator_that_just_started_calls_nobody_silent() -> None:
+    assert verdict(observed(received=received([trains(w, 70.0) for w in range(3)], listening=20.0))) is None
+    found = verdict(observed(received=received([trains(w, 70.0) for w in range(3)], listening=61.0)))
+    assert found is not None
+    assert "worker 3" in found.message
+
+
+def test_an_agent_whose_old_ranks_do_not_end_loses_its_pod() -> None:
+    reports = [trains(w, 1.0, generation=2 if w != 1 else 1) for w in range(4)]
+    status = running_status()
+    assert status.mesh is not None
+    status.mesh.generation = 2
+    seen = observed(status=status, received=received(reports))
+    assert diagnose(seen) is None, "it was told a minute ago"
+    seen = replace(seen, now=NOW + timedelta(seconds=hang_detection.ADOPT_GENERATION_SECONDS))
+    found = diagnose(seen)
+    assert found is not None
+    assert "worker 1 on n1 did not take up generation 2" in found.message
+    assert [w.index for w in found.lost] == [1]
+
+
+async def test_a_hang_and_a_cut_off_agent_in_a_whole_job() -> None:
+    world = World(1, nodes=3, work=700.0)
+    world.submit(small("stuck", 2))
+    await world.run(20)
+    world.agents["stuck-w1-0"].hung = world.agents["stuck-w0-0"].hung = True
+    await world.run(320)
+    status = world.status("stuck")
+    assert (status["mesh"]["generation"], status["mesh"]["cause"]) == (2, "Hang")
+    assert {pod.name for pod in world.pods()} == {"stuck-w0-0", "stuck-w1-0"}
+    world.agents["stuck-w1-0"].silent = True
+    world.agents["stuck-w0-0"].hung = True
+    await world.run(120)
+    status = world.status("stuck")
+    assert (status["mesh"]["generation"], status["mesh"]["cause"]) == (3, "PodLost")
+    assert {pod.name for pod in world.pods()} == {"stuck-w0-0", "stuck-w1-1"}
+    assert {entry["cause"]: entry["count"] for entry in status["restarts"]} == {"Hang": 1, "PodLost": 1}
+    await world.run(800)
+    assert world.true("stuck", "Complete")
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("PreemptionByScheduler", "Preempted"),
+        ("EvictionByEvictionAPI", "Evicted"),
+        ("DeletionByTaintManager", "Evicted"),
+        ("", "PodLost"),
+    ],
+)
+def test_whose_doing_a_lost_pod_is_stands_in_its_cause(reason: str, cause: str) -> None:
+    decision = decide(observed([pod(0), pod(1), pod(2, deleting=True, disruption=reason), pod(3)]))
+    assert decision.mesh.pending_cause == cause
+    assert decision.status.restarts_toward_limit == 0
+    assert reason in decision.notes[0].message
+
+
+async def test_a_worker_leaves_a_cordoned_node_when_there_is_room_elsewhere() -> None:
+    world = World(2, nodes=2, work=700.0)
+    world.submit(small("mover", 2, checkpoint=CHECKPOINT))
+    await world.run(40)
+    operator = world.operators[0]
+    world.nodes["n1"]["spec"] = {"unschedulable": True}
+    operator.cache.put_node(world.nodes["n1"])
+    await world.run(130)
+    assert world.status("mover")["mesh"]["generation"] == 1, "nowhere to go: it runs on"
+    world.nodes["n9"] = {**world.nodes["n0"], "metadata": {"name": "n9", "labels": {"kubernetes.io/hostname": "n9"}}}
+    operator.cache.put_node(world.nodes["n9"])
+    await world.run(130)
+    status = world.status("mover")
+    nodes = {entry["node"] for entry in status["placement"]["workers"]}
+    assert (status["mesh"]["cause"], "n1" in nodes) == ("NodeDrained", False)
+    assert status["restarts"] == [{"cause": "NodeDrained", "count": 1}]
+    assert "NodeDrained" in operator.notes.reasons("mover")
+
+
+@pytest.mark.parametrize(
+    ("fields", "moves"),
+    [
+        ({"checkpoint": CHECKPOINT}, True),
+        ({"checkpoint": CHECKPOINT, "recovery": {"cordonedNodes": "Stay"}}, False),
+        ({}, False),
+    ],
+    ids=["with checkpoints", "told to stay", "nothing would be saved"],
+)
+def test_a_move_is_tried_only_when_nothing_is_lost_by_it(fields: dict[str, object], moves: bool) -> None:
+    base = observed(received=received([trains(w, 1.0) for w in range(4)]), **fields)
+    workers = [replace(w, node_drain_reason="cordoned" if w.index == 1 else "") for w in base.workers]
+    status = base.status.model_copy(deep=True)
+    assert status.plan is not None
+    status.plan.revision = base.revision
+    pods = [pod(w, revision=base.revision) for w in range(4)]
+    seen = replace(observed(pods, status, received=base.agents, **fields), workers=workers)
+    decision = decide(seen)
+    assert (decision.move is not None) == moves
+    if decision.move is not None:
+        assert decision.move.assigned_nodes == {0: "n0", 2: "n2", 3: "n3"}
+        moved(decision)
+        assert [p.name for p in decision.delete] == ["train-w1-0"]
+        assert decision.mesh.pending_cause == "NodeDrained"
+        assert "worker 1 leaves n1: cordoned" in decision.notes[-1].message

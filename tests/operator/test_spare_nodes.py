@@ -1,0 +1,92 @@
+"""Spare nodes: kept from other jobs while theirs runs, taken when it loses a node, given back when it ends."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.scheduling.spare_nodes import reserved_for_others, reserved_spares
+from tests.operator.test_gang_races import small
+from tests.operator.world import JOBS, World
+
+
+def lose(world: World, name: str) -> None:
+    """The node takes nothing any more, and every operator hears of it."""
+    gone = copy.deepcopy(world.nodes[name])
+    gone["spec"] = {"unschedulable": True}
+    world.nodes[name] = gone
+    for operator in world.operators:
+        operator.cache.put_node(gone)
+
+
+def nodes_of(world: World, name: str) -> set[str]:
+    return {entry["node"] for entry in world.status(name)["placement"]["workers"]}
+
+
+async def test_other_jobs_keep_off_spares_until_the_job_is_over() -> None:
+    world = World(6, nodes=4, work=90.0)
+    world.submit(small("kept", 2, recovery={"spareNodes": 1}))
+    await world.run(15)
+    (spare,) = world.status("kept")["placement"]["spares"]
+    assert spare not in nodes_of(world, "kept")
+    world.submit(small("other", 2))
+    await world.run(20)
+    assert not world.true("other", "Placed")
+    assert f"{spare} (kept as a spare for job default/kept)" in world.condition("other", "Placed")["message"]
+    await world.run(200)
+    assert world.true("kept", "Complete")
+    assert world.true("other", "Complete")
+
+
+async def test_a_lost_node_is_replaced_by_the_spare_although_others_wait() -> None:
+    world = World(7, nodes=3, work=10**6)
+    world.submit(small("kept", 2, recovery={"spareNodes": 1}))
+    await world.run(15)
+    (spare,) = world.status("kept")["placement"]["spares"]
+    world.submit(small("eager", 1, priority=5))
+    await world.run(15)
+    assert not world.true("eager", "Placed")
+    victim = world.status("kept")["placement"]["workers"][1]
+    lose(world, victim["node"])
+    world.crash(victim["pod"])
+    await world.run(40)
+    assert world.true("kept", "Ready")
+    assert spare in nodes_of(world, "kept")
+    assert victim["node"] not in nodes_of(world, "kept")
+    assert world.status("kept")["placement"].get("spares", []) == [], "no further node is free"
+
+
+async def test_a_restarted_operator_keeps_them_and_a_lowered_number_gives_them_back() -> None:
+    world = World(8, nodes=4, work=10**6)
+    world.submit(small("kept", 2, recovery={"spareNodes": 2}))
+    await world.run(15)
+    assert len(world.status("kept")["placement"]["spares"]) == 2
+    world.operators[0] = type(world.operators[0])(world)
+    world.operators[0].relist()
+    world.submit(small("other", 1))
+    await world.run(20)
+    assert not world.true("other", "Placed")
+    edited = copy.deepcopy(world.cluster.objects[f"{JOBS}/kept"])
+    edited["spec"]["recovery"] = {"spareNodes": 1}
+    world.submit(edited)
+    await world.run(40)
+    assert world.true("other", "Placed")
+    assert world.status("kept")["mesh"]["generation"] == 1, "nothing restarts for it"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"spec": 7}, {"spec": {"recovery": []}}, {"status": {"placement": {"spares": "n1"}}}, {"status": None}]
+)
+def test_malformed_jobs_keep_nothing(changes: dict[str, Any]) -> None:
+    cache = Cache()
+    good = {
+        "metadata": {"name": "j", "namespace": "d", "uid": "u"},
+        "spec": {"recovery": {"spareNodes": 1}},
+        "status": {"placement": {"spares": ["n1"]}},
+    }
+    cache.jobs[JobKey("d", "j")] = {**good, **changes}
+    assert reserved_spares(cache) == []
+    assert reserved_for_others(reserved_spares(cache), "other") == {}

@@ -1,0 +1,193 @@
+"""The search against trying everything, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.models.transformer import Experts, Transformer
+from meshwright.planner.cost.accelerators import ACCELERATORS
+from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
+from meshwright.planner.cost.strategy import Offload, Recompute, Schedule, Strategy, Workload
+from meshwright.planner.search.best_first import TIE_TOLERANCE, search
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.degrees import micro_batch_sizes, shapes
+from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.explain import reasons, rejected_alternatives
+from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
+from meshwright.planner.search.what_if import what_ifs
+
+MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
+DENSE = Transformer(layers=24, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
+MIXTURE = replace(DENSE, experts=Experts(8, 2, 14336))
+SMALL = Techniques(
+    schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.ZB_H1),
+    virtual_stages=(2,),
+    zero_stages=(0, 1, 3),
+    recompute=(Recompute.NONE, Recompute.FULL),
+    offload=(Offload.NONE,),
+    uneven_split=False,
+)
+
+
+def everything(request: SearchRequest) -> list[Candidate]:
+    """All layouts that fit, priced, in no order: what the search must not miss."""
+    fewer = request.objective in (Objective.GPUS, Objective.COST)
+    return _everything(replace(request, objective=Objective.GPUS if fewer else Objective.TIME))
+
+
+@cache
+def _everything(request: SearchRequest) -> list[Candidate]:
+    found = []
+    model, techniques = request.work.model, request.techniques
+    limit = request.usable * request.machine.gpu.memory
+    for shape in shapes(request):
+        for size in micro_batch_sizes(request, shape):
+            count = request.work.global_batch // shape.data // size
+            for schedule, zero, again, method in product(
+                techniques.schedules, techniques.zero_stages, techniques.recompute, techniques.context
+            ):
+                chunks = 2 if schedule is Schedule.INTERLEAVED and shape.pipeline > 1 else 1
+                if chunks == 2 and (count % shape.pipeline or model.layers < 2 * shape.pipeline):
+                    continue
+                if method.value == "ulysses" and model.heads % (shape.tensor * shape.context):
+                    continue
+                choices = Strategy(
+                    tensor=shape.tensor,
+                    sequence_parallel=shape.tensor > 1,
+                    context=shape.context,
+                    context_method=method,
+                    pipeline=shape.pipeline,
+                    schedule=schedule if shape.pipeline > 1 else Schedule.ONE_F_ONE_B,
+                    virtual_stages=chunks,
+                    expert=shape.expert,
+                    data=shape.data,
+                    zero_stage=zero,
+                    micro_batch_size=size,
+                    micro_batches=count,
+                    recompute=again,
+                )
+                if memory_of(request.work, choices, request.machine).total <= limit:
+                    found.append(Candidate(choices, estimate(request.work, choices, request.machine), request.node))
+    return found
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "length"),
+    [(DENSE, 16, 32, 8192), (DENSE, 8, 16, 4096), (MIXTURE, 16, 32, 4096), (DENSE, 2, 8, 2048)],
+    ids=["16 GPUs", "8 GPUs", "mixture", "2 GPUs"],
+)
+def test_nothing_better_is_missed(model: Transformer, gpus: int, batch: int, length: int, objective: Objective) -> None:
+    request = SearchRequest(Workload(model, length, batch), MACHINE, gpus, objective=objective, techniques=SMALL)
+    tried = everything(request)
+    if not tried:
+        with pytest.raises(NothingFitsError, match="no layout fits"):
+            search(request)
+        return
+    least = min(one.score(objective) for one in tried)
+    result = search(request)
+    assert result.best.score(objective) <= least * TIE_TOLERANCE * (1 + 1e-9)
+    assert min(one.score(objective) for one in result.tied) == pytest.approx(least, rel=1e-3)
+    assert result.priced < len(tried) or len(tried) < 50
+
+
+def test_among_equals_the_simplest_wins() -> None:
+    result = search(SearchRequest(Workload(DENSE, 8192, 64), MACHINE, 16))
+    assert all(result.best.complexity <= other.complexity for other in result.tied)
+    assert all(other.seconds <= min(o.seconds for o in result.tied) * TIE_TOLERANCE for other in result.tied)
+
+
+def test_no_alternative_beats_another() -> None:
+    front = search(SearchRequest(Workload(DENSE, 8192, 64), MACHINE, 16, objective=Objective.COST)).alternatives
+    for one, other in product(front, front):
+        better = one.seconds < other.seconds and one.estimate.gpus < other.estimate.gpus
+        assert not (better and one.seconds_after_node_loss < other.seconds_after_node_loss)
+
+
+@given(
+    tensor=st.sampled_from([None, 1, 2, 4, 8]),
+    pipeline=st.sampled_from([None, 1, 2, 4]),
+    data=st.sampled_from([None, 1, 2]),
+    zero=st.sampled_from([None, 0, 1, 3]),
+    micro=st.sampled_from([None, 1, 2]),
+)
+@settings(deadline=None, max_examples=40)
+def test_what_is_given_stays(
+    tensor: int | None, pipeline: int | None, data: int | None, zero: int | None, micro: int | None
+) -> None:
+    pins = Pins(tensor=tensor, pipeline=pipeline, data=data, zero_stage=zero, micro_batch_size=micro)
+    request = SearchRequest(Workload(DENSE, 4096, 32), MACHINE, 16, pins=pins)
+    try:
+        chosen = search(request).best.choices
+    except NothingFitsError:
+        return
+    for name in ("tensor", "pipeline", "data", "zero_stage", "micro_batch_size"):
+        wanted = getattr(pins, name)
+        assert wanted is None or getattr(chosen, name) == wanted
+    assert chosen.world <= 16
+    assert chosen.micro_batch_size * chosen.micro_batches * chosen.data == 32
+    assert memory_of(request.work, chosen, MACHINE).total <= request.usable * MACHINE.gpu.memory
+
+
+def test_only_what_the_runtime_can_do_is_proposed() -> None:
+    result = search(SearchRequest(Workload(DENSE, 4096, 32), MACHINE, 16, techniques=MESHWRIGHT_TECHNIQUES))
+    for one in (*result.tied, *result.alternatives):
+        used = one.choices
+        assert used.schedule is Schedule.ONE_F_ONE_B
+        assert used.context == 1 or used.context_method in MESHWRIGHT_TECHNIQUES.context
+        assert used.expert == used.virtual_stages == 1
+        assert used.recompute is Recompute.NONE
+        assert used.zero_stage in MESHWRIGHT_TECHNIQUES.zero_stages
+        assert used.layer_split is None
+
+
+def test_the_fewest_gpus_are_the_fewest() -> None:
+    request = SearchRequest(
+        Workload(DENSE, 4096, 32),
+        MACHINE,
+        16,
+        objective=Objective.GPUS,
+        techniques=replace(SMALL, offload=(Offload.NONE,)),
+    )
+    assert search(request).best.estimate.gpus == min(one.estimate.gpus for one in everything(request))
+
+
+def test_a_model_that_no_layout_holds_says_what_is_missing() -> None:
+    big = replace(DENSE, layers=96, hidden=16384, heads=128, intermediate=53248)
+    with pytest.raises(NothingFitsError, match=r"needs is [\d.]+ GiB of [\d.]+ GiB .*add GPUs") as raised:
+        search(SearchRequest(Workload(big, 8192, 16), MACHINE, 8, techniques=MESHWRIGHT_TECHNIQUES))
+    assert raised.value.memory is not None
+
+
+def test_contradicting_degrees_are_named() -> None:
+    with pytest.raises(NothingFitsError, match=r"tensor 4, data 3 given"):
+        search(SearchRequest(Workload(DENSE, 8192, 16), MACHINE, 12, pins=Pins(tensor=4, data=3)))
+
+
+@pytest.mark.parametrize(("field", "value"), [("gpus", 0), ("usable", 0.0), ("usable", 1.5), ("gpus_per_worker", 0)])
+def test_impossible_requests_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(SearchRequest(Workload(DENSE, 8192, 16), MACHINE, 8), **{field: value})  # type: ignore[arg-type]
+
+
+def test_reasons_name_every_dimension_and_neighbours_their_price() -> None:
+    result = search(SearchRequest(Workload(MIXTURE, 4096, 64), MACHINE, 16))
+    told = " ".join(reasons(result))
+    for word in ("TP ", "PP ", "DP ", "EP ", "a step spends", "is fullest"):
+        assert word in told
+    neighbours = rejected_alternatives(result)
+    assert neighbours
+    for one in neighbours:
+        assert one.slower is None or one.slower >= 1 / TIE_TOLERANCE - 1e-9, one.sentence
+
+
+def test_more_gpus_never_give_less() -> None:
+    answers = {what.change: what for what in what_ifs(search(SearchRequest(Workload(DENSE, 8192, 64), MACHINE, 16)))}
+    assert answers["32 GPUs instead of 16"].speedup > 1.5
+    assert all(what.speedup > 0.97 for what in answers.values())

@@ -1,0 +1,151 @@
+"""Running jobs teach the planner what this cluster's GPUs and links really do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import PlacementStatus, WorkerPlacement
+from meshwright.layout import Layout
+from meshwright.models.presets import resolve
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost.constants import Constants
+from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for, machine_of_cluster
+from meshwright.planner.placement.placed_cost import group_spans_of_status
+from meshwright.planner.plan import make_plan
+from meshwright.planner.recalibration import MIN_STEPS, StepMeasurement, recalibrate
+
+
+def spec(**changes: Any) -> ParallelTrainingJobSpec:
+    return ParallelTrainingJobSpec.model_validate(
+        {
+            "replicas": 4,
+            "model": {"preset": "llama-3-8b"},
+            "data": {"source": "PythonStdlib"},
+            "training": {"steps": 10, "globalBatchSize": 64, "sequenceLength": 8192, "precision": "bf16"},
+            "parallelism": {"zeroStage": 2},
+            "workers": {"image": "worker", "gpusPerWorker": 8},
+            **changes,
+        }
+    )
+
+
+def cluster(*products: str) -> Inventory:
+    nodes = [
+        {
+            "metadata": {"name": f"node-{i}", "labels": {"nvidia.com/gpu.product": product}},
+            "status": {
+                "allocatable": {"nvidia.com/gpu": "8", "cpu": "64", "memory": "1Ti", "pods": "110"},
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        }
+        for i, product in enumerate(products)
+    ]
+    return Inventory.from_objects(nodes, [])
+
+
+H100S = cluster(*["NVIDIA-H100-80GB-HBM3"] * 8)
+
+
+def cost_model() -> CostModel:
+    found = cost_model_for(spec(), resolve(spec().model), H100S)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def measured(
+    truth: Constants, layout: Layout, micro_batches: int, steps: int = 200, noise: float = 1.0
+) -> StepMeasurement:
+    """A job whose steps take what they would with `truth`."""
+    shipped = cost_model()
+    real = replace(shipped, machine=replace(shipped.machine, constants=truth))
+    seconds = real.price(layout, micro_batches).seconds * noise
+    return StepMeasurement(shipped, layout, micro_batches, seconds, steps)
+
+
+def test_the_next_plan_reflects_what_a_job_measures() -> None:
+    before = make_plan(spec(), H100S)
+    assert before.estimate is not None
+    slow = StepMeasurement(cost_model(), before.layout, before.micro_batches, 2 * before.estimate.seconds, 500)
+    learnt = recalibrate(Calibration(), [slow])
+    after = make_plan(spec(), H100S, calibration=learnt)
+    assert after.estimate is not None
+    assert after.estimate.seconds == pytest.approx(2 * before.estimate.seconds, rel=0.1)
+    assert after.to_status().estimated_step_milliseconds != before.to_status().estimated_step_milliseconds
+
+
+def test_a_scattered_job_does_not_make_links_slow() -> None:
+    """Eight ranks in one domain each: what its rings take is its place's doing, and known."""
+    asked, layout = cost_model(), Layout(1, 1, 8)
+    status = PlacementStatus(
+        workers=[
+            WorkerPlacement(worker=w, incarnation=0, pod="p", node=f"n{w}", ranks=f"{w}", domain=f"d{w}", rack="r")
+            for w in range(8)
+        ]
+    )
+    groups = group_spans_of_status(layout, 1, status, asked.machine.fabric)
+    assert groups is not None
+    seconds = asked.price(layout, 1, groups).seconds
+    close = asked.price(layout, 1).seconds
+    assert seconds > 1.03 * close
+
+    def next_estimate(one: StepMeasurement) -> float:
+        machine = recalibrate(Calibration(), [one]).on(asked.machine)
+        return replace(asked, machine=machine).price(layout, 1).seconds
+
+    assert next_estimate(StepMeasurement(asked, layout, 1, seconds, 500, groups)) == pytest.approx(close, rel=1e-3)
+    assert next_estimate(StepMeasurement(asked, layout, 1, seconds, 500)) > 1.02 * close
+    assert group_spans_of_status(layout, 8, status, asked.machine.fabric) is None
+    assert group_spans_of_status(layout, 1, None, asked.machine.fabric) is None
+
+
+def test_several_layouts_tell_slow_links_from_slow_kernels() -> None:
+    start = cost_model().machine.constants
+    truth = Constants(start.compute, 3 * start.communication, start.host)
+    layouts = ((8, 1, 4, 1), (8, 1, 4, 4), (8, 2, 4, 4), (4, 1, 4, 2), (2, 4, 4, 8), (1, 8, 4, 8), (1, 1, 4, 16))
+    jobs = [measured(truth, Layout(t, p, d), m) for t, p, d, m in layouts]
+    learnt = recalibrate(Calibration(), jobs).constants["H100-SXM5-80GB"]
+    assert learnt.communication / start.communication > 2.5
+    assert learnt.compute / start.compute == pytest.approx(1, rel=0.1)
+
+
+def test_a_job_as_estimated_changes_nothing() -> None:
+    start = cost_model().machine.constants
+    learnt = recalibrate(Calibration(), [measured(start, Layout(8, 1, 4), 2)]).constants["H100-SXM5-80GB"]
+    assert learnt.compute == pytest.approx(start.compute, rel=1e-6)
+
+
+def test_warming_up_counts_for_nothing() -> None:
+    early = measured(Constants(9, 9, 9), Layout(8, 1, 4), 2, steps=MIN_STEPS - 1)
+    assert recalibrate(Calibration(), [early]) == Calibration()
+
+
+def test_one_broken_measurement_among_many_moves_little() -> None:
+    truth = cost_model().machine.constants
+    random = Random(3)
+    good = [measured(truth, Layout(8, 1, 4), m, noise=random.uniform(0.98, 1.02)) for m in (1, 2, 4, 8, 16)]
+    odd = measured(truth, Layout(8, 1, 4), 2, noise=20.0)
+    learnt = recalibrate(Calibration(), [*good, odd]).constants["H100-SXM5-80GB"]
+    assert learnt.compute / truth.compute < 1.25
+
+
+def test_the_order_of_jobs_does_not_matter() -> None:
+    jobs = [measured(Constants(2, 1, 1), Layout(t, 1, 4), 2) for t in (1, 2, 4, 8)]
+    assert recalibrate(Calibration(), jobs) == recalibrate(Calibration(), jobs[::-1])
+
+
+def test_a_mixed_cluster_runs_at_its_slowest_gpus_pace_and_with_its_smallest_memory() -> None:
+    mixed = machine_of_cluster(cluster(*["NVIDIA-H100-80GB-HBM3"] * 3, "NVIDIA-A100-SXM4-40GB"), 8)
+    assert mixed is not None
+    assert mixed.gpu.name == "H100-SXM5-80GB"
+    assert mixed.slowest == pytest.approx(312 / 989)
+    assert mixed.gpu.memory < 41 * 2**30
+
+
+def test_unknown_gpus_have_no_price() -> None:
+    assert machine_of_cluster(cluster("Home-Made"), 8) is None
+    assert make_plan(spec(parallelism={"tensor": 8, "pipeline": 1}), cluster("Home-Made")).estimate is None

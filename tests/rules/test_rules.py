@@ -1,0 +1,374 @@
+"""Each rule in CEL and in Python says the same about the same spec."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules import SPEC_RULES, Rule
+from meshwright.rules.validation import check_spec
+from meshwright_local.apiserver.schema.cel import compile_expression
+
+GOOD: dict[str, Any] = {
+    "replicas": 2,
+    "model": {
+        "layers": 4,
+        "hiddenSize": 128,
+        "intermediateSize": 384,
+        "heads": 4,
+        "kvHeads": 2,
+        "vocabSize": 320,
+    },
+    "data": {"source": "PythonStdlib"},
+    "training": {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128},
+    "parallelism": {"tensor": 2, "pipeline": 2, "microBatches": 4},
+    "workers": {"image": "worker", "gpusPerWorker": 2},
+}
+COMMAND: dict[str, Any] = {
+    "replicas": 4,
+    "runtime": {"command": ["python", "train.py"]},
+    "workers": {"image": "worker", "gpusPerWorker": 2},
+}
+
+
+def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with dotted paths set, or removed where the value is None."""
+    spec = copy.deepcopy(base)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        at = spec
+        for name in parents:
+            at = at.setdefault(name, {})
+        if value is None:
+            at.pop(last, None)
+        else:
+            at[last] = value
+    return spec
+
+
+SECRET_KEY = {"secretKeyRef": {"name": "hub", "key": "token"}}
+CONFIG_KEY = {"configMapKeyRef": {"name": "hub", "key": "url"}}
+
+
+def volumes(*changes: dict[str, Any]) -> dict[str, Any]:
+    """Volumes of a claim, each with these changes."""
+    claim = {"name": "extra", "mountPath": "/extra", "claimName": "c"}
+    return {"workers.volumes": [{k: v for k, v in {**claim, **c}.items() if v is not None} for c in changes]}
+
+
+MIXED = {"parallelism.context": 4, "parallelism.contextMethod": "RingUlysses", "parallelism.ulysses": 2}
+
+
+def mixture(**fields: Any) -> dict[str, Any]:
+    """A mixture of 8 experts with these changes."""
+    return {"model.mixture": {"experts": 8, "perToken": 2, "intermediateSize": 64, **fields}}
+
+
+STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
+ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
+ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
+LATENT: dict[str, Any] = {"model.latent": {"kvRank": 16, "ropeSize": 8}, "model.kvHeads": None}
+
+CONFIG = '{"model_type": "llama", "hidden_size": 64}'
+
+# (field that is blamed, changes to GOOD)
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
+    ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
+    ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
+    ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
+    ("recovery.spareNodes", {"workers.schedulerName": "volcano", "recovery": {"spareNodes": 1}}),
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO"}),
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "DDP", "parallelism.zeroStage": 2}),
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "FULL_SHARD"}),
+    (
+        "parallelism.dataParallel.shardSize",
+        {"parallelism.dataParallel.strategy": "HYBRID_SHARD", "parallelism.zeroStage": 3},
+    ),
+    ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 2}),
+    ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 3, "parallelism.zeroStage": 1}),
+    ("parallelism.dataParallel.reshardSize", {"parallelism.dataParallel.reshardSize": 2}),
+    ("parallelism.dataParallel.reshardSize", {"parallelism.dataParallel.reshardSize": 3, "parallelism.zeroStage": 3}),
+    (
+        "parallelism.dataParallel.compression",
+        {"parallelism.dataParallel.compression": "Int8", "parallelism.zeroStage": 3},
+    ),
+    ("training.outer.islands", {"training.outer": {"method": "DiLoCo", "islands": 3}}),
+    (
+        "training.outer.everySteps",
+        {"training.outer": {"method": "DiLoCo", "everySteps": 30}, "checkpoint": {"claimName": "c"}},
+    ),
+    ("runtime.command", {"model": None}),
+    ("runtime.command", {"data": None}),
+    ("runtime.command", {"training": None}),
+    ("runtime.command", {"runtime.command": ["python"]}),
+    ("runtime.scripts", {"runtime.scripts": "scripts"}),
+    ("model.preset", {"model.preset": "llama-3-8b"}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "tieEmbeddings": False}}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "ropeTheta": 10000}}),
+    ("model.preset", {"model": {"preset": "llama-3-8b", "huggingFace": CONFIG}}),
+    ("model.huggingFace", {"model.huggingFace": CONFIG}),
+    ("model.huggingFace", {"model": {"huggingFace": CONFIG, "tieEmbeddings": False}}),
+    ("model.huggingFace", {"model": {"huggingFace": "meta-llama/Llama-3.1-8B"}}),
+    ("model.huggingFace", {"model": {"huggingFace": "[" + CONFIG + "]"}}),
+    ("model.huggingFace", {"model": {"huggingFace": '{"hidden_size": 64}'}}),
+    ("model", {"model": {}}),
+    ("model", {"model.layers": None}),
+    ("model", {"model.hiddenSize": None}),
+    ("model", {"model.intermediateSize": None}),
+    ("model", {"model.heads": None}),
+    ("model", {"model.vocabSize": None}),
+    ("model.kvHeads", {"model.kvHeads": 3}),
+    ("model.kvHeads", {"model.kvHeads": 8}),
+    ("model.hiddenSize", {"model.hiddenSize": 130}),
+    ("model.hiddenSize", {"model.hiddenSize": 4}),
+    ("model.preset", {"model": {"preset": "gpt2", "norm": "LayerNorm"}}),
+    ("model.headSize", {"model.headSize": 33}),
+    ("model.biases", {"model.biases": True}),
+    ("model.latent", {"model.latent": {"kvRank": 16, "ropeSize": 8}}),
+    ("model.latent", {"model.kvHeads": 4, "model.latent": {"kvRank": 16, "ropeSize": 7}}),
+    (
+        "model.latent",
+        {"model.kvHeads": None, "model.queryKeyNorms": True, "model.latent": {"kvRank": 8, "ropeSize": 8}},
+    ),
+    ("model.ropeScaling", {"model.ropeScaling": {"factor": 8, "lowFrequencyFactor": 4}}),
+    ("model.ropeScaling", {"model.positions": 128, "model.ropeScaling": {"factor": 8}}),
+    ("model.positions", {"model.positions": 64}),
+    ("model.vocabSize", {"model.vocabSize": 256}),
+    ("replicas", {"replicas": 65536, "training.globalBatchSize": 65536 * 4, "workers.gpusPerWorker": 1024}),
+    ("workers.gpusPerWorker", {"workers.gpusPerWorker": 3}),
+    ("workers.gpusPerWorker", {"workers.gpusPerWorker": 16}),
+    ("workers.gpusPerWorker", {"replicas": 1024, "training.globalBatchSize": 4096}),
+    ("workers.gpusPerWorker", {"parallelism.tensor": 4, "model.kvHeads": 4, "workers.gpusPerWorker": 6, "replicas": 3}),
+    ("workers.gpusPerWorker", {"parallelism.tensor": 3, "parallelism.pipeline": None}),
+    ("parallelism.tensor", {"model.heads": 6, "model.kvHeads": 6, "model.hiddenSize": 120, "parallelism.tensor": 4}),
+    ("parallelism.tensor", {"parallelism.tensor": 4}),
+    ("parallelism.tensor", {"model.intermediateSize": 383}),
+    ("parallelism.tensor", {"training.sequenceLength": 129}),
+    ("parallelism.tensor", {"model.vocabSize": 257}),
+    ("parallelism.tensorOverlap", {"parallelism.tensorOverlap": True, "parallelism.sequence": False}),
+    ("parallelism.tensorOverlap", {"parallelism.tensorOverlap": True, "parallelism.tensor": 1}),
+    ("parallelism.tensorOverlap", {"parallelism.tensorOverlap": True, "parallelism.tensor": None}),
+    ("parallelism.tensorOverlap", {"parallelism.tensorOverlap": True, "training.fp8": {}}),
+    ("parallelism.tensorOverlap", {"parallelism.tensorOverlap": True, "training.lora": {}}),
+    ("parallelism.microBatches", {"parallelism.microBatches": 1}),
+    ("parallelism.pipeline", {"training.globalBatchSize": 2, "parallelism.microBatches": None}),
+    ("parallelism.tensor", {"model.kvHeads": None, "parallelism.tensor": 8, "workers.gpusPerWorker": 8}),
+    ("parallelism.pipeline", {"parallelism.pipeline": 8}),
+    ("model.tieEmbeddings", {"model.tieEmbeddings": True, **STALE}),
+    ("parallelism.virtualStages", {"parallelism.virtualStages": 2}),
+    ("parallelism.activationLimit", {"parallelism.activationLimit": 2}),
+    ("parallelism.layerSplit", {"parallelism.layerSplit": [1, 1, 2]}),
+    ("parallelism.layerSplit", {"parallelism.schedule": "ZBV", "parallelism.layerSplit": [2, 2]}),
+    ("parallelism.layerSplit", {"parallelism.layerSplit": [1, 2]}),
+    ("parallelism.pipeline", {"parallelism.schedule": "ZBV", "model.layers": 3}),
+    ("parallelism.pipeline", {"parallelism.schedule": "LoopedBFS", "parallelism.virtualStages": 3}),
+    ("parallelism.microBatches", {**ROUNDS, "parallelism.microBatches": 5}),
+    ("parallelism.pipeline", {"parallelism.schedule": "DualPipe", **ODD}),
+    ("parallelism.microBatches", {"parallelism.schedule": "DualPipe", "parallelism.microBatches": 2}),
+    ("parallelism.microBatches", {"parallelism.schedule": "DualPipeV", "parallelism.microBatches": 2}),
+    ("parallelism.microBatches", {**STALE, "parallelism.schedule": "PipeDream"}),
+    ("training.optimizer.gradientClip", {"parallelism.schedule": "PipeDream2BW"}),
+    ("parallelism.zeroStage", {**STALE, "parallelism.zeroStage": 2}),
+    ("model.mixture", {**STALE, **mixture()}),
+    ("parallelism.expertTensor", {"parallelism.expertTensor": False, "parallelism.sequence": False, **mixture()}),
+    ("parallelism.expertTensor", {"parallelism.expertTensor": False, "training.fp8": {}, **mixture()}),
+    ("parallelism.rematerialize", {**STALE, "parallelism.rematerialize": True}),
+    ("training.globalBatchSize", {"training.globalBatchSize": 9, "parallelism.microBatches": None}),
+    ("training.globalBatchSize", {"replicas": 3, "parallelism.microBatches": None}),
+    ("parallelism.microBatches", {"parallelism.microBatches": 3}),
+    ("parallelism.microBatches", {"training.globalBatchSize": 12}),
+    ("data.claimName", {"data.claimName": "text"}),
+    ("data.claimName", {"data": {}}),
+    ("data.claimName", {"data": {"source": "Files"}}),
+    ("training.evaluation", {"training.evaluation": {}}),
+    ("data.claimName", {"data": {"claimName": "c", "uri": "s3://b/c"}}),
+    ("data.source", {"data.pattern": "*.py"}),
+    ("data.source", {"data.format": "Tokens"}),
+    ("data.source", {"data.mixture": [{"path": "a"}]}),
+    ("data.tokenizerFile", {"data": {"claimName": "c", "tokenizer": "BPE"}}),
+    ("data.tokenizerFile", {"data": {"claimName": "c", "tokenizerFile": "a.json"}}),
+    ("data.field", {"data": {"claimName": "c", "field": "body"}}),
+    ("training.optimizer.warmupSteps", {"training.optimizer.warmupSteps": 101}),
+    ("training.optimizer.minLearningRate", {"training.optimizer.minLearningRate": 0.01}),
+    ("training.optimizer.minLearningRate", {"training.optimizer": {"learningRate": 0.5, "minLearningRate": 1}}),
+    ("training.masterWeights", {"training.masterWeights": False}),
+    (
+        "training.masterWeights",
+        {"training.precision": "bf16", "training.masterWeights": False, "training.optimizer.name": "Muon"},
+    ),
+    ("training.fp8", {"training.fp8": {}, "training.precision": "fp16"}),
+    ("training.fp8", {"training.fp8": {}, "training.lora": {}}),
+    ("training.fp8.update", {"training.fp8": {"scaling": "Rowwise", "update": "Delayed"}}),
+    ("training.optimizer.offload", {"training.optimizer": {"name": "Muon", "offload": "CPU"}}),
+    ("training.optimizer.offloadPath", {"training.optimizer.offload": "File"}),
+    ("training.optimizer.offloadPath", {"training.optimizer.offloadPath": "/scratch"}),
+    ("training.lora.targets", {**LATENT, "training.lora": {"targets": ["Key", "Value"]}}),
+    ("training.lora.targets", {"model.gated": False, "training.lora": {"targets": ["Gate"]}}),
+    ("training.lora.targets", {**mixture(), "training.lora": {"targets": ["Gate", "Up", "Down"]}}),
+    ("workers.env", {"workers.env": [{"name": "A"}, {"name": "MESHWRIGHT_TOKEN", "value": "x"}]}),
+    ("workers.env", {"workers.env": [{"name": "TORCHELASTIC_RUN_ID", "value": "x"}]}),
+    ("workers.env", {"workers.env": [{"name": "WORLD_SIZE", "value": "1"}]}),
+    ("workers.env", {"workers.env": [{"name": "MASTER_ADDR", "value": "1.2.3.4"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"operator": "Equal", "value": "x"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"operator": "Exists", "key": "a", "value": "x"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"key": "a", "tolerationSeconds": 5, "effect": "NoSchedule"}]}),
+    ("workers.tolerations", {"workers.tolerations": [{"operator": "Exists", "tolerationSeconds": 5}]}),
+    ("workers.env", {"workers.env": [{"name": "A", "value": "a", "valueFrom": SECRET_KEY}]}),
+    ("workers.env", {"workers.env": [{"name": "A", "valueFrom": {}}]}),
+    ("workers.env", {"workers.env": [{"name": "A", "valueFrom": {**SECRET_KEY, **CONFIG_KEY}}]}),
+    ("workers.volumes", volumes({"claimName": None})),
+    ("workers.volumes", volumes({"scratch": "1Gi"})),
+    ("workers.volumes", volumes({"name": "shm"})),
+    ("workers.volumes", volumes({"name": "checkpoints"})),
+    ("workers.volumes", volumes({"mountPath": "/meshwright"})),
+    ("workers.volumes", volumes({"mountPath": "/meshwright/data/more"})),
+    ("workers.volumes", volumes({"mountPath": "/dev/shm"})),
+    ("workers.volumes", volumes({"mountPath": "/a/../dev"})),
+    ("workers.volumes", volumes({}, {"name": "other"})),
+    ("recovery.maxRestarts", {"recovery": {"maxRestarts": 101, "restartWindowSeconds": 600}}),
+    ("successPolicy", {"successPolicy": "FirstWorker"}),
+    ("parallelism.context", {"parallelism.context": 64}),
+    ("workers.gpusPerWorker", {"parallelism.context": 3, "replicas": 1, "workers.gpusPerWorker": 8}),
+    ("parallelism.ulysses", {"parallelism.ulysses": 2}),
+    ("parallelism.ulysses", {"parallelism.context": 2, "parallelism.contextMethod": "RingUlysses"}),
+    ("parallelism.ulysses", {**MIXED, "parallelism.ulysses": 3}),
+    ("parallelism.contextMethod", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
+    ("parallelism.contextMethod", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
+    ("data.balance", {"data.balance": True}),
+    ("model.preset", {"model": {"preset": "tiny", "mixture": mixture()["model.mixture"]}}),
+    ("model.mixture.perToken", mixture(perToken=9)),
+    ("model.mixture.groups", mixture(groups=3)),
+    ("model.mixture.groupsPerToken", mixture(groupsPerToken=2)),
+    ("model.mixture.groupsPerToken", mixture(groups=8)),
+    ("model.mixture.renormalize", mixture(perToken=1)),
+    ("model.mixture.auxiliaryWeight", mixture(balancing="None", auxiliaryWeight=0.1)),
+    ("model.mixture.denseLayers", mixture(denseLayers=4)),
+    ("model.mixture.denseLayers", mixture(denseLayers=2, every=3)),
+    ("model.mixture", {**mixture(), "model.gated": False}),
+    ("model.mixture", {**mixture(), "model.activation": "GELU"}),
+    ("model.mixture", {**mixture(), "model.biases": True, "model.norm": "LayerNorm"}),
+    ("parallelism.expert", {"parallelism.expert": 2}),
+    ("parallelism.expert", {**mixture(), "parallelism.expert": 4}),
+    ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
+    ("parallelism.tensor", mixture(intermediateSize=63)),
+    ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
+]
+BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
+    ("runtime.command", {"data": {"source": "PythonStdlib"}}),
+    ("runtime.command", {"training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "everySteps": 5}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "keep": 5}}),
+    ("parallelism", {"parallelism.microBatches": 2}),
+    ("parallelism", {"parallelism.zeroStage": 3}),
+    ("parallelism", {"parallelism.sequence": False}),
+    ("parallelism", {"parallelism": {"tensor": 2, "tensorOverlap": True}}),
+    ("parallelism", {"parallelism.contextMethod": "Ring"}),
+    ("parallelism", {"parallelism": {"context": 2, "contextMethod": "RingUlysses", "ulysses": 2}}),
+    ("parallelism.dataParallel", {"parallelism.dataParallel.strategy": "DDP"}),
+    ("parallelism.dataParallel", {"parallelism.dataParallel.compression": "FP16"}),
+    ("parallelism.expert", {"parallelism.expert": 2}),
+    ("workers.gpusPerWorker", {"replicas": 3}),
+    ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
+]
+FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GOOD, {}),
+    (GOOD, {"parallelism": None}),
+    (GOOD, {"model": {"preset": "llama-3-8b"}}),
+    (GOOD, {"model": {"huggingFace": CONFIG}}),
+    (GOOD, {"model": {"huggingFace": " \t\r\n " + CONFIG + "\n"}, "parallelism.expert": 2}),
+    (GOOD, {"model.kvHeads": None}),
+    (GOOD, {"model.tieEmbeddings": True}),
+    (GOOD, STALE),
+    (GOOD, {"parallelism.schedule": "Naive", "parallelism.microBatches": 1}),
+    (GOOD, {"parallelism.schedule": "Interleaved1F1B", "parallelism.layerSplit": [1, 1, 1, 1]}),
+    (GOOD, {"parallelism.schedule": "Automatic", "parallelism.activationLimit": 3}),
+    (GOOD, {"training.sequenceLength": 129, "parallelism.sequence": False}),
+    (GOOD, {"parallelism.tensorOverlap": True}),
+    (GOOD, {"data": {"source": "Files", "claimName": "text", "pattern": "*.txt"}}),
+    (GOOD, {"parallelism.pipeline": None, "workers.gpusPerWorker": 1}),
+    (GOOD, {"workers.env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}),
+    (GOOD, {"workers.tolerations": [{"operator": "Exists"}, {"key": "gpu", "value": "yes"}]}),
+    (GOOD, {"checkpoint": {"claimName": "c", "everySteps": 5, "keep": 1}}),
+    (GOOD, {"parallelism.dataParallel": {"strategy": "HYBRID_SHARD", "shardSize": 2}, "parallelism.zeroStage": 3}),
+    (GOOD, {"parallelism.dataParallel": {"reshardSize": 2}, "parallelism.zeroStage": 3}),
+    (GOOD, {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 2}),
+    (GOOD, {"parallelism.dataParallel": {"strategy": "NO_SHARD", "compression": "PowerSGD"}}),
+    (GOOD, {"training.outer": {"method": "DiLoCo", "islands": 2}, "checkpoint": {"claimName": "c"}}),
+    (COMMAND, {}),
+    (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
+    (COMMAND, {"parallelism": {"tensor": 2}}),
+    (COMMAND, {"successPolicy": "FirstWorker"}),
+    (GOOD, {"workers.env": [{"name": "A", "valueFrom": SECRET_KEY}, {"name": "B", "valueFrom": CONFIG_KEY}]}),
+    (GOOD, volumes({}, {"name": "more", "mountPath": "/developer"}, {"name": "b", "mountPath": "/extra/..b"})),
+    (GOOD, volumes({"claimName": None, "scratch": "10Gi"}, {"claimName": None, "secretName": "s", "mountPath": "/s"})),
+    (GOOD, {"parallelism.context": 4}),
+    (GOOD, MIXED),
+    (GOOD, {"parallelism.context": 2, "parallelism.contextMethod": "Ulysses"}),
+    (GOOD, {"parallelism.context": 32, "parallelism.contextMethod": "AllGather", "parallelism.sequence": False}),
+    (GOOD, {"data.packing": "Documents", "data.balance": True}),
+    (COMMAND, {"parallelism": {"context": 2}}),
+    (GOOD, {**mixture(), "parallelism.expert": 2}),
+    (GOOD, {**mixture(intermediateSize=33), "parallelism.expertTensor": False}),
+    (GOOD, mixture(groups=4, groupsPerToken=2, router="Sigmoid", balancing="Bias", auxiliaryWeight=0.0001)),
+    (GOOD, mixture(perToken=1, renormalize=False, capacityFactor=1.25, every=2)),
+    (GOOD, {"model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
+    (
+        GOOD,
+        {"training.parameterOffload": True, "training.parameterOffloadPath": "/scratch", "parallelism.zeroStage": 3},
+    ),
+    (GOOD, {**LATENT, "training.lora": {}}),
+    (GOOD, {**mixture(), "training.lora": {"targets": ["Value", "Gate"]}}),
+    (GOOD, {"model.gated": False, "training.lora": {"targets": ["Gate", "Up"]}}),
+    (GOOD, {"training.lora": {"targets": ["Gate"]}}),
+    (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
+    (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
+]
+CASES = [
+    *((GOOD, changes, field) for field, changes in BAD),
+    *((COMMAND, changes, field) for field, changes in BAD_COMMANDS),
+]
+
+
+def broken_in_cel(spec: ParallelTrainingJobSpec) -> list[Rule]:
+    """The rules that CEL refuses, over the spec with the defaults that the API server fills in."""
+    defaulted = spec.wire()
+    return [rule for rule in SPEC_RULES if compile_expression(rule.cel).evaluate({"self": defaulted}) is not True]
+
+
+@pytest.mark.parametrize(("base", "changes", "field"), CASES)
+def test_a_bad_spec_is_refused_by_both_languages_for_the_same_rules(
+    base: dict[str, Any], changes: dict[str, Any], field: str
+) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(base, changes))
+    problems = check_spec(spec)
+    assert field in [problem.field for problem in problems]
+    assert [(p.field, p.message) for p in problems] == [(r.field, r.message) for r in broken_in_cel(spec)]
+
+
+@pytest.mark.parametrize(("base", "changes"), FINE)
+def test_a_good_spec_passes_in_both_languages(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(base, changes))
+    assert check_spec(spec) == []
+    assert broken_in_cel(spec) == []
+
+
+def test_the_table_is_long_and_breaks_every_rule() -> None:
+    assert len(CASES) >= 40
+    specs = [ParallelTrainingJobSpec.model_validate(changed(base, changes)) for base, changes, _ in CASES]
+    never = [rule.message for rule in SPEC_RULES if all(rule.holds(spec) for spec in specs)]
+    assert never == []
+
+
+def test_an_explicit_null_is_the_same_as_a_field_left_out() -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(GOOD, {"model": {"preset": "tiny", "layers": None}}))
+    assert "layers" in spec.model_dump()["model"]
+    assert check_spec(spec) == []
+
+
+def test_no_two_rules_say_the_same() -> None:
+    assert len({rule.cel for rule in SPEC_RULES}) == len(SPEC_RULES)
+    assert len({(rule.field, rule.message) for rule in SPEC_RULES}) == len(SPEC_RULES)

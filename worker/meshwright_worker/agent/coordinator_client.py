@@ -1,0 +1,167 @@
+"""The agent's side of the protocol with the operator's coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import TypeVar
+
+import aiohttp
+
+from meshwright.api.base import ApiModel
+from meshwright.protocol import signing
+from meshwright.protocol.messages import (
+    PROTOCOL_VERSION,
+    VERSION_HEADER,
+    MeshDocument,
+    MeshRequest,
+    ReportReply,
+    WorkerReport,
+    parse_message,
+)
+from meshwright_worker.agent.settings import Settings
+
+# Beyond what the coordinator may hold a poll: the time for the answer to travel.
+ANSWER_SECONDS = 10.0
+LONGEST_RETRY_AFTER = 60.0
+HEADERS = {"Content-Type": "application/json", VERSION_HEADER: str(PROTOCOL_VERSION)}
+
+Model = TypeVar("Model", bound=ApiModel)
+
+
+class SupersededError(Exception):
+    """410: a newer incarnation of this worker exists, or the job wants no pods."""
+
+
+class RejectedError(Exception):
+    """401 or 404: the coordinator does not know this token or this job."""
+
+
+class IncompatibleError(Exception):
+    """426: the coordinator does not speak this agent's version of the protocol."""
+
+
+class UnavailableError(Exception):
+    """The coordinator cannot be reached, asks for patience, or answered what nobody can read or trust. Try again."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds for which it wants to be left alone."""
+
+
+class CoordinatorClient:
+    """Typed calls of the coordinator. The token signs and never travels, nor stands in any exception's message."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._base = settings.coordinator_url
+        self._path = f"/v1/jobs/{settings.namespace}/{settings.job}/{settings.uid}"
+        self._signer = signing.Signer(settings.token)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> CoordinatorClient:
+        self._session = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def mesh(self, request: MeshRequest) -> MeshDocument | None:
+        """Poll for a mesh newer than `request.generation`; None if there was none in time.
+
+        Raises:
+            SupersededError, RejectedError, IncompatibleError, UnavailableError: as they say.
+        """
+        body = await self._post("mesh", request, request.wait_seconds + ANSWER_SECONDS)
+        return None if body is None else _parse(MeshDocument, body)
+
+    async def report(self, report: WorkerReport, seconds: float = ANSWER_SECONDS) -> ReportReply:
+        """Send a heartbeat; give up after `seconds`.
+
+        Raises:
+            SupersededError, RejectedError, IncompatibleError, UnavailableError: as they say.
+        """
+        body = await self._post("report", report, seconds)
+        if body is None:
+            raise UnavailableError("the coordinator answered a report with 204")
+        return _parse(ReportReply, body)
+
+    async def _post(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
+        if self._session is None:
+            raise RuntimeError("the client is used outside its context")
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=ANSWER_SECONDS)
+        sent = json.dumps(message.wire(), separators=(",", ":")).encode()
+        headers = self._signer.request("POST", f"{self._path}/{endpoint}", sent)
+        url = f"{self._base}{self._path}/{endpoint}"
+        try:
+            async with self._session.post(
+                url, data=sent, headers={**HEADERS, **headers}, timeout=limit, allow_redirects=False
+            ) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnavailableError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        return self._handle_response(f"{response.status} from {url}", response.status, headers, response.headers, body)
+
+    def _handle_response(
+        self, source: str, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
+    ) -> bytes | None:
+        """The body of a good answer. Only a signed one may start, end or hold anything back."""
+        if status in (200, 204, 410):
+            self._verify_signature(source, status, sent, received, body)
+        match status:
+            case 200:
+                return body
+            case 204:
+                return None
+            case 410:
+                raise SupersededError
+            case 401:
+                self._adopt_coordinator_clock(status, sent, received, body)
+                raise RejectedError(f"{source}: {_text(body)}")
+            case 404:
+                raise RejectedError(f"{source}: {_text(body)}")
+            case 426:
+                raise IncompatibleError(f"{source}: {_text(body)}")
+            case _:
+                raise UnavailableError(f"{source}: {_text(body)}", _retry_after(received))
+
+    def _verify_signature(
+        self, source: str, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
+    ) -> None:
+        try:
+            self._signer.check_answer(sent, status, received, body)
+        except signing.SignatureError as error:
+            raise UnavailableError(f"{source}: {error}") from None
+
+    def _adopt_coordinator_clock(
+        self, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
+    ) -> None:
+        """When the refusal is genuine and tells another time, the coordinator's clock counts from now on.
+
+        Raises:
+            UnavailableError: it was that; to be tried again.
+        """
+        with contextlib.suppress(signing.SignatureError):
+            coordinator_time = self._signer.check_answer(sent, status, received, body)
+            if abs(coordinator_time - int(sent[signing.DATE])) > signing.WINDOW_SECONDS * 1e6 / 2:
+                self._signer.set_clock(coordinator_time)
+                raise UnavailableError(f"{_text(body)}; following the coordinator's clock")
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds for which the coordinator wants to be left alone; 0 when it says nothing (that makes sense)."""
+    text = headers.get("Retry-After", "")
+    return min(float(text), LONGEST_RETRY_AFTER) if text.isascii() and text.isdigit() else 0.0
+
+
+def _text(body: bytes) -> str:
+    return body[:200].decode(errors="replace")
+
+
+def _parse(model: type[Model], body: bytes) -> Model:
+    try:
+        return parse_message(model, body)
+    except ValueError as error:
+        raise UnavailableError(f"cannot read the coordinator's {model.__name__}: {error}") from error

@@ -1,0 +1,186 @@
+"""The two conversations with the coordinator: the long poll for meshes, and heartbeats.
+
+Neither ever stops training: while the coordinator is away both retry, and ranks go on. Only two answers end the pod,
+and both let ranks save first: 410, and 401 or 404 for so long that a restarting operator cannot be the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from meshwright.protocol.messages import MeshRequest, WorkerReport
+from meshwright_worker.agent.coordinator_client import (
+    CoordinatorClient,
+    IncompatibleError,
+    RejectedError,
+    SupersededError,
+    UnavailableError,
+)
+from meshwright_worker.agent.events import EventQueue, MeshReceived, ShutdownRequested
+from meshwright_worker.agent.state_machine import EXIT_DRAINED, EXIT_REJECTED
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS = 0.25
+# Short: this bounds how late a pod hears of a new mesh after the operator restarted.
+LAST_RETRY_SECONDS = 3.0
+# A coordinator that answers every poll at once must not be hammered.
+POLL_PAUSE_SECONDS = 0.2
+
+
+class Backoff:
+    """Delays that double up to a bound, shortened at random so that pods do not knock in step."""
+
+    def __init__(self) -> None:
+        self._next = FIRST_RETRY_SECONDS
+
+    def reset(self) -> None:
+        """Start over: the last try went well."""
+        self._next = FIRST_RETRY_SECONDS
+
+    def delay(self, minimum: float = 0.0) -> float:
+        """Seconds to wait before the next try: at least `minimum`, if the other side asked for patience."""
+        delay = self._next
+        self._next = min(self._next * 2, LAST_RETRY_SECONDS)
+        return minimum * random.uniform(1.0, 1.5) + delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
+
+
+class MeshPoll:
+    """Polls for meshes and puts each into the inbox."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        build_mesh_request: Callable[[], MeshRequest],
+        event_queue: EventQueue,
+        reject_seconds: float,
+    ) -> None:
+        self._client = client
+        self._build_mesh_request = build_mesh_request
+        self._event_queue = event_queue
+        self._reject_seconds = reject_seconds
+        self._wake = asyncio.Event()
+        self._applied = asyncio.Event()
+        self._generation = 0
+
+    def wake(self) -> None:
+        """There is something to hear: cut a wait between tries short."""
+        self._wake.set()
+
+    def mark_applied(self, generation: int) -> None:
+        """The mesh of `generation` has been acted on: the next hello, with the next port, may be sent."""
+        self._generation = generation
+        self._applied.set()
+
+    async def run(self) -> None:
+        """Poll until the coordinator ends the pod, or the task is cancelled."""
+        backoff = Backoff()
+        rejected_since: float | None = None
+        unreachable = False
+        while True:
+            try:
+                document = await self._client.mesh(self._build_mesh_request())
+            except SupersededError:
+                self._event_queue.put_nowait(ShutdownRequested(EXIT_DRAINED, "the job no longer wants this pod"))
+                return
+            except (RejectedError, IncompatibleError) as error:
+                rejected_since = rejected_since or time.monotonic()
+                # Ranks that run need no coordinator: an upgrade that no longer speaks to them must not end them.
+                has_running_ranks = isinstance(error, IncompatibleError) and self._build_mesh_request().generation > 0
+                if not has_running_ranks and time.monotonic() - rejected_since >= self._reject_seconds:
+                    reason = f"the coordinator refused this pod for {self._reject_seconds:g} s: {error}"
+                    self._event_queue.put_nowait(ShutdownRequested(EXIT_REJECTED, reason))
+                    return
+                if has_running_ranks and not unreachable:
+                    log.warning("ranks go on without the coordinator: %s", error)
+                unreachable = unreachable or has_running_ranks
+                await self._pause(backoff.delay())
+                continue
+            except UnavailableError as error:
+                if not unreachable:
+                    log.warning("the coordinator is away, ranks go on: %s", error)
+                unreachable, rejected_since = True, None
+                await self._pause(backoff.delay(error.retry_after))
+                continue
+            if unreachable:
+                log.info("the coordinator is back")
+            unreachable, rejected_since = False, None
+            backoff.reset()
+            if document is not None:
+                self._event_queue.put_nowait(MeshReceived(document))
+                while self._generation < document.generation:
+                    self._applied.clear()
+                    await self._applied.wait()
+            await asyncio.sleep(POLL_PAUSE_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        self._wake.clear()
+
+
+class Heartbeat:
+    """Sends the agent's state every `interval` seconds, and at once when it changed."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        report: Callable[[], WorkerReport],
+        event_queue: EventQueue,
+        interval: float,
+        on_generation_announced: Callable[[int], None],
+    ) -> None:
+        self._client = client
+        self._build_report = report
+        self._event_queue = event_queue
+        self._interval = interval
+        self._on_generation_announced = on_generation_announced
+        self._changed = asyncio.Event()
+
+    def report_now(self) -> None:
+        """The state changed: report now."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        backoff = Backoff()
+        while True:
+            self._changed.clear()
+            try:
+                reply = await self._client.report(self._build_report())
+            except SupersededError:
+                self._event_queue.put_nowait(ShutdownRequested(EXIT_DRAINED, "the job no longer wants this pod"))
+                await asyncio.sleep(self._interval)
+            except (RejectedError, IncompatibleError, UnavailableError) as error:
+                # The poll tells of all three; here the next report, with the newest state, is all that is needed.
+                await asyncio.sleep(backoff.delay(error.retry_after if isinstance(error, UnavailableError) else 0.0))
+            else:
+                backoff.reset()
+                self._on_generation_announced(reply.generation)
+                await self._wait()
+
+    async def send_final_report(self, seconds: float) -> bool:
+        """Report until it is heard, for at most `seconds`. Returns whether it was."""
+        backoff = Backoff()
+        end = time.monotonic() + seconds
+        while (remaining := end - time.monotonic()) > 0:
+            try:
+                await self._client.report(self._build_report(), seconds=remaining)
+            except (SupersededError, RejectedError, IncompatibleError):
+                return False
+            except UnavailableError:
+                await asyncio.sleep(min(backoff.delay(), max(0.0, end - time.monotonic())))
+            else:
+                return True
+        return False
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval):
+                await self._changed.wait()

@@ -1,0 +1,54 @@
+"""Everything that can happen to the agent, as one queue of plain values: its main loop is the only place that acts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from meshwright.protocol.messages import MeshDocument
+from meshwright_worker.rank import messages
+
+
+@dataclass(frozen=True, slots=True)
+class MeshReceived:
+    """The coordinator announced a mesh."""
+
+    document: MeshDocument
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessageReceived:
+    """A rank's process told something."""
+
+    generation: int
+    rank: int
+    message: messages.RankMessage
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """A rank's process ended; `tail` is its last output."""
+
+    generation: int
+    rank: int
+    code: int
+    tail: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownRequested:
+    """The pod is to go away; `reason` is for the log."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundTaskFailed:
+    """A background task of the agent ended with an error: a fault of its own."""
+
+    error: BaseException
+
+
+Event = MeshReceived | RankMessageReceived | RankExited | ShutdownRequested | BackgroundTaskFailed
+EventQueue = asyncio.Queue[Event]

@@ -1,0 +1,179 @@
+"""The agent's end of the rank server: starts it, asks it to fork ranks, hears how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+
+from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_pipe, signal_process
+from meshwright_worker.rank.fork_server import MAX_MESSAGE, RUNTIME_MODULE, encode_request
+from meshwright_worker.rank.task import RankTask
+
+log = logging.getLogger(__name__)
+
+PRELOAD_SECONDS = 120.0
+FORK_SECONDS = 30.0
+STOP_SECONDS = 2.0
+_KILLED = -signal.SIGKILL
+
+
+class ForkServerError(Exception):
+    """The rank server did not do what it was asked; the next generation starts a new one."""
+
+
+class ForkServerClient:
+    """One rank server process. `start` returns at once: it imports torch while the agent goes on."""
+
+    def __init__(self, environment: Mapping[str, str], module: str = RUNTIME_MODULE) -> None:
+        self._environment = dict(environment)
+        self._module = module
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: socket.socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[float] | None = None
+        self._fork_reply: asyncio.Future[int] | None = None
+        self._exits: dict[int, asyncio.Future[int]] = {}
+
+    async def start(self) -> None:
+        """Start the process, unless it runs."""
+        if self._process is not None and self._process.returncode is None and self._channel is not None:
+            return
+        await self.stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "meshwright_worker.rank.fork_server",
+                *(str(theirs.fileno()), str(os.getpid()), self._module),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+            )
+        self._channel = ours
+        self._ready = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._listen(ours, self._ready))
+
+    async def ready(self) -> None:
+        """Start the server if need be and wait until it has imported torch.
+
+        Raises:
+            RankServerError: it ended, or takes too long.
+        """
+        await self.start()
+        assert self._ready is not None
+        try:
+            async with asyncio.timeout(PRELOAD_SECONDS):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self.stop()
+            raise ForkServerError(f"the training runtime was not imported within {PRELOAD_SECONDS:g} s") from None
+
+    async def fork(self, task: RankTask, environment: Mapping[str, str]) -> RankHandle:
+        """Fork the process of one rank once the server is ready. One call at a time.
+
+        Raises:
+            RankServerError: the server ended, or does not answer.
+        """
+        await self.ready()
+        assert self._channel is not None
+        request = encode_request(task, environment)
+        with contextlib.ExitStack() as cleanup:
+            try:
+                events, events_write = await open_pipe()
+                cleanup.callback(events.close)
+                output, output_write = await open_pipe()
+                cleanup.callback(output.close)
+                self._fork_reply = asyncio.get_running_loop().create_future()
+                try:
+                    socket.send_fds(self._channel, [request], [events_write, output_write])
+                finally:
+                    os.close(events_write)
+                    os.close(output_write)
+                async with asyncio.timeout(FORK_SECONDS):
+                    pid = await self._fork_reply
+            except (TimeoutError, OSError) as error:
+                await self.stop()
+                raise ForkServerError(f"cannot fork rank {task.rank}: {error or 'the rank server is stuck'}") from error
+            cleanup.pop_all()
+        return self._handle_for(task.rank, pid, output, events)
+
+    async def stop(self) -> None:
+        """End the server, and with it every rank it forked."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=STOP_SECONDS)
+            self._reader.cancel()
+        if self._channel is not None:
+            self._channel.close()
+        self._process = self._reader = self._channel = None
+
+    async def _exit_reason(self) -> str:
+        if self._process is None:
+            return "it was stopped"
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "it closed its channel"
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}, see the pod's log"
+
+    def _handle_for(self, rank: int, pid: int, output: Pipe, events: Pipe) -> RankHandle:
+        exit_code = self._exits[pid]
+
+        async def wait() -> int:
+            code = await asyncio.shield(exit_code)
+            self._exits.pop(pid, None)
+            return code
+
+        def send(number: int) -> None:
+            if not exit_code.done():
+                signal_process(pid, number)
+
+        return RankHandle(
+            rank=rank,
+            pid=pid,
+            wait=wait,
+            terminate=lambda: send(signal.SIGTERM),
+            kill=lambda: send(signal.SIGKILL),
+            output=output,
+            events=events,
+        )
+
+    async def _listen(self, channel: socket.socket, ready: asyncio.Future[float]) -> None:
+        loop = asyncio.get_running_loop()
+        error_text = ""
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(channel, MAX_MESSAGE):
+                match json.loads(data):
+                    case {"ready": seconds}:
+                        log.info("ready to fork ranks: torch imported in %.1f s", seconds)
+                        ready.set_result(seconds)
+                    case {"pid": pid}:
+                        self._exits[pid] = loop.create_future()
+                        if self._fork_reply is not None and not self._fork_reply.done():
+                            self._fork_reply.set_result(pid)
+                    case {"exited": pid, "code": code} if pid in self._exits:
+                        self._exits[pid].set_result(code)
+                    case {"failed": text}:
+                        error_text = text
+        # The server is gone, and the kernel has killed every rank with it.
+        error = ForkServerError(f"the rank server ended: {error_text or await self._exit_reason()}")
+        for waiting in (ready, self._fork_reply):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()
+        for exit_code in self._exits.values():
+            if not exit_code.done():
+                exit_code.set_result(_KILLED)

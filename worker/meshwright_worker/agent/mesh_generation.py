@@ -1,0 +1,224 @@
+"""One mesh generation as this worker lives it: what its ranks said and how they ended, folded into one state. Pure."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.protocol.messages import (
+    CheckpointCommit,
+    Evaluation,
+    FailureKind,
+    Phase,
+    Progress,
+    RankProcess,
+    WorkerState,
+)
+from meshwright_worker.agent.throughput import Throughput
+from meshwright_worker.rank import failures, messages
+from meshwright_worker.rank.task import Outcome, StepReport
+
+# 128 + SIGTERM. A command that ends so says: I saved and stopped because I, or a peer, was told to; run me again.
+EXIT_STOPPED = 143
+IDLE_SECONDS = 5.0
+"""From when on a rank's silence is worth a look at its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank's failure."""
+
+    rank: int
+    kind: FailureKind
+    message: str
+
+
+@dataclass(slots=True)
+class RankStatus:
+    """What is known of one rank."""
+
+    rank: int
+    pid: int | None = None
+    exit_code: int | None = None
+    running: bool = False
+    outcome: Outcome | None = None
+    step: int | None = None
+    phase: str = ""
+    last_message_at: float = 0.0
+    """When it last told anything, or was started."""
+
+    @property
+    def live(self) -> bool:
+        """Whether its process runs."""
+        return self.pid is not None and self.exit_code is None
+
+
+@dataclass(slots=True)
+class MeshGeneration:
+    """The local ranks of one generation. Times are monotonic seconds."""
+
+    number: int
+    first_rank: int
+    count: int
+    uses_builtin_runtime: bool
+    """Whether ranks run Meshwright's runtime, which tells its events; the user's command only starts and ends."""
+    started: float
+    ranks: dict[int, RankStatus] = field(init=False)
+    failures: list[Failure] = field(default_factory=list)
+    failed_at: float | None = None
+    ending: bool = False
+    """Ranks were told to go: how they end from now on is no failure of theirs."""
+    latest: StepReport | None = None
+    evaluation: Evaluation | None = None
+    """The newest one whose loss is a number, which JSON can carry; known to the worker of rank 0 alone."""
+    throughput: Throughput = field(default_factory=Throughput)
+    checkpoint: CheckpointCommit | None = None
+    phases: list[Phase] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = {rank: RankStatus(rank) for rank in range(self.first_rank, self.first_rank + self.count)}
+
+    def record_spawn(self, rank: int, pid: int, now: float) -> None:
+        """The process of `rank` runs. A command counts as training from here: it tells nothing more."""
+        view = self.ranks[rank]
+        view.pid = pid
+        view.last_message_at = now
+        view.running = not self.uses_builtin_runtime
+        if all(other.pid is not None for other in self.ranks.values()):
+            self.phases.append(Phase(name="spawn", seconds=now - self.started))
+
+    def record_spawn_failure(self, rank: int, message: str, now: float) -> None:
+        """The process of `rank` could not be started."""
+        self._record_failure(Failure(rank, FailureKind.ERROR, message), now)
+
+    def record_message(self, rank: int, message: messages.RankMessage, now: float, time_of_day: str) -> None:
+        """`rank` told something. `time_of_day` is the time of day, RFC 3339."""
+        view = self.ranks[rank]
+        view.last_message_at = now
+        self._record_rank_progress(view, message)
+        match message:
+            case messages.Running():
+                view.running = True
+            case messages.Finished(outcome=outcome):
+                view.outcome = outcome
+            case messages.RankFailed(failure=kind, message=text):
+                if not self.ending:
+                    self._record_failure(Failure(rank, kind, text), now)
+            case messages.CheckpointSaved(step=step, path=path):
+                self.checkpoint = CheckpointCommit(step=step, time=time_of_day, path=path)
+            case messages.PhaseDone(name=name, seconds=seconds) if rank == 0:
+                self.phases.append(Phase(name=name[:32], seconds=seconds))
+            case messages.StepDone(report=report) if rank == self.first_rank:
+                self.latest = report
+                self.throughput.add(report.tokens, report.seconds)
+                self._record_evaluation(report)
+
+    def _record_evaluation(self, report: StepReport) -> None:
+        loss = report.evaluation_loss
+        if self.first_rank == 0 and loss is not None and math.isfinite(loss):
+            self.evaluation = Evaluation(step=report.step, loss=loss)
+
+    def _record_rank_progress(self, view: RankStatus, message: messages.RankMessage) -> None:
+        """How far this rank is, whichever it is: a hang shows in the ranks, not in the job's progress."""
+        match message:
+            case messages.PhaseDone(name=name):
+                view.phase = name[:32]
+            case messages.StepDone(report=report):
+                view.step = report.step
+
+    def record_exit(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
+        """The process of `rank` ended with `code`, minus the signal's number when killed; `tail` is its last output."""
+        view = self.ranks[rank]
+        view.exit_code = code
+        view.running = False
+        if not self.uses_builtin_runtime:
+            view.outcome = self._command_outcome(code)
+        is_explained = view.outcome is not None or any(failure.rank == rank for failure in self.failures)
+        if not is_explained and not self.ending:
+            self._record_failure(Failure(rank, _kind_of_exit(code, tail), _describe_exit(rank, code, tail)), now)
+
+    def _command_outcome(self, code: int) -> Outcome | None:
+        if self.ending:
+            return Outcome.STOPPED
+        return {0: Outcome.COMPLETE, EXIT_STOPPED: Outcome.STOPPED}.get(code)
+
+    def _record_failure(self, failure: Failure, now: float) -> None:
+        self.failures.append(failure)
+        self.failed_at = now if self.failed_at is None else self.failed_at
+
+    @property
+    def live(self) -> list[int]:
+        """Ranks whose processes run."""
+        return [view.rank for view in self.ranks.values() if view.live]
+
+    @property
+    def failure(self) -> Failure | None:
+        """The most telling failure: the first that is a rank's own, else the first."""
+        root_causes = [failure for failure in self.failures if failure.kind is not FailureKind.PEER_LOST]
+        return next(iter(root_causes or self.failures), None)
+
+    @property
+    def state(self) -> WorkerState:
+        """What the ranks do, by themselves: draining is the agent's affair."""
+        views = list(self.ranks.values())
+        if self.live:
+            all_running = all(view.running or view.outcome for view in views)
+            return WorkerState.RUNNING if all_running else WorkerState.STARTING
+        if self.failures:
+            return WorkerState.FAILED
+        if all(view.outcome is Outcome.COMPLETE for view in views):
+            return WorkerState.COMPLETE
+        if any(view.pid is None for view in views):
+            return WorkerState.STARTING
+        return WorkerState.IDLE
+
+    def processes(self, now: float, read_process_state: Callable[[int], str]) -> list[RankProcess]:
+        """The ranks' processes, for the report; `read_process_state` is asked for the state of those that have been
+        idle.
+        """
+        processes_report = []
+        for view in self.ranks.values():
+            if view.pid is None:
+                continue
+            idle = max(0.0, now - view.last_message_at) if view.live and self.uses_builtin_runtime else 0.0
+            processes_report.append(
+                RankProcess(
+                    rank=view.rank,
+                    pid=view.pid,
+                    exit_code=view.exit_code,
+                    step=view.step,
+                    phase=view.phase,
+                    idle_seconds=round(idle, 3),
+                    state=read_process_state(view.pid) if idle >= IDLE_SECONDS else "",
+                )
+            )
+        return processes_report
+
+    @property
+    def progress(self) -> Progress | None:
+        """How training stands, from the worker of rank 0; None elsewhere and before the first step.
+
+        Also None while the loss is not a number, which JSON cannot carry.
+        """
+        if self.first_rank != 0 or self.latest is None or not math.isfinite(self.latest.loss):
+            return None
+        return Progress(
+            step=self.latest.step,
+            loss=self.latest.loss,
+            tokens_per_second=self.throughput.tokens_per_second,
+            step_seconds=self.throughput.step_seconds,
+            samples=self.latest.samples,
+        )
+
+
+def _describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
+    # A command that exits 0 is done; only a rank of our own runtime can end well and yet not have finished.
+    return failures.describe_exit(rank, code, tail) if code else f"rank {rank} ended without finishing the run"
+
+
+def _kind_of_exit(code: int, tail: Sequence[str]) -> FailureKind:
+    if code == -signal.SIGABRT:  # gloo's own threads abort the process when a connection breaks under them
+        return failures.classify_output("\n".join(tail))
+    return failures.classify_output(failures.error_line(tail)) if code > 0 else FailureKind.ERROR

@@ -1,0 +1,106 @@
+"""The environment of a rank's process: what torchrun would set, and where the rank stands in the mesh. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshwright.api import labels
+from meshwright.layout import Layout
+from meshwright.protocol.messages import MeshDocument, MeshMember, RunConfig
+from meshwright_worker.agent.settings import Settings
+from meshwright_worker.rank.task import RankTask
+
+
+def rank_environment(document: MeshDocument, member: MeshMember, rank: int, settings: Settings) -> dict[str, str]:
+    """What to set for `rank`, one of `member`'s.
+
+    Raises:
+        ValueError: the degrees of the run do not make the world that the document speaks of.
+    """
+    layout = _layout(document.run, document.world_size)
+    where = layout.coordinates(rank)
+    group = document.members.index(member)
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": document.world_size,
+        "LOCAL_RANK": rank - member.first_rank,
+        "LOCAL_WORLD_SIZE": member.ranks,
+        "GROUP_RANK": group,
+        "NODE_RANK": group,
+        "GROUP_WORLD_SIZE": len(document.members),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": document.world_size,
+        "MASTER_PORT": document.master_port,
+        "TORCHELASTIC_RESTART_COUNT": document.generation - 1,
+        labels.ENV_GENERATION: document.generation,
+        labels.ENV_TENSOR_SIZE: layout.tensor,
+        labels.ENV_TENSOR_RANK: where.tensor,
+        labels.ENV_PIPELINE_SIZE: layout.pipeline,
+        labels.ENV_PIPELINE_RANK: where.pipeline,
+        labels.ENV_CONTEXT_SIZE: layout.context,
+        labels.ENV_CONTEXT_RANK: where.context,
+        labels.ENV_DATA_SIZE: layout.data,
+        labels.ENV_DATA_RANK: where.data,
+    }
+    environment = {name: str(value) for name, value in numbers.items()}
+    environment |= {
+        "MASTER_ADDR": document.master_address,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": settings.uid,
+        # Without it torch re-uses a store across restarts and finds the dead generation's keys there.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if settings.checkpoint_dir:
+        environment[labels.ENV_CHECKPOINT_DIR] = settings.checkpoint_dir
+    if settings.data_dir:
+        environment[labels.ENV_DATA_DIR] = settings.data_dir
+    return environment
+
+
+def resolve_script_paths(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The command with paths below the scripts' mount where they really are.
+
+    They are the same on a node with containers; where paths are passed by the environment alone they are not, and the
+    command, which comes from the coordinator, names the mount.
+    """
+    where = environment.get(labels.ENV_SCRIPTS_DIR, labels.SCRIPTS_MOUNT)
+    mount = labels.SCRIPTS_MOUNT
+    return [
+        where + argument.removeprefix(mount) if f"{argument}/".startswith(f"{mount}/") else argument
+        for argument in command
+    ]
+
+
+def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """What every process of a rank inherits: the pod's environment without the agent's token.
+
+    As with torchrun one thread per rank unless the pod says otherwise: the ranks share the pod's cores.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited}
+    environment.pop(labels.ENV_TOKEN, None)
+    return environment
+
+
+def rank_task(document: MeshDocument, member: MeshMember, rank: int, settings: Settings) -> RankTask:
+    """The task of `rank` for Meshwright's own runtime."""
+    return RankTask(
+        run=document.run,
+        generation=document.generation,
+        rank=rank,
+        world_size=document.world_size,
+        local_rank=rank - member.first_rank,
+        local_world_size=member.ranks,
+        worker=settings.worker,
+        master_address=document.master_address,
+        master_port=document.master_port,
+        pod_address=settings.pod_address,
+        checkpoint_dir=settings.checkpoint_dir,
+        data_dir=settings.data_dir,
+    )
+
+
+def _layout(run: RunConfig, world_size: int) -> Layout:
+    layout = run.layout
+    if layout.world_size != world_size:
+        raise ValueError(f"the run's degrees make {layout.world_size} ranks, but the mesh has {world_size}")
+    return layout

@@ -1,0 +1,204 @@
+"""What the agent does next: a pure state machine over mesh documents, rank events, SIGTERM and time.
+
+Every input method returns the actions that follow from it; the agent carries them out in order. The rules:
+
+- A new generation's ranks start only when no process of the old one is left.
+- Once a rank fails, the others of this pod are ended. One that only lost a peer is given a moment first: if the cause
+  is in this pod too, its own error is about to arrive and is the one worth telling.
+- A pod that goes away (SIGTERM, or superseded) lets its ranks save and stop, within the grace period, then exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.protocol.messages import CheckpointCommit, FailureKind, MeshDocument, MeshMember, WorkerState
+from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
+from meshwright_worker.rank import messages
+
+# A peer's death breaks every connection within milliseconds; a second is ample for the other local ranks to notice.
+PEER_LOST_SETTLE_SECONDS = 1.0
+# What the user's command gets between SIGTERM and SIGKILL when its generation is over.
+COMMAND_STOP_SECONDS = 2.0
+
+EXIT_COMPLETE = 0
+EXIT_REJECTED = 1
+EXIT_DRAINED = EXIT_STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanks:
+    """Start the local ranks of this generation."""
+
+    document: MeshDocument
+    member: MeshMember
+
+
+@dataclass(frozen=True, slots=True)
+class TerminateRanks:
+    """Send SIGTERM to these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KillRanks:
+    """Kill these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExitAgent:
+    """Report a last time and end the agent with this code."""
+
+    code: int
+
+
+Action = StartRanks | TerminateRanks | KillRanks | ExitAgent
+
+
+@dataclass(slots=True)
+class AgentStateMachine:
+    """The agent's state. Times are monotonic seconds."""
+
+    worker: int
+    incarnation: int
+    drain_seconds: float
+    generation: int = 0
+    """Newest generation acted on."""
+    current: MeshGeneration | None = None
+    checkpoint: CheckpointCommit | None = None
+    """Newest checkpoint, of this generation or an older one."""
+    exit_code_on_shutdown: int | None = None
+    """Exit code once the pod was told to go away."""
+    _pending: StartRanks | None = None
+    _kill_at: float | None = None
+    _sigterm_sent: bool = False
+    _kill_sent: bool = False
+
+    def on_mesh(self, document: MeshDocument, now: float) -> list[Action]:
+        """A mesh document arrived. One that is not newer than what runs is nothing new."""
+        if document.generation <= self.generation or self.exit_code_on_shutdown is not None:
+            return []
+        member = next((m for m in document.members if m.worker == self.worker), None)
+        self.generation = document.generation
+        ours = member is not None and member.incarnation == self.incarnation
+        self._pending = StartRanks(document, member) if member is not None and ours else None
+        if self.current is not None:
+            self._schedule_kill(now + (0.0 if self.current.uses_builtin_runtime else COMMAND_STOP_SECONDS))
+        return self.on_tick(now)
+
+    def on_spawned(self, generation: int, rank: int, pid: int, now: float) -> list[Action]:
+        """A rank's process runs."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_spawn(rank, pid, now)
+        return self.on_tick(now)
+
+    def on_spawn_failed(self, generation: int, rank: int, message: str, now: float) -> list[Action]:
+        """A rank's process could not be started; no further rank of the generation will be."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_spawn_failure(rank, message, now)
+        return self.on_tick(now)
+
+    def on_message(
+        self, generation: int, rank: int, message: messages.RankMessage, now: float, time_of_day: str
+    ) -> list[Action]:
+        """A rank told something."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_message(rank, message, now, time_of_day)
+            self.checkpoint = current.checkpoint or self.checkpoint
+        return self.on_tick(now)
+
+    def on_exit(self, generation: int, rank: int, code: int, tail: Sequence[str], now: float) -> list[Action]:
+        """A rank's process ended."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_exit(rank, code, tail, now)
+        return self.on_tick(now)
+
+    def on_shutdown(self, code: int, now: float) -> list[Action]:
+        """The pod goes away: let ranks save and stop, then exit with `code`. The first call counts."""
+        if self.exit_code_on_shutdown is None:
+            self.exit_code_on_shutdown = code
+            self._pending = None
+            if self.current is not None:
+                self._schedule_kill(now + self.drain_seconds)
+        return self.on_tick(now)
+
+    def on_tick(self, now: float) -> list[Action]:
+        """What is due by now. Call at `deadline` if nothing else happens before."""
+        current = self.current
+        if current is not None and current.live:
+            self._schedule_kill_after_failure(current, now)
+            return self._due_actions(current, now)
+        if self.exit_code_on_shutdown is not None:
+            return [ExitAgent(EXIT_COMPLETE if self.state is WorkerState.COMPLETE else self.exit_code_on_shutdown)]
+        if self._pending is not None:
+            return [self._start(now)]
+        return [ExitAgent(EXIT_COMPLETE)] if self.state is WorkerState.COMPLETE else []
+
+    @property
+    def has_pending_start(self) -> bool:
+        """Whether a generation is to start once the old one's processes are gone."""
+        return self._pending is not None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `on_tick` is due though nothing happens."""
+        current = self.current
+        if current is None or not current.live:
+            return None
+        due = [] if self._kill_at is None or self._kill_sent else [self._kill_at]
+        if current.failed_at is not None and self._kill_at is None:
+            due.append(current.failed_at + PEER_LOST_SETTLE_SECONDS)
+        return min(due, default=None)
+
+    @property
+    def state(self) -> WorkerState:
+        """What to report."""
+        if self.current is None:
+            return WorkerState.IDLE
+        state = self.current.state
+        if self.exit_code_on_shutdown is not None and state is not WorkerState.COMPLETE:
+            return WorkerState.DRAINING
+        return state
+
+    def _matching_generation(self, generation: int) -> MeshGeneration | None:
+        return self.current if self.current is not None and self.current.number == generation else None
+
+    def _start(self, now: float) -> StartRanks:
+        start = self._pending
+        assert start is not None
+        self._pending = None
+        self._kill_at, self._sigterm_sent, self._kill_sent = None, False, False
+        self.current = MeshGeneration(
+            number=start.document.generation,
+            first_rank=start.member.first_rank,
+            count=start.member.ranks,
+            uses_builtin_runtime=start.document.run.command is None,
+            started=now,
+        )
+        return start
+
+    def _schedule_kill_after_failure(self, current: MeshGeneration, now: float) -> None:
+        if current.failed_at is None or self._kill_sent:
+            return
+        has_root_cause = any(failure.kind is not FailureKind.PEER_LOST for failure in current.failures)
+        if has_root_cause or now >= current.failed_at + PEER_LOST_SETTLE_SECONDS:
+            self._schedule_kill(now + (0.0 if current.uses_builtin_runtime else COMMAND_STOP_SECONDS))
+
+    def _schedule_kill(self, kill_at: float) -> None:
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+
+    def _due_actions(self, current: MeshGeneration, now: float) -> list[Action]:
+        if self._kill_at is None or self._kill_sent:
+            return []
+        current.ending = True
+        if now >= self._kill_at:
+            self._kill_sent = True
+            return [KillRanks(tuple(current.live))]
+        if not self._sigterm_sent:
+            self._sigterm_sent = True
+            return [TerminateRanks(tuple(current.live))]
+        return []

@@ -1,0 +1,105 @@
+"""Saving while training goes on: stage a copy, write it in a thread, commit when every rank's bytes are on the disk.
+
+At most one save is under way; the next one waits for it, on every rank alike, so that no rank decides from its own
+clock. The thread's collectives run on a group of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from meshwright_worker.checkpoint.collective_errors import on_first_rank
+from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.manifest import BaseManifest, FileRecord
+from meshwright_worker.checkpoint.state_dict import stage_copy
+from meshwright_worker.distributed.device import use_device
+from meshwright_worker.distributed.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that became durable."""
+
+    step: int
+    path: Path
+    seconds: float
+
+
+class AsyncCheckpointer:
+    """Saves this rank's part of the checkpoints of one mesh generation."""
+
+    def __init__(self, directory: CheckpointDirectory, keep: int, mesh: Mesh) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._mesh = mesh
+        self._staged: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._result: SavedCheckpoint | BaseException | None = None
+
+    def begin(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest) -> None:
+        """Start to save; returns when a copy is taken. Collective. Call `take_finished` before and between."""
+        if self._thread is not None:
+            raise CheckpointError("a save is still under way")
+        staged = stage_copy(tensors, self._staged)
+        self._thread = threading.Thread(target=self._run, args=(staged, manifest), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def take_finished(self, *, wait: bool) -> SavedCheckpoint | None:
+        """The save that ended since the last call, if any; with `wait` the one under way is waited for.
+
+        Raises:
+            CheckpointError: it failed, on this rank or another.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        self._thread = None
+        result, self._result = self._result, None
+        if isinstance(result, BaseException):
+            raise CheckpointError(f"a checkpoint could not be written: {result}") from result
+        return result
+
+    def _run(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest) -> None:
+        started = time.monotonic()
+        use_device(self._mesh.device)
+        step = manifest.state.step
+        try:
+            self._write(tensors, manifest)
+            self._result = SavedCheckpoint(step, self._directory.path(step), time.monotonic() - started)
+        # torch's CheckpointException is no Exception; whatever it is, the training thread raises it.
+        except BaseException as error:
+            self._result = error
+
+    def _write(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest) -> None:
+        group = self._mesh.checkpoint_group
+        step = manifest.state.step
+        on_first_rank(partial(self._directory.prepare, step), self._mesh)
+        save(
+            tensors,
+            storage_writer=CheckpointWriter(
+                self._directory.temporary(step), self._mesh.rank, self._commit_of(manifest)
+            ),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+
+    def _commit_of(self, manifest: BaseManifest) -> Callable[[dict[str, FileRecord]], None]:
+        def commit(files: dict[str, FileRecord]) -> None:
+            self._directory.commit(manifest.model_copy(update={"files": files}))
+            self._directory.retain(self._keep)
+
+        return commit

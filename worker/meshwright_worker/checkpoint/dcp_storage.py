@@ -1,0 +1,159 @@
+"""torch's distributed checkpoint on files that hold no pickle: safetensors for tensors, JSON for the index.
+
+torch plans (who writes which box, who reads which part of it) and this stores. One file a rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from meshwright_worker.checkpoint.directory import write_durably
+from meshwright_worker.checkpoint.manifest import FileRecord
+from meshwright_worker.checkpoint.safetensors_format import file_checksum, map_tensor, write_tensors
+from meshwright_worker.checkpoint.tensor_index import INDEX, StoredChunk, decode, encode
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes this rank's file, and on the coordinator the index, into a directory that exists.
+
+    `commit` is called on the coordinator with the record of every file when all of them are on the disk. If it raises,
+    every rank's save fails.
+    """
+
+    def __init__(self, directory: Path, rank: int, commit: Callable[[dict[str, FileRecord]], object]) -> None:
+        self._directory = directory
+        self._file = f"rank-{rank:05d}.safetensors"
+        self._commit = commit
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the boxes of the plan; their results carry where they are and the record of the file."""
+        tensors = {_chunk_name(item): _resolve_tensor(planner, item) for item in plan.items}
+        results = []
+        if tensors:
+            starts, size, checksum = write_tensors(self._directory / self._file, tensors)
+            record = FileRecord(size=size, crc32=checksum)
+            for item in plan.items:
+                name = _chunk_name(item)
+                stored = (StoredChunk(self._file, starts[name]), record)
+                results.append(WriteResult(item.index, tensors[name].nbytes, stored))
+        return _completed_future(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index and commit."""
+        boxes, files = {}, {}
+        for result in (result for rank in results for result in rank):
+            box, record = result.storage_data
+            boxes[result.index] = box
+            files[box.file] = record
+        write_durably(self._directory / INDEX, encode(metadata, boxes))
+        size, checksum = file_checksum(self._directory / INDEX)
+        self._commit({**files, INDEX: FileRecord(size=size, crc32=checksum)})
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves: a writer is made for one."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: the directory was made before the save began."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+
+class CheckpointReader(StorageReader):
+    """Reads from a complete checkpoint. Only the parts that this rank needs leave the disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._metadata = Metadata({})
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index.
+
+        Raises:
+            ValueError: it cannot be read as one.
+        """
+        return decode((self._directory / INDEX).read_bytes())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keep the index for `read_data`."""
+        self._metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the parts of the plan into the tensors that the planner names."""
+        for item in plan.items:
+            stored: StoredChunk = self._metadata.storage_data[item.storage_index]
+            entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"{item.storage_index.fqn} is no tensor")
+            chunk = next(chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+            box = map_tensor(self._directory / stored.file, stored.offset, entry.properties.dtype, chunk.sizes)
+            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                box = box.narrow(dimension, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(box)
+            planner.commit_tensor(item, target)
+        return _completed_future(None)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads: a reader is made for one."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+
+def _chunk_name(item: WriteItem) -> str:
+    # A tensor that was not split keeps its plain name, so that other tools find it.
+    data = item.tensor_data
+    if data is None:
+        raise ValueError(f"{item.index.fqn} is no tensor; checkpoints hold tensors alone")
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(str(offset) for offset in data.chunk.offsets)}"
+
+
+def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{item.index.fqn} is no tensor; checkpoints hold tensors alone")
+    return data
+
+
+def _completed_future(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,112 @@
+"""Tensor files in the safetensors format: a JSON header and raw bytes, so reading one can run no code.
+
+Written here rather than by the package of that name because a checkpoint writes from tensors as they are staged, and
+wants the checksum of what it wrote without reading it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BLOCK = 8 * 1024 * 1024
+
+
+class ChecksummedFile:
+    """A file being written, with its size and CRC-32 so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+        self.checksum = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        self._file.write(data)
+        self.size += len(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype.
+
+    Raises:
+        ValueError: the format has none.
+    """
+    if dtype not in _NAMES:
+        raise ValueError(f"{dtype} has no name in the safetensors format")
+    return _NAMES[dtype]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], int, int]:
+    """Write tensors, and `metadata` for whoever reads the file, to a new file and flush it to the disk.
+
+    Returns:
+        Where each tensor's bytes begin in the file; the file's size; its CRC-32.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    starts: dict[str, int] = {}
+    with path.open("xb") as file:
+        checksummed_file = ChecksummedFile(file)
+        checksummed_file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in tensors.items():
+            starts[name] = checksummed_file.size
+            checksummed_file.write(_tensor_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+    return starts, checksummed_file.size, checksummed_file.checksum
+
+
+def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """A tensor of a file, mapped into memory: only what is used of it is read. Changes to it stay private.
+
+    Raises:
+        ValueError: the file is too short.
+    """
+    length = shape.numel() * dtype.itemsize
+    if not length:
+        return torch.empty(shape, dtype=dtype)
+    raw = np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(length,))
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+def file_checksum(path: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file, read in blocks."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return size, checksum
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data

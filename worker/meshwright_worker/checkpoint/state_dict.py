@@ -1,0 +1,89 @@
+"""The tensors of a checkpoint: parameters and moments under the parameter's name in the whole model.
+
+Stage and rank appear in no name, so a checkpoint of one layout is one of every layout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_worker.memory.pinned_memory import allocate_host_tensors
+from meshwright_worker.optimizers.optimizer import Optimizer
+from meshwright_worker.parallel.shards import ParameterShard
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+def checkpoint_tensors(
+    shards: Sequence[ParameterShard], optimizer: Optimizer, buffers: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
+    tensors = {**model_tensors(shards), **{f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}}
+    for shard in shards:
+        for moment, local in optimizer.moments(shard).items():
+            tensors[f"{OPTIMIZER}.{shard.name}.{moment}"] = as_distributed(shard, local)
+    return tensors
+
+
+def model_tensors(shards: Sequence[ParameterShard]) -> dict[str, torch.Tensor]:
+    """The parameters alone, by name, sharing memory with the model."""
+    return {f"{MODEL}.{shard.name}": as_distributed(shard, shard.local) for shard in shards}
+
+
+def copy_to_duplicates(shards: Sequence[ParameterShard], optimizer: Optimizer) -> None:
+    """Fill every copy that a rank holds of one parameter from the one that was loaded, the last.
+
+    A rank with both ends of a model has tied embeddings twice.
+    """
+    loaded = {shard.name: shard for shard in shards}
+    for shard in shards:
+        source = loaded[shard.name]
+        if source is not shard:
+            shard.local.copy_(source.local)
+            for moment, local in optimizer.moments(shard).items():
+                local.copy_(optimizer.moments(source)[moment])
+
+
+def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy in main memory that training does not touch, so that it can be written while training goes on.
+
+    Args:
+        tensors: what to copy.
+        staged: an earlier copy of the same tensors, whose memory is used again; empty the first time.
+    """
+    new = {name: tensor for name, tensor in tensors.items() if name not in staged}
+    for pinned_memory in (True, False):
+        selected = {name: tensor for name, tensor in new.items() if _local_part(tensor).is_cuda is pinned_memory}
+        memory = allocate_host_tensors(
+            [_local_part(tensor) for tensor in selected.values()], pinned_memory=pinned_memory
+        )
+        for (name, tensor), host_tensor in zip(selected.items(), memory, strict=True):
+            staged[name] = _distributed_like(tensor, host_tensor) if isinstance(tensor, DTensor) else host_tensor
+    for name, tensor in tensors.items():
+        _local_part(staged[name]).copy_(_local_part(tensor))
+    return staged
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_distributed(shard: ParameterShard, local: torch.Tensor) -> torch.Tensor:
+    """`local` as the part of a tensor that it is, in the same memory; shaped like this rank's part of the shard."""
+    return local if shard.whole is None else _distributed_like(shard.whole, local)
+
+
+def _distributed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    """A distributed tensor whose local part is `local`, in its memory, wherever that is.
+
+    `DTensor.from_local` would move a part in main memory to the mesh's GPU: loading would fill that copy, not what is
+    offloaded. FSDP makes its offloaded parameters like this.
+    """
+    spec = copy.copy(whole._spec)
+    if spec.tensor_meta is not None:
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]

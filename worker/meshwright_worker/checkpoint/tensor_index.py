@@ -1,0 +1,69 @@
+"""The index of a checkpoint's tensors as JSON: which file holds which box of which tensor.
+
+torch's distributed checkpoint keeps this as a pickle, which runs code when it is read. Here it is data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from meshwright_worker.checkpoint.safetensors_format import DTYPES, dtype_name
+
+INDEX = "tensors.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """Where the bytes of one box of a tensor are."""
+
+    file: str
+    offset: int
+
+
+def encode(metadata: Metadata, boxes: dict[MetadataIndex, StoredChunk]) -> bytes:
+    """The index of a checkpoint that torch's planner described and a writer stored.
+
+    Raises:
+        ValueError: it holds something that is no tensor.
+    """
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is no tensor; checkpoints hold tensors alone")
+        chunks = []
+        for chunk in entry.chunks:
+            box = boxes[MetadataIndex(name, chunk.offsets)]
+            chunks.append([list(chunk.offsets), list(chunk.sizes), box.file, box.offset])
+        tensors[name] = {"dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size), "boxes": chunks}
+    return json.dumps(tensors, separators=(",", ":")).encode()
+
+
+def decode(content: bytes) -> Metadata:
+    """The other way round; `storage_data` maps each box to its `StoredChunk`.
+
+    Raises:
+        ValueError: it is no index.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    boxes: dict[MetadataIndex, StoredChunk] = {}
+    try:
+        for name, entry in json.loads(content).items():
+            chunks = []
+            for offsets, sizes, file, offset in entry["boxes"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                boxes[MetadataIndex(name, offsets)] = StoredChunk(file, offset)
+            properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an index of tensors: {error!r}") from error
+    return Metadata(dict(tensors), storage_data=boxes)

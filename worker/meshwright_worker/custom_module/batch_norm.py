@@ -1,0 +1,100 @@
+"""Running statistics of batch norms (arXiv 1502.03167), which replicas learn from different micro-batches.
+
+After a step every replica gets the statistics of one process that runs the micro-batches of the first replica, then
+those of the second, and so on. An exponential average is linear in what is averaged, so each replica's share of the
+whole follows from its own average, the one before the step and how many micro-batches the later replicas had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_AVERAGES = ("running_mean", "running_var")
+
+
+@dataclass
+class _StatisticsBefore:
+    averages: list[torch.Tensor]
+    tracked: int
+
+
+class BatchNormStatistics:
+    """The statistics of all batch norms of a module.
+
+    Args:
+        module: whose.
+        group: the replicas, ranks in the order of their micro-batches.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # A synchronised one has seen all replicas' batches.
+        self._norms = [
+            part
+            for part in module.modules()
+            if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm) and part.running_mean is not None
+        ]
+        self._at_step_start: list[_StatisticsBefore] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._at_step_start = [
+            _StatisticsBefore([average.clone() for average in _averages(norm)], _tracked(norm)) for norm in self._norms
+        ]
+
+    def finish(self) -> None:
+        """A step's forward passes are over. Collective over replicas."""
+        if not self._norms or self._group.size() == 1:
+            return
+        ranks, rank = self._group.size(), self._group.rank()
+        micro_batch_counts = self._micro_batches_seen(ranks, rank)
+        shares = []
+        for norm, before, counts in zip(self._norms, self._at_step_start, micro_batch_counts.T.tolist(), strict=True):
+            own_weight, previous_weight = _weights(norm.momentum, before.tracked, counts, rank)
+            for now, then in zip(_averages(norm), before.averages, strict=True):
+                shares.append((own_weight * now - previous_weight * then).flatten())
+        flat = torch.cat(shares)
+        dist.all_reduce(flat, group=self._group)
+        averages = [average for norm in self._norms for average in _averages(norm)]
+        for average, whole in zip(averages, torch.split(flat, [average.numel() for average in averages]), strict=True):
+            average.copy_(whole.view_as(average))
+        for norm, before, counts in zip(self._norms, self._at_step_start, micro_batch_counts.T.tolist(), strict=True):
+            norm.num_batches_tracked.fill_(before.tracked + sum(counts))  # type: ignore[union-attr]
+
+    def _micro_batches_seen(self, ranks: int, rank: int) -> torch.Tensor:
+        """Micro-batches by replica and norm, int64 [replicas, norms]."""
+        micro_batch_counts = torch.zeros(ranks, len(self._norms), dtype=torch.int64)
+        for index, (norm, before) in enumerate(zip(self._norms, self._at_step_start, strict=True)):
+            micro_batch_counts[rank, index] = _tracked(norm) - before.tracked
+        on_device = micro_batch_counts.to(self._norms[0].running_mean.device)  # type: ignore[union-attr]
+        dist.all_reduce(on_device, group=self._group)
+        return on_device.cpu()
+
+
+def _weights(momentum: float | None, tracked: int, counts: list[int], rank: int) -> tuple[float, float]:
+    """What a replica's averages after the step count in the whole, and what is taken off of those before it.
+
+    What the first replica takes off is less what is left of them in the whole.
+    """
+    if momentum is None:
+        # The mean over all micro-batches so far.
+        total = max(1, tracked + sum(counts))
+        own_weight, before, remaining = (tracked + counts[rank]) / total, tracked / total, tracked / total
+    else:
+        retention = 1 - momentum
+        own_weight, remaining = retention ** sum(counts[rank + 1 :]), retention ** sum(counts)
+        before = own_weight * retention ** counts[rank]
+    return own_weight, before - remaining if rank == 0 else before
+
+
+def _averages(norm: _BatchNorm) -> list[torch.Tensor]:
+    return [getattr(norm, name) for name in _AVERAGES]
+
+
+def _tracked(norm: _BatchNorm) -> int:
+    return int(norm.num_batches_tracked)  # type: ignore[arg-type]

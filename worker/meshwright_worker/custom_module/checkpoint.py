@@ -1,0 +1,59 @@
+"""Checkpoints of a module of one's own: every parameter once, under its first name, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.loader import CheckpointMismatchError, load_tensors, newest_intact, tensor_names
+from meshwright_worker.checkpoint.manifest import LayoutRecord, ModuleManifest, TrainingState
+from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, model_tensors
+from meshwright_worker.custom_module.parallelize import ParallelModule
+from meshwright_worker.distributed.mesh import Mesh
+
+
+def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, keep: int) -> Path:
+    """See `OwnTrainer.save`."""
+    directory = CheckpointDirectory(root)
+    layout = LayoutRecord(
+        tensor=mesh.layout.tensor, pipeline=1, data=mesh.layout.data, zero_stage=parallel_module.zero_stage
+    )
+    manifest = ModuleManifest(
+        state=TrainingState(step=step), module=type(parallel_module.module).__name__, layout=layout
+    )
+    saver = AsyncCheckpointer(directory, keep, mesh)
+    saver.begin(_tensors(parallel_module), manifest)
+    saver.take_finished(wait=True)
+    return directory.path(step)
+
+
+def load(parallel_module: ParallelModule, mesh: Mesh, root: Path) -> int:
+    """See `OwnTrainer.load`."""
+    directory = CheckpointDirectory(root)
+    newest_manifest = newest_intact(directory, mesh, ModuleManifest)
+    if newest_manifest is None:
+        return 0
+    path, tensors = directory.path(newest_manifest.state.step), _tensors(parallel_module)
+    unexpected = sorted(tensor_names(path) - tensors.keys())
+    if unexpected:
+        raise CheckpointMismatchError(
+            f"{path} is of another module: it has `{'`, `'.join(unexpected[:3])}`, which this one has not. Load "
+            "it with the "
+            "module that it was saved from, with the same parameters tied and frozen"
+        )
+    load_tensors(tensors, path, mesh.checkpoint_group)
+    parallel_module.replicas.sync_parameters()
+    parallel_module.optimizer.set_step_count(newest_manifest.state.step)
+    return newest_manifest.state.step
+
+
+def _tensors(parallel_module: ParallelModule) -> dict[str, torch.Tensor]:
+    persistent_names = parallel_module.module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in parallel_module.module.named_buffers() if name in persistent_names}
+    return {
+        **checkpoint_tensors(parallel_module.replicas.shards, parallel_module.optimizer, buffers),
+        **model_tensors(parallel_module.frozen),
+    }

@@ -1,0 +1,81 @@
+"""A module sharded over replicas by FSDP2, block by block, in the formats that it has."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright_worker.custom_module.plan import PlanError
+from meshwright_worker.custom_module.plan_resolution import ResolvedPlan
+
+ROOT = ""
+
+
+def apply_fsdp(module: nn.Module, parts: ResolvedPlan, replicas: DeviceMesh, *, zero_stage: int) -> None:
+    """Shard every parameter, in place.
+
+    Args:
+        module: with its weights, after it was split over a tensor group.
+        parts: of its plan.
+        replicas: one dimension, or two: the copies of a set of shards, and the ranks that share one (HSDP).
+        zero_stage: 2 or 3.
+
+    Raises:
+        PlanError: FSDP would make copies of a parameter that is used in two blocks, or cannot shard one.
+    """
+    check_fsdp_units(module, parts)
+    # From the inside out, as FSDP wants blocks of blocks.
+    blocks = sorted(parts.blocks.items(), key=lambda block: -block[0].count("."))
+    for part in [*(block for _, block in blocks), module]:
+        unit = fully_shard(
+            part,
+            mesh=replicas,
+            reshard_after_forward=zero_stage == 3,
+            mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        )
+        # Losses are sums; and gloo has no other reduction than a plain sum.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def reshard_parameters(module: nn.Module) -> None:
+    """Let FSDP forget the gathered parameters that a pass without backward has left: shards are about to change."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def check_fsdp_units(module: nn.Module, parts: ResolvedPlan) -> None:
+    """Raises `PlanError` for a parameter that two of FSDP's units would hold, or that has no dimension."""
+    blocks = {id(block): name for name, block in parts.blocks.items()}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    first: dict[int, tuple[str, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        check_shardable(name, parameter)
+        path = name
+        unit = ROOT
+        while path and not unit:
+            path = path.rpartition(".")[0]
+            unit = blocks.get(id(modules[path]), ROOT)
+        other, other_unit = first.setdefault(id(parameter), (name, unit))
+        if other_unit != unit:
+            raise PlanError(
+                f"`blocks`: `{other}` and `{name}` are one parameter, but in {_describe_unit(other_unit)} and "
+                f"{_describe_unit(unit)}, of "
+                "which ZeRO stages 2 and 3 would make two: leave such blocks out of `blocks`, name one that has both "
+                "in it, or use ZeRO stage 0 or 1"
+            )
+
+
+def check_shardable(name: str, parameter: nn.Parameter) -> None:
+    """Raises `PlanError` for a parameter that has nothing to shard."""
+    if not parameter.ndim or not parameter.shape[0]:
+        raise PlanError(
+            f"`{name}` has the shape {list(parameter.shape)}, of which ZeRO has nothing to shard: give it one "
+            "dimension of at least one element"
+        )
+
+
+def _describe_unit(unit: str) -> str:
+    return f"the block `{unit}`" if unit else "none of the blocks"

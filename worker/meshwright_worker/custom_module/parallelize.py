@@ -1,0 +1,180 @@
+"""A module of one's own in the layout of a mesh. The order of the steps stands here and nowhere else.
+
+What can be refused is, before anything is changed. Then the module is split over the tensor group, then sharded over
+replicas: the other way round FSDP would gather what is about to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.api.data_parallel import DataParallelSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.training import OptimizerSpec
+from meshwright_worker.custom_module.consistency_check import first_mismatch
+from meshwright_worker.custom_module.fsdp import apply_fsdp, check_fsdp_units, check_shardable
+from meshwright_worker.custom_module.plan import ParallelPlan
+from meshwright_worker.custom_module.plan_resolution import ResolvedPlan, Role, resolve
+from meshwright_worker.custom_module.rng import RandomStreams
+from meshwright_worker.custom_module.tensor_parallel import apply_tensor_parallel, check_sizes
+from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
+from meshwright_worker.models.init_weights import local_part
+from meshwright_worker.optimizers.bf16_adamw import BF16AdamW
+from meshwright_worker.optimizers.optimizer import AdamW, Optimizer
+from meshwright_worker.parallel.data.data_parallel import DataParallel, NoReduction
+from meshwright_worker.parallel.data.ddp import BucketedAllReduce
+from meshwright_worker.parallel.data.fsdp import preallocate_fsdp_storage
+from meshwright_worker.parallel.data.zero import ZeroShards
+from meshwright_worker.parallel.shards import ParameterShard, is_split_over_tensor
+from meshwright_worker.parallel.tensor.tensor_parallel import replace_with_local_parts
+
+ZERO_STAGES = (0, 1, 2, 3)
+FORMATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ParallelModule:
+    """A module as this rank holds it, and what trains it."""
+
+    module: nn.Module
+    trained_shards: list[ParameterShard]
+    """Of every parameter that is trained, what this rank computes a gradient of."""
+    frozen: list[ParameterShard]
+    """Of every other parameter."""
+    replicas: DataParallel
+    optimizer: Optimizer
+    zero_stage: int
+    gathers_parameters: bool
+    """Whether replicas compute every micro-batch together, since they gather parameters for it."""
+
+
+def parallelize(
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    streams: RandomStreams,
+    spec: OptimizerSpec,
+    *,
+    zero_stage: int,
+    seed: int,
+) -> ParallelModule:
+    """Split and shard a module in place. See `OwnTrainer` for the arguments and what is raised. Collective."""
+    parts = check_plan(module, plan, mesh, zero_stage)
+    module.to(mesh.device)
+    # What an earlier backward pass has left would count in the first step.
+    module.zero_grad()
+    _check_same_weights(module, mesh.device)
+    streams.watch(parts)
+    if mesh.layout.tensor > 1:
+        apply_tensor_parallel(module, parts, mesh.device_mesh[TENSOR])
+    has_replicas = mesh.replicas.size() > 1
+    gathers_parameters = has_replicas and zero_stage >= 2
+    if gathers_parameters:
+        apply_fsdp(module, parts, mesh.hsdp_mesh or mesh.replicas, zero_stage=zero_stage)
+        preallocate_fsdp_storage(module)
+        whole: Mapping[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    else:
+        whole = replace_with_local_parts(module)
+    shards = [
+        _shard(name, p, whole.get(name), parts, mesh, gathers_parameters) for name, p in module.named_parameters()
+    ]
+    trained_shards = [one for one in shards if one.parameter.requires_grad]
+    replicas: DataParallel = NoReduction(trained_shards)
+    if has_replicas and zero_stage == 0:
+        # How many micro-batches a step has, its caller decides; so gradients are summed after the last one.
+        replicas = BucketedAllReduce(trained_shards, mesh, DataParallelSpec(), 1, overlap=False)
+    elif has_replicas and zero_stage == 1:
+        replicas = ZeroShards(trained_shards, mesh, ParallelismSpec(zero_stage=1), 1, watch=False)
+    optimizer = _optimizer(replicas, spec, seed)
+    frozen = [one for one in shards if not one.parameter.requires_grad]
+    return ParallelModule(module, trained_shards, frozen, replicas, optimizer, zero_stage, gathers_parameters)
+
+
+def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: int) -> ResolvedPlan:
+    """The parts of a plan, if it fits the module and the mesh. Changes nothing.
+
+    Raises:
+        PlanError: the plan does not fit the module.
+        ValueError: the mesh, the stage or the module's formats are such that training would be wrong.
+    """
+    layout = mesh.layout
+    if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
+        raise ValueError(
+            "a module of one's own is split over tensor and data dimensions alone: `pipeline`, `context` and `expert` "
+            f"are 1, not {layout.pipeline}, {layout.context} and {layout.expert}"
+        )
+    if mesh.islands is not None:
+        raise ValueError("replicas of a module of one's own take every step together: leave out `training.outer`")
+    if zero_stage not in ZERO_STAGES:
+        raise ValueError(f"`zero_stage` is one of {', '.join(map(str, ZERO_STAGES))}, not {zero_stage}")
+    _check_formats(module)
+    _check_gradients(module)
+    parts = resolve(module, plan)
+    check_sizes(parts, layout.tensor)
+    if zero_stage >= 2:
+        check_fsdp_units(module, parts)
+    elif zero_stage == 1:
+        for name, parameter in module.named_parameters():
+            check_shardable(name, parameter)
+    return parts
+
+
+def _check_formats(module: nn.Module) -> None:
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise ValueError("the module has no parameter to train: all are frozen")
+    first, expected = next((name, parameter.dtype) for name, parameter in trained.items())
+    for name, parameter in trained.items():
+        if parameter.dtype not in FORMATS:
+            raise ValueError(
+                f"`{name}` is {parameter.dtype}: parameters that are trained are fp64, fp32 or bf16; use `.to()` of "
+                "one of them, and autocast in `forward` to compute in another"
+            )
+        if parameter.dtype is not expected:
+            raise ValueError(
+                f"`{first}` is {expected} and `{name}` is {parameter.dtype}: bring what is trained to one format by "
+                "`.to()`, and use autocast in `forward` to compute in another"
+            )
+
+
+def _check_gradients(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
+            raise ValueError(f"`{name}` has sparse gradients, which are not summed over ranks: leave out `sparse=True`")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"`{name}` has a hook on its gradient, which the parts that ranks hold would not have: remove it, and "
+                "change what `forward` computes instead"
+            )
+
+
+def _check_same_weights(module: nn.Module, device: torch.device) -> None:
+    name = first_mismatch({**dict(module.named_parameters()), **dict(module.named_buffers())}, device)
+    if name is not None:
+        raise ValueError(
+            f"`{name}` is not the same on every rank: call `torch.manual_seed` with one seed before the module is "
+            "built, or load the same weights everywhere"
+        )
+
+
+def _shard(
+    name: str, parameter: nn.Parameter, whole: DTensor | None, parts: ResolvedPlan, mesh: Mesh, gathers_parameters: bool
+) -> ParameterShard:
+    owns_part = mesh.coordinates.tensor == 0 or is_split_over_tensor(whole)
+    copies = mesh.hsdp_mesh is not None and mesh.hsdp_mesh.get_local_rank(SHARD_REPLICA) > 0
+    counted = owns_part and (not copies if gathers_parameters else mesh.replicas.get_local_rank() == 0)
+    partial = mesh.layout.tensor > 1 and parts.roles[name] is Role.PARTIAL
+    return ParameterShard(name, parameter, local_part(parameter), whole, counted, partial, not gathers_parameters)
+
+
+def _optimizer(replicas: DataParallel, spec: OptimizerSpec, seed: int) -> Optimizer:
+    if replicas.shards[0].local.dtype is torch.bfloat16:
+        # Added in bf16, updates of less than a 256th of a weight would be lost.
+        return BF16AdamW(replicas.shards, spec, seed)
+    return AdamW(replicas.shards, spec)

@@ -1,0 +1,78 @@
+"""Random numbers of forward passes, such as of dropout: which ranks draw the same, and which must not.
+
+Each micro-batch has a seed of its own, made of the run's seed, the step and which micro-batch of the whole step it is.
+So replicas draw different numbers, a resumed run draws those of one that was not interrupted, and replicas that have
+one micro-batch each draw what one process draws for the same ones.
+
+On the activations that every rank of a tensor group has whole, all of them draw from that one stream. Between `column`
+and `row` layers, where each has other heads or features, each draws from one of its own (as in Megatron-LM's tensor
+parallelism, arXiv 1909.08053), and the shared one goes on after the `row` layer as if nothing had been drawn. So what
+is drawn outside is the same for every tensor degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from meshwright_worker.counter_rng import stream_key
+from meshwright_worker.custom_module.plan_resolution import ResolvedPlan
+
+
+class RandomStreams:
+    """The stream of numbers that torch draws from on this rank.
+
+    Args:
+        device: of the module.
+        seed: of the run.
+        rank: in the tensor group.
+    """
+
+    def __init__(self, device: torch.device, seed: int, rank: int) -> None:
+        self._device = device
+        self._seed = seed
+        self._rank = rank
+        self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @contextmanager
+    def of(self, step: int, batch: int) -> Iterator[None]:
+        """Draw for a step's micro-batch; the caller's own stream goes on afterwards as if nothing had been drawn."""
+        before = self._state()
+        self._shared = None
+        torch.manual_seed(stream_key(self._seed, "own", step, batch))
+        try:
+            yield
+        finally:
+            self._restore(before)
+
+    def watch(self, parts: ResolvedPlan) -> None:
+        """Change streams at the borders of what is split."""
+        for column in parts.column.values():
+            column.register_forward_hook(self._on_column_output)
+        for inner in [*parts.row.values(), *parts.regions.values()]:
+            inner.register_forward_hook(self._on_region_exit)
+
+    def _on_column_output(self, layer: nn.Module, *_: object) -> None:
+        if layer.training and self._shared is None:
+            # Drawn and not counted, so that activation checkpointing, which puts the stream back, draws it again.
+            drawn = int(torch.randint(1 << 62, ()))
+            self._shared = self._state()
+            torch.manual_seed(drawn + self._rank)
+
+    def _on_region_exit(self, *_: object) -> None:
+        if self._shared is not None:
+            shared, self._shared = self._shared, None
+            self._restore(shared)
+
+    def _state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _restore(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        on_host, on_device = state
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, self._device)

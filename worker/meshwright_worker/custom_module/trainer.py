@@ -1,0 +1,224 @@
+"""Training of one's own module: gradients made whole, clipped by their global norm, AdamW on this rank's parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.api.training import OptimizerSpec
+from meshwright_worker.custom_module.batch_norm import BatchNormStatistics
+from meshwright_worker.custom_module.checkpoint import load, save
+from meshwright_worker.custom_module.consistency_check import first_mismatch
+from meshwright_worker.custom_module.fsdp import reshard_parameters
+from meshwright_worker.custom_module.parallelize import ParallelModule, parallelize
+from meshwright_worker.custom_module.plan import ParallelPlan
+from meshwright_worker.custom_module.rng import RandomStreams
+from meshwright_worker.distributed.mesh import REPLICA, TENSOR, Mesh, is_same_on_all_ranks
+from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.trainer.trainer import DivergedError
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+"""The loss of a batch, summed over what is predicted in it, [], and how much that is."""
+
+
+_SAME = 1e-5
+"""Relative difference between losses that are the same."""
+
+
+class CustomModuleTrainer:
+    """A module, split by a plan over the tensor and data dimensions of a mesh, and its optimizer.
+
+    Args:
+        module: with the same weights on every rank, such as after `torch.manual_seed`, in fp64, fp32 or bf16. It is
+            changed in place.
+        plan: how it is split.
+        loss: how a batch becomes a loss.
+        mesh: pipeline and context degree 1.
+        steps: of the whole run, for the learning rate.
+        optimizer: AdamW and the schedule of its rate. bf16 parameters are rounded stochastically.
+        zero_stage: 0 to 3.
+        seed: of dropout and of that rounding.
+
+    Raises:
+        PlanError: the plan does not fit the module.
+        ValueError: the mesh, the stage or the module's weights are such that training would be wrong.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ParallelPlan,
+        loss: Loss,
+        mesh: Mesh,
+        *,
+        steps: int,
+        optimizer: OptimizerSpec,
+        zero_stage: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._loss, self._mesh, self._steps, self._spec = loss, mesh, steps, optimizer
+        self._streams = RandomStreams(mesh.device, seed, mesh.coordinates.tensor)
+        self._parallel_module: ParallelModule = parallelize(
+            module, plan, mesh, self._streams, optimizer, zero_stage=zero_stage, seed=seed
+        )
+        self.module = self._parallel_module.module
+        self._statistics = BatchNormStatistics(module, mesh.group(REPLICA))
+        self._checked = False
+
+    @property
+    def shards(self) -> Sequence[ParameterShard]:
+        """What this rank updates."""
+        return self._parallel_module.replicas.shards
+
+    def step(self, number: int, batches: Sequence[Any]) -> float:
+        """Train on this replica's micro-batches of step `number` (from 1); the mean loss, the same on every rank.
+
+        Raises:
+            DivergedError: loss or gradients are not finite; no parameter was changed.
+            ValueError: ranks that work on the same differ in their losses, numbers of batches or buffers.
+        """
+        self._check_count(batches)
+        total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
+        self._statistics.begin()
+        for index, batch in enumerate(batches):
+            with self._streams.of(number, self._mesh.coordinates.data * len(batches) + index):
+                loss, count = self._loss(self.module, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().double()
+            predicted += count
+        self._statistics.finish()
+        self._check_buffers()
+        gradients, used = self._gradients()
+        loss_sum, squares, targets, *users = self._sum(total, predicted, local_square_sum(self.shards, gradients), used)
+        self._check_used(users)
+        mean, norm = loss_sum / max(1.0, targets), math.sqrt(squares) / max(1.0, targets)
+        if not math.isfinite(mean + norm):
+            self._parallel_module.optimizer.forget()
+            raise DivergedError(f"step {number}: loss {mean}, gradient norm {norm}")
+        scale_and_clip(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
+        self._parallel_module.optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
+        self._parallel_module.replicas.sync_parameters()
+        return mean
+
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        """The mean loss of this replica's batches and the others', the same on every rank; the module in `eval` mode.
+
+        Raises:
+            ValueError: as `step`; or nothing was predicted.
+        """
+        self._check_count(batches)
+        total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
+        trained = [part for part in self.module.modules() if part.training]
+        self.module.eval()
+        with torch.no_grad():
+            for batch in batches:
+                loss, count = self._loss(self.module, batch)
+                total += loss.double()
+                predicted += count
+        # Not `train()`: what was frozen by `eval()` stays so.
+        for part in trained:
+            part.training = True
+        reshard_parameters(self.module)
+        loss_sum, _, targets = self._sum(total, predicted, torch.zeros_like(total), [])
+        if not targets:
+            raise ValueError("nothing was predicted in the batches of `evaluate`")
+        return loss_sum / targets
+
+    def save(self, root: str | Path, step: int, *, keep: int = 2) -> Path:
+        """Save the state after `step` under a directory that all ranks share, of which the newest `keep` stay.
+
+        Any layout and ZeRO stage can load it. Collective; returns when it is durable.
+
+        Raises:
+            CheckpointError: it could not be written; or the directory has checkpoints of later steps, of another run or
+                of one that was not loaded, and nothing is written.
+        """
+        return save(self._parallel_module, self._mesh, Path(root), step, keep)
+
+    def load(self, root: str | Path) -> int:
+        """Go on from the newest whole checkpoint of a directory; the step it was saved after, 0 where there is none.
+
+        Raises:
+            CheckpointMismatchError: it is of another module.
+            ForeignCheckpointError: it is of a model of the runtime, or another version wrote it.
+            CheckpointVolumeError: a rank cannot read it, or does not see it.
+        """
+        reshard_parameters(self.module)
+        return load(self._parallel_module, self._mesh, Path(root))
+
+    def _gradients(self) -> tuple[list[torch.Tensor], list[float]]:
+        """Those of `shards`, whole; and of which parameters this rank has computed one."""
+        unfrozen = [shard.name for shard in self._parallel_module.frozen if shard.parameter.requires_grad]
+        if unfrozen:
+            raise ValueError(f"{', '.join(unfrozen)} was frozen when the trainer was made: make a new one to train it")
+        used = [float(shard.parameter.grad is not None) for shard in self._parallel_module.trained_shards]
+        for shard in self._parallel_module.trained_shards:
+            # A part of the module that this replica's batches do not use; others' may.
+            if shard.parameter.grad is None:
+                shard.parameter.grad = torch.zeros_like(shard.parameter)
+        gradients = self._parallel_module.replicas.reduce()
+        if self._mesh.layout.tensor > 1:
+            all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
+        return gradients, used
+
+    def _sum(self, total: torch.Tensor, predicted: int, squares: torch.Tensor, used: list[float]) -> list[float]:
+        """Sums over all ranks, in one reduction: of losses and what they are of, of squares and of `used`.
+
+        Raises:
+            ValueError: ranks of a tensor group have different losses.
+        """
+        ranks = self._mesh.layout.tensor
+        first = float(self._mesh.coordinates.tensor == 0)
+        sums = torch.cat(
+            [
+                torch.stack([total * first, total, total.abs(), squares.to(total)]),
+                torch.tensor([predicted * first, *used]).to(total),
+            ]
+        )
+        dist.all_reduce(sums)
+        loss, loss_over_ranks, scale, *others = sums.tolist()
+        # Not to the bit: on GPUs some sums have no fixed order.
+        if abs(loss_over_ranks - ranks * loss) > _SAME * scale:
+            raise ValueError(
+                "the ranks of a tensor group computed different losses of one batch: give them the same batch, draw "
+                "random numbers with torch alone, and use the weights of layers that the plan splits nowhere but in "
+                "the layers themselves"
+            )
+        return [loss, *others]
+
+    def _check_used(self, users: list[float]) -> None:
+        unused = [
+            shard.name for shard, ranks in zip(self._parallel_module.trained_shards, users, strict=True) if not ranks
+        ]
+        if unused:
+            self._parallel_module.optimizer.forget()
+            raise ValueError(
+                f"no gradient was computed for {', '.join(unused)}: freeze what the loss does not use by "
+                "`requires_grad_(False)` before the trainer is made"
+            )
+
+    def _check_count(self, batches: Sequence[Any]) -> None:
+        alike = self._mesh.layout.tensor > 1 or self._parallel_module.gathers_parameters
+        if alike and not is_same_on_all_ranks(str(len(batches)), self._mesh):
+            raise ValueError("every rank must have as many micro-batches: they compute each of them together")
+        if not batches:
+            raise ValueError("a step or an evaluation has at least one micro-batch on every rank")
+
+    def _check_buffers(self) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        name = first_mismatch(dict(self.module.named_buffers()), self._mesh.device)
+        if name is not None:
+            raise ValueError(
+                f"the buffer `{name}` is no longer the same on every rank after a forward pass: let it depend on "
+                "nothing that ranks have different, such as their batches"
+            )

@@ -1,0 +1,87 @@
+"""Whose text an island trains on: all of it, or with FedAvg files of its own that no other island reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.training import OuterMethod, TrainingSpec
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.data.length_balance import assign_rows
+from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks
+
+
+def is_federated(training: TrainingSpec) -> bool:
+    """Whether each island has text of its own."""
+    return training.outer is not None and training.outer.method is OuterMethod.FED_AVG
+
+
+def island_data_dir(run: RunConfig, data_dir: str | None, rank: int) -> str | None:
+    """The folder of a rank's text below the data volume's. Rank and layout tell it: no group has formed yet."""
+    if data_dir is None or run.training is None or not is_federated(run.training):
+        return data_dir
+    # Replicas are the outermost dimension, so an island has consecutive ranks.
+    return str(Path(data_dir) / f"island-{rank // (run.layout.world_size // run.islands)}")
+
+
+def combined_identity(training: TrainingSpec, identity: str, mesh: Mesh) -> str | None:
+    """What names the text of all islands; None when ranks that must have the same have not. Collective."""
+    if not is_federated(training):
+        return identity if is_same_on_all_ranks(identity, mesh) else None
+    size = mesh.layout.world_size // (mesh.islands.size() if mesh.islands is not None else 1)
+    own = torch.frombuffer(bytearray(hashlib.blake2b(identity.encode(), digest_size=16).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(own) for _ in range(mesh.layout.world_size)]
+    dist.all_gather(digests, own, group=mesh.checkpoint_group)
+    texts = [bytes(one.tolist()).hex() for one in digests]
+    islands = [texts[first : first + size] for first in range(0, len(texts), size)]
+    return "/".join(island[0] for island in islands) if all(len(set(island)) == 1 for island in islands) else None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAssignment:
+    """Whose samples a replica takes: its own part of its island's part of a step."""
+
+    island: int = 0
+    islands: int = 1
+    replica: int = 0
+    """Among those of the island."""
+    replicas: int = 1
+    separate_data: bool = False
+    """Whether each island numbers samples of its own text, or all share one row of samples."""
+
+    @classmethod
+    def of(cls, training: TrainingSpec, mesh: Mesh) -> Self:
+        """This rank's place."""
+        islands = mesh.islands.size() if mesh.islands is not None else 1
+        replicas = mesh.layout.data // islands
+        return cls(mesh.island, islands, mesh.coordinates.data % replicas, replicas, is_federated(training))
+
+    def island_samples(self, step: range) -> range:
+        """The numbers of the samples that the island takes, of those of a step over all islands.
+
+        Islands of their own texts have as many each, so an island is at its part of the count.
+        """
+        share = len(step) // self.islands
+        first = step.start // self.islands if self.separate_data else step.start + self.island * share
+        return range(first, first + share)
+
+    def replica_samples(self, step: range) -> range:
+        """The numbers of the samples that this replica takes."""
+        own = self.island_samples(step)
+        share = len(own) // self.replicas
+        return own[self.replica * share : (self.replica + 1) * share]
+
+    def balanced_samples(self, step: range, cost: Callable[[int], int], micro_batches: int) -> list[int]:
+        """`replica_samples` with the island's samples dealt to its replicas by their costs.
+
+        What an island trains on stays the same: balancing changes who of it computes what.
+        """
+        own = self.island_samples(step)
+        assigned = assign_rows([cost(sample) for sample in own], self.replicas, micro_batches)
+        return [own[row] for row in assigned[self.replica]]

@@ -1,0 +1,146 @@
+"""Prompts with completions as samples: supervised fine-tuning, with the loss on completions alone."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.api.data import OnCorrupt
+from meshwright.data.documents import SkippedRecords, encoding_problem, lines, parse_json
+from meshwright.data.errors import CorruptRecordError
+from meshwright.data.tokenize import TextSource
+from meshwright.data.tokenizers import Tokenizer
+from meshwright_worker.data.corpus import CorpusError, matching_files
+from meshwright_worker.data.permutation import Permutation
+
+log = logging.getLogger(__name__)
+
+Pair = tuple[list[int], list[int]]
+"""The tokens of a prompt and of its completion."""
+
+
+class PromptCompletionStream:
+    """A record a sample, in a new random order each epoch; what a record leaves of its sample is filled up.
+
+    Samples are int64 [length + 1]; prompt and filling are not predicted and stand as complements (`Batch.of`). A
+    record's completion ends with the separator; what does not fit is cut off at the end.
+
+    Args:
+        pairs: the records, in a fixed order.
+        length: tokens of a sequence.
+        seed: decides the order.
+        separator: ends a completion, and fills.
+
+    Raises:
+        CorpusError: there is no record.
+    """
+
+    def __init__(self, pairs: list[Pair], length: int, seed: int, separator: int) -> None:
+        if not pairs:
+            raise CorpusError(
+                "no records: a smaller `data.heldOut` leaves more to train on, a larger one more to evaluate on"
+            )
+        self._rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
+        self.separator = separator
+        self.samples_per_epoch = len(self._rows)
+        self._length = length
+        self._seed = seed
+        self._epoch = 0
+        self._order = self._permutation(0)
+
+    @property
+    def identity(self) -> str:
+        """See `SampleStream.identity`."""
+        hashed = hashlib.sha256()
+        for row in self._rows:
+            hashed.update(row.numpy().tobytes())
+        return f"{hashed.hexdigest()[:32]}/{self._length}/{self._seed}"
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """See `SampleStream.batch`."""
+        return self.rows(range(first, first + count))
+
+    def rows(self, samples: Sequence[int]) -> torch.Tensor:
+        """See `SampleStream.rows`."""
+        return torch.stack([self._rows[self._record(number)] for number in samples])
+
+    def documents(self, sample: int) -> list[int]:
+        """See `SampleStream.documents`."""
+        row = self._rows[self._record(sample)][:-1]
+        ends = (torch.where(row < 0, ~row, row) == self.separator).nonzero().flatten() + 1
+        borders = [0, *(end for end in ends.tolist() if end < self._length), self._length]
+        return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+
+    def _record(self, sample: int) -> int:
+        epoch, position = divmod(sample, len(self._rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._permutation(epoch)
+        return self._order(position)
+
+    def _permutation(self, epoch: int) -> Permutation:
+        return Permutation(len(self._rows), f"{self._seed}/{epoch}")
+
+
+def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pair]:
+    """The records of every file of a source, in the order of names and lines.
+
+    Raises:
+        CorruptRecordError: a record cannot be read or has no room for its completion, and `data.onCorruptRecord` is
+            `Fail`.
+        DataError: no file matches, none holds a record, or an archive is broken.
+    """
+    skipped = SkippedRecords()
+    pairs: list[Pair] = []
+    for entry in matching_files(source):
+        with source.folder.open(entry.name) as file:
+            for where, line in lines(file, entry.name):
+                found = _pair(line, where, tokenizer, length)
+                if not isinstance(found, CorruptRecordError):
+                    pairs.append(found)
+                elif source.on_corrupt is OnCorrupt.FAIL:
+                    raise found
+                else:
+                    skipped.add(str(found))
+    for example in skipped.examples:
+        log.warning("left out: %s", example)
+    if skipped.count:
+        log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
+    if not pairs:
+        raise CorpusError(f"no record can be used of what `data.pattern: {source.pattern}` matches")
+    return pairs
+
+
+def select_split(pairs: list[Pair], share: float, *, held_out: bool) -> list[Pair]:
+    """The first records, or with `held_out` the last ones that make up `share` of them."""
+    cut = len(pairs) - int(len(pairs) * share)
+    return pairs[cut:] if held_out else pairs[:cut]
+
+
+def _pair(line: bytes, where: str, tokenizer: Tokenizer, length: int) -> Pair | CorruptRecordError:
+    record = parse_json(line, where)
+    if isinstance(record, CorruptRecordError):
+        return record
+    texts: list[Any] = [record.get(key) for key in ("prompt", "completion")] if isinstance(record, dict) else [None]
+    if not all(isinstance(text, str) for text in texts) or not texts[1]:
+        return CorruptRecordError(f"{where}: a record needs the texts `prompt` and `completion`")
+    problem = next((found for text in texts if (found := encoding_problem(text, where))), None)
+    if problem is not None:
+        return problem
+    prompt, completion = tokenizer.encode(texts)
+    if len(prompt) > length:
+        return CorruptRecordError(
+            f"{where}: the prompt's {len(prompt)} tokens leave a sequence of {length} no room for the completion "
+            "(`training.sequenceLength`)"
+        )
+    return prompt, completion
+
+
+def _row(prompt: list[int], completion: list[int], size: int, separator: int) -> torch.Tensor:
+    target_tokens = [*completion, separator][: size - len(prompt)]
+    prompt_tokens = torch.tensor(prompt, dtype=torch.int64)
+    padding = torch.full((size - len(prompt) - len(target_tokens),), separator)
+    return torch.cat((~prompt_tokens, torch.tensor(target_tokens, dtype=torch.int64), ~padding))

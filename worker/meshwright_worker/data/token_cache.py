@@ -1,0 +1,112 @@
+"""Text that is tokenized when a worker starts: once a pod, whoever of its ranks comes first; the others wait.
+
+The tokens lie in scratch space under a name made from everything that decides them, so a restarted rank finds them
+again, and nothing stale is ever used. Large corpora are better tokenized once for all: `meshwright data tokenize`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import posixpath
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from meshwright.api.data import DataSpec
+from meshwright.api.data import Tokenizer as Kind
+from meshwright.data.errors import DataError
+from meshwright.data.files import Folder, LocalFolder, open_folder
+from meshwright.data.shards import TokenShards
+from meshwright.data.tokenize import TextSource, tokenize
+from meshwright.data.tokenizers import Tokenizer, open_tokenizer
+
+log = logging.getLogger(__name__)
+
+ENV_CACHE_DIR = "MESHWRIGHT_CACHE_DIR"
+"""Where to keep the tokens instead of the temporary directory: a volume that outlives the pod saves the work."""
+_VERSION = "2"
+"""Another one when the same text and tokenizer give other tokens than before. 2: special tokens in text are text."""
+
+
+def open_data_tokenizer(data: DataSpec, root: str) -> Tokenizer:
+    """The tokenizer that `data` names; `root` is the folder or URI of the data.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    if data.tokenizer is Kind.BYTE or data.tokenizer_file is None:
+        return open_tokenizer(data.tokenizer, None)
+    return open_tokenizer_at(data.tokenizer, root, data.tokenizer_file)
+
+
+def open_tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
+    """The tokenizer whose file lies at `file` below a folder or URI.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    folder = open_folder(root)
+    path = folder.local(file)
+    if path is not None:
+        return open_tokenizer(kind, path)
+    with tempfile.TemporaryDirectory() as scratch, folder.open(file) as content:
+        copy = Path(scratch) / "tokenizer"
+        copy.write_bytes(content.read())
+        return open_tokenizer(kind, copy)
+
+
+def data_source(data: DataSpec, folder: Folder, path: str | None = None) -> TextSource:
+    """What to read of a folder of `data`; with a mixture the one at `path`. The tokenizer's own file is no text."""
+    file = data.tokenizer_file and posixpath.relpath(f"/{data.tokenizer_file}", f"/{path or ''}")
+    return TextSource(folder, data.pattern, data.format, data.field, data.on_corrupt_record, file)
+
+
+def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Folder:
+    """The folder of shards with the tokens of `source`, made now if no rank of this pod has made it yet.
+
+    Raises:
+        CorruptRecordError: a record cannot be read, and `data.onCorruptRecord` is `Fail`.
+        DataError: nothing matches, or a file cannot be read.
+    """
+    base = Path(os.environ.get(ENV_CACHE_DIR) or tempfile.gettempdir()) / f"meshwright-tokens-{os.getuid()}"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if base.stat().st_uid != os.getuid():
+        raise DataError(f"{base} belongs to somebody else: set {ENV_CACHE_DIR} to a folder of this user")
+    target = base / _key(source, tokenizer)
+    with (base / f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_complete(target):
+            shutil.rmtree(target, ignore_errors=True)
+            _tokenize(source, tokenizer, target)
+    return LocalFolder(target)
+
+
+def _is_complete(target: Path) -> bool:
+    """Whether all tokens are there; a cache on a volume outlives much."""
+    try:
+        TokenShards(LocalFolder(target))
+    except DataError:
+        return False
+    return True
+
+
+def _tokenize(source: TextSource, tokenizer: Tokenizer, target: Path) -> None:
+    started = time.monotonic()
+    manifest, skipped = tokenize(source, tokenizer, target)
+    for example in skipped.examples:
+        log.warning("left out: %s", example)
+    if skipped.count:
+        log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
+    seconds = time.monotonic() - started
+    log.info("tokenized %d documents, %d tokens, in %.1f s", manifest.documents, manifest.tokens, seconds)
+
+
+def _key(source: TextSource, tokenizer: Tokenizer) -> str:
+    parts = [_VERSION, tokenizer.identity, source.kind, source.key, source.on_corrupt, source.folder.where]
+    parts += [f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in source.files()]
+    # A name need not be UTF-8, and neither need a folder's.
+    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]

@@ -1,0 +1,52 @@
+"""Whether the model's embedding has a row for every id of the tokenizer, known before any process group forms.
+
+An id without a row would raise deep inside a kernel; under tensor parallelism it belongs to no rank's part, and so
+would be a zero embedding and a wrong loss without any sign. Only the tokenizer's file and the manifests of tokens are
+read: neither text nor shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshwright.api.data import DataFormat, DataSpec, Tokenizer
+from meshwright.data.files import join_uri
+from meshwright.models.architecture import Architecture
+from meshwright_worker.data.corpus import data_root, naming_corpus, open_data_folder, read_tokens_manifest
+from meshwright_worker.data.sample_assignment import island_data_dir
+from meshwright_worker.data.token_cache import open_data_tokenizer
+from meshwright_worker.data.tokenizer_record import TokenizerRecord
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.run_validation import InvalidRunError
+
+
+def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> TokenizerRecord:
+    """What this rank's text is written in, after making sure that the model's vocabulary has all of it.
+
+    Raises:
+        InvalidRunError: it has not; names the nearest size that has a row for every id and divides over the ranks.
+        DataError: the tokenizer or a manifest cannot be read.
+    """
+    root = island_data_dir(task.run, task.data_dir, task.rank)
+    place = None if data.tokenizer is Tokenizer.BYTE else data_root(data, root)
+    tokenizer = open_data_tokenizer(data, place or "")
+    named = "data.tokenizer: Byte" if place is None else f"data.tokenizerFile: {data.tokenizer_file}"
+    where, needed = max([(f"`{named}`", tokenizer.vocabulary), *_manifests(data, root)], key=lambda found: found[1])
+    if needed > model.vocab_size:
+        tensor = task.run.tensor
+        raise InvalidRunError(
+            f"`model.vocabSize: {model.vocab_size}` must be at least {needed} for the ids of {where}, and divisible by "
+            f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
+        )
+    file = None if place is None else join_uri(place, str(data.tokenizer_file))
+    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file)
+
+
+def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
+    """Folders of tokens, and one above the largest id that each may hold."""
+    if data.format is DataFormat.TOKENS:
+        paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
+        for path in paths:
+            with naming_corpus(path):
+                manifest = read_tokens_manifest(open_data_folder(data, root, path))
+            yield f"the tokens in {path or data_root(data, root)}", manifest.vocabulary

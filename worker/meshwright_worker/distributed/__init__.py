@@ -1,0 +1,1 @@
+"""What a rank computes on: its device, the mesh of process groups, collectives."""

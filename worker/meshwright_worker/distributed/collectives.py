@@ -1,0 +1,108 @@
+"""The conjugate pairs of collectives around a block that is split over a tensor group (Megatron-LM, arXiv 1909.08053).
+
+What `enter_tensor_parallel` does forward, its counterpart `exit_tensor_parallel` does backward, and the other way
+round. Without sequence parallelism
+that is nothing and an all-reduce; with it (arXiv 2205.05198) an all-gather and a reduce-scatter along the positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_POSITIONS = 1
+
+# torch 2.13 renamed these two and warns of the names that older versions have.
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def all_gather_into(
+    gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Fill `gathered`, [ranks, ...], with each rank's `own`, [...] or [1, ...]; the work under way with `async_op`."""
+    work: dist.Work | None = all_gather(gathered.flatten(), own.flatten(), group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_into(
+    own: torch.Tensor, send_buffer: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Fill `own`, [...], with the sum of every rank's row of this rank in `send_buffer`, [ranks, ...]."""
+    work: dist.Work | None = reduce_scatter(own.flatten(), send_buffer.flatten(), group=group, async_op=async_op)
+    return work
+
+
+def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum over ranks in place; nothing is issued where there is only one."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(x, group=group)
+
+
+def all_reduce_on(device: torch.device, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum over ranks in place, on `device`: NCCL takes nothing from main memory, where offloaded tensors are."""
+    moved = x.to(device)
+    dist.all_reduce(moved, group=group)
+    if moved is not x:
+        x.copy_(moved)
+
+
+def all_gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
+    parts = x.new_empty((group.size(), *x.shape))
+    all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts.transpose(0, _POSITIONS).flatten(_POSITIONS, _POSITIONS + 1)
+
+
+def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks of [batch, positions, ...], of which each keeps its [batch, positions / n, ...]."""
+    parts = torch.stack(x.chunk(group.size(), dim=_POSITIONS))
+    own = torch.empty_like(parts[0])
+    reduce_scatter(own, parts.flatten(0, 1), group=group)
+    return own
+
+
+def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks, on all of them."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _EnterTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sequence: bool) -> torch.Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return all_gather_sequence(x, group) if sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        reduce = reduce_scatter_sequence if ctx.sequence else all_reduced
+        return reduce(gradient, ctx.group), None, None
+
+
+class _ExitTensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sequence: bool) -> torch.Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return reduce_scatter_sequence(x, group) if sequence else all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        return all_gather_sequence(gradient, ctx.group) if ctx.sequence else gradient, None, None
+
+
+def enter_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
+    """The residual stream as every rank of the group needs it: whole. Its gradient is summed over the ranks."""
+    entered: torch.Tensor = _EnterTensorParallel.apply(x, group, sequence)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def exit_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
+    """The sum of every rank's contribution to the residual stream; with `sequence` a rank keeps its own positions."""
+    left: torch.Tensor = _ExitTensorParallel.apply(x, group, sequence)  # type: ignore[no-untyped-call]
+    return left

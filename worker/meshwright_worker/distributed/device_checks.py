@@ -1,0 +1,69 @@
+"""Which number formats a device computes in, decided from what it says of itself before any process group forms.
+
+On a CPU every format computes the same numbers, slowly, which is what a CPU is for here. A GPU is paid for its speed:
+what it would only emulate, or not compute at all, is refused with the nearest format that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
+from meshwright_worker.distributed.device import DeviceProperties
+from meshwright_worker.trainer.run_validation import InvalidRunError
+
+_NEEDS = {Precision.BF16: (8, 0), Precision.FP16: (5, 3)}
+"""Compute capability of the first GPUs that multiply in a format (CUDA C++ Programming Guide, arithmetic instructions);
+all of them have fp32 and fp64."""
+_FP8_NEEDS = (8, 9)
+_NEAREST = {
+    Precision.BF16: (Precision.FP16, Precision.FP32),
+    Precision.FP16: (Precision.FP32,),
+    Precision.FP32: (),
+    Precision.FP64: (),
+}
+
+
+class DeviceMissingError(RuntimeError):
+    """The pod has fewer GPUs than ranks. Another start, perhaps on another node, may find them again."""
+
+
+def validate_device(properties: DeviceProperties, ranks: int, training: TrainingSpec) -> None:
+    """Refuse a run that this rank's device cannot execute; `ranks` are those of its pod.
+
+    Raises:
+        DeviceMissingError: there are more ranks than GPUs.
+        InvalidRunError: see above; lists every problem.
+    """
+    if properties.capability is not None and ranks > properties.count:
+        raise DeviceMissingError(
+            f"`workers.gpusPerWorker: {ranks}`: the pod sees {properties.count} GPUs; nearest: {properties.count}"
+        )
+    problems = [*device_problems(properties, training.precision, fp8=training.fp8 is not None)]
+    if problems:
+        raise InvalidRunError("; ".join(problems))
+
+
+def device_problems(properties: DeviceProperties, precision: Precision, *, fp8: bool) -> Iterator[str]:
+    """What the device lacks, each with its field and the nearest value that works. Pure."""
+    if properties.capability is None:
+        return
+    needed = _NEEDS.get(precision, (0, 0))
+    if properties.capability < needed:
+        fits = [other.value for other in _NEAREST[precision] if properties.capability >= _NEEDS.get(other, (0, 0))]
+        yield (
+            f"`training.precision: {precision.value}` needs a GPU of compute capability {_text(needed)}, and "
+            f"{properties.name} has {_text(properties.capability)}; nearest: {', '.join(fits)}"
+        )
+    if fp8 and properties.capability < _FP8_NEEDS:
+        best = Precision.BF16 if properties.capability >= _NEEDS[Precision.BF16] else Precision.FP32
+        yield (
+            f"`training.fp8` needs a GPU of compute capability {_text(_FP8_NEEDS)}, and {properties.name} has "
+            f"{_text(properties.capability)}, which would only emulate it; nearest: leave it out, with "
+            f"`training.precision: {best.value}`"
+        )
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(str(number) for number in capability)

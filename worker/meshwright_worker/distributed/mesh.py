@@ -1,0 +1,219 @@
+"""The process groups of one mesh generation, in the rank order that planner and operator gave.
+
+Nothing is negotiated: rank, world size and master come from the operator, and the store's keys carry the generation, so
+a straggler of an older one meets nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.layout import Coordinates, Layout
+from meshwright_worker.distributed.device import init_device
+from meshwright_worker.distributed.network_interface import find_interface
+from meshwright_worker.rank.task import RankTask
+
+log = logging.getLogger(__name__)
+
+DATA, PIPELINE, CONTEXT, TENSOR = "data", "pipeline", "context", "tensor"
+REPLICA = "replica"
+"""The ranks that hold the same dense parameters: data x context."""
+SHARD, SHARD_REPLICA = "shard", "shard_replica"
+"""The replicas that share one set of shards, and those that hold the same part of it."""
+ISLAND = "island"
+"""The ranks in the same place of islands that train apart."""
+EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
+"""The ranks that hold different experts of a layer, and those that hold the same ones: together, the replicas."""
+
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
+"""Ranks come when they have opened their data, which takes one pod longer than another where it is tokenized."""
+_COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among all ranks, and its groups."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh
+    """Dimensions `data`, `pipeline`, `context`, `tensor`."""
+    replicas: DeviceMesh
+    """One dimension, the replicas that take every step together: `data` and `context` flattened, of this island."""
+    hsdp_mesh: DeviceMesh | None
+    """Dimensions `shard_replica`, `shard`: the replicas, where one set of shards has only some of them."""
+    islands: DeviceMesh | None
+    """The one dimension `island`; None when all ranks take every step together."""
+    island_group: dist.ProcessGroup
+    """All ranks that take every step together: those of this island."""
+    experts: DeviceMesh
+    """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are spread over them;
+    `device_mesh` itself where they are not."""
+    checkpoint_group: dist.ProcessGroup
+    """All ranks, on gloo, for the thread that writes checkpoints while training uses the other groups."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank is."""
+        return self.layout.coordinates(self.rank)
+
+    def group(self, dimension: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in `dimension` alone, one of this module's names."""
+        if dimension == REPLICA or (dimension == EXPERT_REPLICA and self.layout.expert == 1):
+            return self.replicas.get_group()
+        if dimension in (SHARD, SHARD_REPLICA):
+            return (self.hsdp_mesh or self.replicas).get_group(dimension if self.hsdp_mesh else 0)
+        if dimension == ISLAND:
+            if self.islands is None:
+                raise ValueError("all replicas take every step together: `training.outer` is not set")
+            return self.islands.get_group()
+        mesh = self.experts if dimension in (EXPERT, EXPERT_REPLICA) else self.device_mesh
+        return mesh.get_group(dimension)
+
+    @property
+    def shards(self) -> DeviceMesh:
+        """One dimension, the replicas that share one set of shards."""
+        return self.hsdp_mesh[SHARD] if self.hsdp_mesh is not None else self.replicas
+
+    @property
+    def island(self) -> int:
+        """Which island this rank is of."""
+        return self.islands.get_local_rank() if self.islands is not None else 0
+
+
+@contextmanager
+def join_mesh(task: RankTask) -> Iterator[Mesh]:
+    """The mesh of the task's generation, for as long as the block runs; its groups are destroyed on every way out.
+
+    Raises:
+        torch.distributed.DistError: a rank did not come within the time limit, or went away.
+    """
+    with join_process_group(task) as device:
+        yield build_mesh(task, device)
+
+
+@contextmanager
+def join_process_group(task: RankTask) -> Iterator[torch.device]:
+    """All ranks of the task's generation in one group, which is destroyed on the way out; this rank's device.
+
+    Not by NCCL after an error: that would wait for what is under way, and so for peers that wait for this rank. The
+    process is about to end, and says why before.
+
+    Raises:
+        torch.distributed.DistError: a rank did not come within the time limit, or went away.
+    """
+    training = task.run.training
+    device = init_device(task.local_rank, reproducible=training is None or training.deterministic)
+    _pin_interface(task.pod_address)
+    store = TCPStore(
+        task.master_address,
+        task.master_port,
+        task.world_size,
+        is_master=task.rank == 0,
+        timeout=_RENDEZVOUS_TIMEOUT,
+        wait_for_workers=False,
+    )
+    # No `device_id`: with one, ranks outside a new group of any back end split NCCL's communicator, and those inside a
+    # gloo group do not, so they would wait for each other for ever (`_new_process_group_helper` in torch 2.13).
+    # What it would tell, `init_device` has: collectives take the current device.
+    dist.init_process_group(
+        device.backend,
+        store=PrefixStore(f"generation-{task.generation}", store),
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    try:
+        yield device.torch
+    except BaseException:
+        if device.backend != "nccl":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def is_same_on_all_ranks(text: str, mesh: Mesh) -> bool:
+    """Whether every rank has the same text. Collective."""
+    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    extremes = torch.tensor([value, -value])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.checkpoint_group)
+    return int(extremes[0]) == -int(extremes[1])
+
+
+def build_mesh(task: RankTask, device: torch.device) -> Mesh:
+    """The groups of the task's layout among connected ranks. Collective.
+
+    Raises:
+        ValueError: the layout is of another number of ranks than the generation.
+    """
+    layout = task.run.layout
+    if layout.world_size != task.world_size:
+        raise ValueError(f"{layout} needs {layout.world_size} ranks, but the generation has {task.world_size}")
+    shape = (layout.data, layout.pipeline, layout.context, layout.tensor)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
+    # Only a sequence that is split makes replicas anything but the data dimension.
+    replicas = device_mesh[DATA, CONTEXT]._flatten(REPLICA) if layout.context > 1 else device_mesh[DATA]
+    islands, hsdp_mesh = None, None
+    if task.run.islands > 1:
+        island_dimensions = _split_dimension(replicas, replicas.size() // task.run.islands, (ISLAND, "island_replica"))
+        islands, replicas = island_dimensions[ISLAND], island_dimensions["island_replica"]
+    shard_size = (task.run.parallelism.data_parallel.shard_size or layout.data) * layout.context
+    if shard_size < replicas.size():
+        hsdp_mesh = _split_dimension(replicas, shard_size, (SHARD_REPLICA, SHARD))
+    checkpoint_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+    return Mesh(
+        layout=layout,
+        rank=task.rank,
+        device=device,
+        device_mesh=device_mesh,
+        replicas=replicas,
+        hsdp_mesh=hsdp_mesh,
+        islands=islands,
+        island_group=_build_island_group(task.run.islands, task.rank, layout.world_size),
+        # Groups take time to form, so none is formed that nobody uses.
+        experts=_build_expert_mesh(layout, device) if layout.expert > 1 else device_mesh,
+        checkpoint_group=checkpoint_group,
+    )
+
+
+def _split_dimension(replicas: DeviceMesh, inner: int, names: tuple[str, str]) -> DeviceMesh:
+    """`replicas` as two dimensions, the inner one of neighbours."""
+    return replicas._unflatten(0, (replicas.size() // inner, inner), names)
+
+
+def _build_island_group(islands: int, rank: int, world_size: int) -> dist.ProcessGroup:
+    if islands == 1 and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    # Replicas are the outermost dimension, so an island has consecutive ranks.
+    size = world_size // islands
+    firsts = range(0, world_size, size)
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(range(first, first + size))) for first in firsts]
+    return groups[rank // size]
+
+
+def _build_expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    ranks = torch.arange(layout.world_size).view(layout.data, layout.pipeline, layout.context, layout.tensor)
+    spread = ranks.transpose(1, 2).reshape(-1, layout.expert, layout.pipeline, layout.tensor)
+    return DeviceMesh(device.type, spread, mesh_dim_names=(EXPERT_REPLICA, EXPERT, PIPELINE, TENSOR))
+
+
+def _pin_interface(address: str) -> None:
+    """Make collectives use the interface that holds the pod's address, unless the environment already names one."""
+    interface = find_interface(address)
+    if interface is None:
+        log.debug("no interface holds %s; the collective libraries choose one", address)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

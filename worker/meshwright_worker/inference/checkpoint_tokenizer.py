@@ -1,0 +1,71 @@
+"""The tokenizer to ask a checkpoint in: that of its run, or its file from where it is now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.api.data import Tokenizer as Kind
+from meshwright.data.errors import DataError
+from meshwright.data.files import split_uri
+from meshwright.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+from meshwright_worker.checkpoint.manifest import Manifest
+from meshwright_worker.data.token_cache import open_tokenizer_at
+from meshwright_worker.data.tokenizer_record import TokenizerRecord
+
+BYTES = "byte"
+"""What `--tokenizer` says instead of a file."""
+
+
+def tokenizer_for(manifest: Manifest, option: str | None) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Args:
+        manifest: the checkpoint's.
+        option: `--tokenizer`: the tokenizer's file or `byte`; None for what the manifest names.
+
+    Raises:
+        DataError: it is not known, its file is gone or another, or the model has no row for some of its ids.
+    """
+    record = manifest.tokenizer
+    tokenizer = _recorded_tokenizer(record) if option is None else _tokenizer_from_option(option, record)
+    if record is not None and tokenizer.identity != record.identity:
+        raise DataError(
+            f"{option or record.file} is `{tokenizer.identity}`, but the checkpoint was trained on "
+            f"`{record.identity}`: its ids mean other text; name the run's own file with `--tokenizer FILE`"
+        )
+    rows = manifest.architecture.vocab_size
+    if tokenizer.vocabulary > rows:
+        raise DataError(
+            f"`--tokenizer {option}` has ids up to {tokenizer.vocabulary - 1}, but the model has rows up to {rows - 1}"
+            ": it is not what the checkpoint was trained on"
+        )
+    return tokenizer
+
+
+def _recorded_tokenizer(record: TokenizerRecord | None) -> Tokenizer:
+    if record is None:
+        raise DataError(
+            "the checkpoint does not say what its text is written in: name the file with `--tokenizer FILE`, or bytes "
+            f"with `--tokenizer {BYTES}`"
+        )
+    if record.file is None:
+        return open_tokenizer(record.kind, None)
+    folder, name = split_uri(record.file)
+    try:
+        return open_tokenizer_at(record.kind, folder, name)
+    except (DataError, OSError) as error:
+        raise DataError(
+            f"the run's tokenizer cannot be opened where the run had it ({error}): name it with `--tokenizer FILE`"
+        ) from error
+
+
+def _tokenizer_from_option(option: str, record: TokenizerRecord | None) -> Tokenizer:
+    if option == BYTES:
+        return ByteTokenizer()
+    path = Path(option)
+    if record is not None and record.kind is not Kind.BYTE:
+        return open_tokenizer(record.kind, path)
+    # A tokenizer.json is an object; a SentencePiece model is a protobuf, which never begins like one.
+    with path.open("rb") as file:
+        is_json = file.read(64).lstrip().startswith(b"{")
+    return open_tokenizer(Kind.BPE if is_json else Kind.SENTENCE_PIECE, path)

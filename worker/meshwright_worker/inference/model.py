@@ -1,0 +1,199 @@
+"""A checkpoint's model, ready to be asked for the next token's logits: whole, or split over the ranks of a mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
+from meshwright.layout import Layout
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.checkpoint.loader import load_tensors
+from meshwright_worker.checkpoint.manifest import Manifest
+from meshwright_worker.checkpoint.state_dict import MODEL, model_tensors
+from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.distributed.device import default_device
+from meshwright_worker.distributed.mesh import PIPELINE, TENSOR, Mesh
+from meshwright_worker.inference.checks import check_layout
+from meshwright_worker.inference.kv_cache import install_kv_caches
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.models.lora import apply_lora, is_adapter
+from meshwright_worker.parallel.parallelize import build_stages
+from meshwright_worker.parallel.pipeline.inference import forward_stages
+from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
+from meshwright_worker.precision.dtypes import compute_dtype, parameter_dtype
+from meshwright_worker.pretrained.load import load_pretrained
+
+
+class CachedModel:
+    """A model that remembers the tokens it was given. On a mesh every call is collective.
+
+    Args:
+        stage: this rank's part of the model.
+        model: the architecture.
+        capacity: how many tokens it remembers.
+        mesh: None in one process.
+    """
+
+    def __init__(self, stage: DecoderStage, model: Architecture, capacity: int, mesh: Mesh | None = None) -> None:
+        self.capacity = capacity
+        self._stage = stage.eval()
+        self._model = model
+        self._mesh = mesh
+        self._device = mesh.device if mesh is not None else next(stage.parameters()).device
+        self._caches = install_kv_caches(stage, capacity)
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens it remembers."""
+        return self._length
+
+    def clear(self) -> None:
+        """Forget every token."""
+        self._length = 0
+        for cache in self._caches:
+            cache.clear()
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of what follows each token, fp32 [batch, length, vocabulary] on every rank.
+
+        Args:
+            tokens: int64 [batch, length], which follow those of the calls before.
+
+        Raises:
+            ValueError: more tokens than it remembers.
+        """
+        batch, length = tokens.shape
+        positions = torch.arange(self._length, self._length + length, device=self._device).expand(batch, -1)
+        hidden, token_metadata = self._model.hidden_size, TokenMetadata(positions=positions)
+        logits = forward_stages(self._stage, tokens.to(self._device), token_metadata, hidden, self._mesh)
+        self._length += length
+        return self._gather_logits(logits, batch, length)
+
+    def broadcast_token(self, token: int) -> int:
+        """The token that rank 0 chose, on every rank. Collective.
+
+        Ranks that spread experts compute the dense layers each for itself, and may differ in a logit's last bits; where
+        one then wrote another token, or ended its text, the others would wait for it.
+        """
+        if self._mesh is None:
+            return token
+        chosen = torch.tensor([token], device=self._device)
+        dist.broadcast(chosen, 0)
+        return int(chosen)
+
+    def _gather_logits(self, logits: torch.Tensor | None, batch: int, length: int) -> torch.Tensor:
+        mesh = self._mesh
+        if mesh is None:
+            if logits is None:
+                raise RuntimeError("a whole model returned no logits")
+            return logits.float()
+        ranks, vocabulary = mesh.layout.tensor, self._model.vocab_size
+        whole = torch.empty(batch, length, vocabulary, device=self._device)
+        if logits is not None:
+            # Where the vocabulary does not divide, the last parts are smaller; they travel filled up.
+            part = logits.new_zeros(batch, length, -(-vocabulary // ranks), dtype=torch.float32)
+            part[..., : logits.shape[-1]] = logits
+            parts = [torch.empty_like(part) for _ in range(ranks)]
+            dist.all_gather(parts, part, group=mesh.group(TENSOR))
+            whole = torch.cat(parts, dim=-1)[..., :vocabulary].contiguous()
+        if mesh.layout.pipeline > 1:
+            group = mesh.group(PIPELINE)
+            dist.broadcast(whole, dist.get_global_rank(group, mesh.layout.pipeline - 1), group=group)
+        return whole
+
+
+def inference_run(manifest: Manifest, layout: Layout, precision: Precision) -> RunConfig:
+    """The run that builds a checkpoint's model for generation in a layout.
+
+    Raises:
+        InvalidRunError: the layout does not fit the model.
+    """
+    model = _dropless(manifest.architecture)
+    check_layout(layout, model)
+    return RunConfig(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data_parallel=layout.data,
+        context=layout.context,
+        expert=layout.expert,
+        micro_batches=layout.pipeline,
+        parallelism=ParallelismSpec(sequence=False),
+        architecture=model,
+        training=TrainingSpec(
+            steps=1,
+            global_batch_size=layout.pipeline,
+            sequence_length=manifest.sequence_length,
+            seed=manifest.seed,
+            precision=precision,
+            lora=manifest.lora,
+            initial_weights=manifest.initial_weights,
+        ),
+    )
+
+
+def _dropless(model: Architecture) -> Architecture:
+    """The model with experts that take every token: a capacity is a share of a whole sequence, which nobody has yet.
+
+    With one, what a token gets would depend on how many tokens are read at a time.
+    """
+    if model.mixture is None:
+        return model
+    return model.model_copy(update={"mixture": model.mixture.model_copy(update={"capacity_factor": None})})
+
+
+def load_sharded_model(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh, capacity: int) -> CachedModel:
+    """The model split over a mesh: each rank reads its own part alone. Collective.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is another model's.
+        PretrainedError: the model that adapters belong to cannot be read.
+    """
+    (built,) = build_stages(run, _dropless(manifest.architecture), mesh)
+    shards = parameter_shards(built.module, built.distributed, run, mesh)
+    _fill(shards, stage_buffers(built.module), checkpoint, manifest, mesh.checkpoint_group)
+    return CachedModel(built.module, manifest.architecture, capacity, mesh)
+
+
+def load_full_model(
+    checkpoint: Path, manifest: Manifest, precision: Precision, capacity: int, device: torch.device | None = None
+) -> CachedModel:
+    """The whole model in this process, on `device`: when None, on a GPU where there is one.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is another model's.
+        PretrainedError: the model that adapters belong to cannot be read.
+    """
+    model = _dropless(manifest.architecture)
+    with torch.device("meta"):
+        stage = DecoderStage(model, compute_dtype(precision)).to(parameter_dtype(precision))
+    if manifest.lora is not None:
+        apply_lora(stage, manifest.lora)
+    init_weights(stage, model, manifest.seed, device or default_device())
+    shards = [ParameterShard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
+    _fill(shards, stage_buffers(stage), checkpoint, manifest, None)
+    return CachedModel(stage, model, capacity)
+
+
+def _fill(
+    shards: list[ParameterShard],
+    buffers: dict[str, torch.Tensor],
+    checkpoint: Path,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+) -> None:
+    stored = shards
+    if manifest.lora is not None:
+        stored = [shard for shard in shards if is_adapter(shard.name)]
+        if manifest.initial_weights is not None:
+            base_shards = [shard for shard in shards if not is_adapter(shard.name)]
+            load_pretrained(base_shards, manifest.architecture, Path(manifest.initial_weights))
+    buffer_tensors = {f"{MODEL}.{name}": buffer for name, buffer in buffers.items()}
+    load_tensors({**model_tensors(stored), **buffer_tensors}, checkpoint, group)

@@ -1,0 +1,36 @@
+"""The way of `training.outer`."""
+
+from __future__ import annotations
+
+from meshwright.api.training import OuterMethod, OuterSpec, TrainingSpec
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
+from meshwright_worker.local_sgd.diloco import DiLoCo
+from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
+from meshwright_worker.local_sgd.parameter_averaging import ParameterAveraging
+from meshwright_worker.optimizers.optimizer import Optimizer
+from meshwright_worker.parallel.data.data_parallel import DataParallel
+
+
+def build_outer_optimizer(
+    spec: OuterSpec, training: TrainingSpec, replicas: DataParallel, optimizer: Optimizer, mesh: Mesh, samples: int
+) -> OuterOptimizer:
+    """How the islands of `mesh` come together. Collective.
+
+    Args:
+        spec: the method.
+        training: whose optimizer an asynchronous server has.
+        replicas: this rank's shards.
+        optimizer: of this island.
+        mesh: with islands.
+        samples: of this island's own text, for `FedAvg`.
+    """
+    match spec.method:
+        case OuterMethod.LOCAL_SGD:
+            return ParameterAveraging(replicas.shards, optimizer, mesh)
+        case OuterMethod.FED_AVG:
+            return ParameterAveraging(replicas.shards, optimizer, mesh, samples)
+        case OuterMethod.DILOCO:
+            return DiLoCo(replicas.shards, optimizer, mesh, spec)
+        case OuterMethod.ASYNC_SGD:
+            return AsynchronousSGD(replicas.shards, training.optimizer, mesh, spec.staleness, replicas.sync_parameters)

@@ -1,0 +1,106 @@
+"""Activation checkpointing: layers are computed again in the backward pass instead of being kept (arXiv 1604.06174).
+
+Gradients are the same numbers, since the same operators run on the same inputs: dropout draws by token, not by order,
+so there is no random state to bring back. Collectives inside a layer are issued again too, up to the last operator
+whose output the backward pass needs: with tensor parallelism (arXiv 1909.08053) all but the block's last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.api.training import ActivationCheckpointing
+from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.models.decoder import DecoderStage, run_in_order
+from meshwright_worker.models.layers import Block
+
+_SAVED_OPS = (
+    "mm",
+    "addmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""What `Selective` keeps: matrix products and attention, which cost the most operations for their bytes. Not `bmm`:
+attention without a fused kernel would keep its scores."""
+
+
+class CheckpointedLayers:
+    """Runs a stage's layers in groups and keeps no more of a group than its input, and what the policy keeps.
+
+    Args:
+        group: layers that are recomputed together.
+        selective: whether the outputs of `_SAVED_OPS` are kept.
+    """
+
+    def __init__(self, group: int, *, selective: bool) -> None:
+        self._group = group
+        self._contexts: dict[str, Any] = {}
+        if selective:
+            self._contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+
+    def __call__(self, layers: Sequence[Block], x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
+        """See `run_in_order`."""
+        if not torch.is_grad_enabled():
+            return run_in_order(layers, x, token_metadata)
+        for first in range(0, len(layers), self._group):
+            group = layers[first : first + self._group]
+            x = checkpoint(
+                run_in_order, group, x, token_metadata, use_reentrant=False, preserve_rng_state=False, **self._contexts
+            )
+        return x
+
+
+def selective_checkpoint(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A layer that keeps its input and what `_SAVED_OPS` names, to be compiled.
+
+    From outside of compiled code checkpointing would not see the products that it must keep: they are `mm.out` there,
+    into memory that other operators use again, and all of them would be computed twice. Inside, the compiler reads the
+    policy as it divides the graph.
+    """
+    contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
+
+    def run(x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return layer(x, token_metadata)
+        y: torch.Tensor = checkpoint(
+            layer, x, token_metadata, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+        return y
+
+    return run
+
+
+def group_size(mode: ActivationCheckpointing, every: int, layers: int) -> int:
+    """Layers of a group on a stage that has so many: `Sqrt` takes the root of them, as the planner does."""
+    if mode is ActivationCheckpointing.EVERY_K:
+        return every
+    return max(1, isqrt(layers)) if mode is ActivationCheckpointing.SQRT else 1
+
+
+def checkpoint_activations(stage: DecoderStage, mode: ActivationCheckpointing, every: int) -> None:
+    """Let a stage recompute its layers as `training.activationCheckpointing` says."""
+    if mode is not ActivationCheckpointing.NONE:
+        selective = mode is ActivationCheckpointing.SELECTIVE
+        stage.run_layers = CheckpointedLayers(group_size(mode, every, len(stage.layers)), selective=selective)
+
+
+def _operators() -> frozenset[Callable[..., Any]]:
+    packets = (getattr(torch.ops.aten, name, None) for name in _SAVED_OPS)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+_SAVED_OPERATORS = _operators()
+
+
+def _selective_policy(_: object, operator: Callable[..., Any], *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,89 @@
+"""Matrix products of consecutive groups of rows, each with a matrix of its own: what experts without padding compute.
+
+One kernel for all groups where the device has it (MegaBlocks, arXiv 2211.15841, showed what that is worth); otherwise
+one product after the other, which any device and format has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+_ALIGNMENT = 16
+"""Bytes that the kernel's rows must be multiples of."""
+
+
+def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows of group g times the transposed matrix g.
+
+    Args:
+        rows: [rows, inputs], sorted by group.
+        weight: [groups, outputs, inputs], in the format of the rows.
+        counts: int64 [groups], the rows of each; their sum is the number of rows.
+
+    Returns:
+        [rows, outputs]. Every matrix gets a gradient, 0 for a group without rows.
+    """
+    kernel = _has_kernel(rows, *weight.shape[1:])
+    return grouped_mm_kernel(rows, weight, counts) if kernel else grouped_mm_loop(rows, weight, counts)
+
+
+def grouped_mm_kernel(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` in one call, without waiting for the counts on the host."""
+    product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    result: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+    return result
+
+
+def grouped_mm_loop(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` as a loop over the groups."""
+    parts = torch.split(rows, counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
+
+
+def grouped_input_grad(gradients: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The gradients of `grouped_linear`'s rows: each times the matrix of its group.
+
+    Args:
+        gradients: [rows, outputs].
+        weight: [groups, outputs, inputs], in the same format.
+        counts: int64 [groups], the rows of each.
+
+    Returns:
+        [rows, inputs].
+    """
+    if _has_kernel(gradients, *weight.shape[1:]):
+        product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        result: torch.Tensor = product(gradients, weight, offs=counts.cumsum(0).to(torch.int32))
+        return result
+    parts = torch.split(gradients, counts.tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight.unbind(0), strict=True)])
+
+
+def grouped_weight_grad(gradients: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The gradients of `grouped_linear`'s matrices: the sum over each group's rows of their outer products.
+
+    Args:
+        gradients: [rows, outputs].
+        rows: [rows, inputs], in the same format.
+        counts: int64 [groups], the rows of each.
+
+    Returns:
+        [groups, outputs, inputs].
+    """
+    if _has_kernel(rows, gradients.shape[1], rows.shape[1]):
+        product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        result: torch.Tensor = product(gradients.t(), rows, offs=counts.cumsum(0).to(torch.int32))
+        return result
+    sizes = counts.tolist()
+    parts = zip(torch.split(gradients, sizes), torch.split(rows, sizes), strict=True)
+    return torch.stack([gradient.t() @ x for gradient, x in parts])
+
+
+def _has_kernel(rows: torch.Tensor, *widths: int) -> bool:
+    """Whether one kernel multiplies matrices of these widths; of rows there may be any number."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
+        return False
+    known = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
+    aligned = all(size * rows.element_size() % _ALIGNMENT == 0 for size in widths)
+    return known and aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)

@@ -1,0 +1,112 @@
+"""Initial weights that depend on the seed and the parameter's name alone, so that every layout starts from the same.
+
+Each parameter has its own generator, and so has each expert of a mixture. A rank draws the whole matrix, one at a time
+on the CPU, and keeps its shard: no communication, and never more than one whole matrix in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.architecture import Architecture
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.lora import DOWN, UP
+from meshwright_worker.precision.dtypes import PARAMETER_DTYPE, upcast
+
+_RESIDUAL_OUTPUTS = (
+    "attention.output.weight",
+    "feed_forward.down.weight",
+    "feed_forward.shared.down.weight",
+    "feed_forward.experts.down",
+)
+
+
+def materialize(stage: DecoderStage, device: torch.device, storage_device: torch.device | None = None) -> None:
+    """Give a stage that was built on the meta device its memory on `device`, with nothing in it.
+
+    Parameters are at `storage_device`, if that is given: whoever gathers them brings them to the device. Nobody
+    brings buffers.
+    """
+    stage.to_empty(device=storage_device or device)
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # Routers' biases move by steps too small for bf16, also where parameters are.
+            setattr(module, name, torch.empty_like(buffer, device=device, dtype=upcast(buffer).dtype))
+    stage.tie()
+
+
+def init_weights(
+    stage: DecoderStage,
+    model: Architecture,
+    seed: int,
+    device: torch.device,
+    storage_device: torch.device | None = None,
+) -> None:
+    """Give a stage that was built on the meta device its memory, see `materialize`, and its initial weights.
+
+    Norms are 1, biases 0; of an adapter one matrix is 0 and the other has deviation 1 / sqrt(inputs). Matrices are
+    normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that write to the residual
+    stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed 0.02 makes narrow models lose
+    their first hundred steps. Buffers, the balancing biases of routers, are 0.
+    """
+    materialize(stage, device, storage_device)
+    with torch.no_grad():
+        for buffer in stage.buffers():
+            buffer.zero_()
+        for name, parameter in stage.named_parameters():
+            local, box = local_shard(parameter)
+            if parameter.ndim < 3:
+                local.copy_(init_parameter_part(name, parameter.shape, model, seed)[box])
+                continue
+            first, *inner = box
+            for row, expert in enumerate(range(*first.indices(parameter.shape[0]))):
+                initial_parameter = init_parameter_part(name, parameter.shape[1:], model, seed, expert)
+                local[row].copy_(initial_parameter[tuple(inner)])
+
+
+def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter, sharing its memory, and where in the whole it lies."""
+    local = local_part(parameter)
+    if not isinstance(parameter, DTensor):
+        return local, tuple(slice(0, size) for size in parameter.shape)
+    chunks = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if not chunks:
+        return local, tuple(slice(0, size) for size in local.shape)
+    (chunk,) = chunks
+    box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return local, box
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, sharing its memory."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def initial_parameter(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
+    """The initial value of the whole parameter of that name, of all experts."""
+    if len(shape) < 3:
+        return init_parameter_part(name, shape, model, seed)
+    return torch.stack([init_parameter_part(name, shape[1:], model, seed, expert) for expert in range(shape[0])])
+
+
+def init_parameter_part(
+    name: str, shape: torch.Size, model: Architecture, seed: int, expert: int | None = None
+) -> torch.Tensor:
+    """The initial value of the whole parameter of that name, or of one expert's part, in the format of parameters."""
+    if name.endswith((".bias", UP)):
+        return torch.zeros(shape, dtype=PARAMETER_DTYPE)
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=PARAMETER_DTYPE)
+    key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
+    hashed = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
+    deviation = math.sqrt(0.4 / model.hidden_size)
+    if name.endswith(DOWN):
+        deviation = shape[1] ** -0.5
+    elif name.endswith(_RESIDUAL_OUTPUTS):
+        deviation /= math.sqrt(2 * model.layers)
+    return torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)

@@ -1,0 +1,248 @@
+"""A mixture of experts as a feed-forward layer: route, send rows to the experts, compute, bring them back, add up.
+
+The steps are methods of their own, so that a schedule can run the `DispatchPlan` of one micro-batch while it computes
+another. Where experts are computed is the dispatcher's affair: here, or spread over ranks
+(`parallel/expert/expert_parallel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import is_mixture
+from meshwright_worker.models.layers import FeedForward
+from meshwright_worker.models.load_balancing import LoadBalancer, RoutingStats, SequencePartition
+from meshwright_worker.models.router import ExpertRouter
+from meshwright_worker.models.split_backward import grouped
+
+
+class DispatchPlan(Protocol):
+    """The way of one micro-batch's rows to the ranks of their experts and back. Autograd goes through both."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [experts here]: rows that arrive for each."""
+
+    @property
+    def sent_rows(self) -> int | None:
+        """Rows that set out; None where only the device knows."""
+
+    @property
+    def origin(self) -> torch.Tensor | None:
+        """int64 [rows that arrive]: which rank of the expert group sent each; None where this one sent all."""
+
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert, [rows, hidden] -> the rows of the experts here, sorted by expert."""
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+
+
+class Dispatcher(Protocol):
+    """Plans journeys."""
+
+    def plan(self, counts: torch.Tensor) -> DispatchPlan:
+        """The journey of rows of which `counts`, int64 [experts], go to each expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDispatchPlan:
+    """The journey of rows whose experts are all here."""
+
+    counts: torch.Tensor
+
+    @property
+    def sent_rows(self) -> None:
+        """See `DispatchPlan`."""
+
+    @property
+    def origin(self) -> None:
+        """See `DispatchPlan`."""
+
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `DispatchPlan`."""
+        return rows
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `DispatchPlan`."""
+        return rows
+
+
+class LocalDispatcher:
+    """Every expert is on this rank."""
+
+    def plan(self, counts: torch.Tensor) -> LocalDispatchPlan:
+        """See `Dispatcher`."""
+        return LocalDispatchPlan(counts)
+
+
+class GroupedProduct(Protocol):
+    """Another way to multiply rows with the matrices of their experts (`fp8`)."""
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `split_backward.grouped`; `origin` as of a `DispatchPlan`."""
+
+
+class Experts(nn.Module):
+    """SwiGLU networks (arXiv 2002.05202), one tensor a matrix for all of them."""
+
+    def __init__(self, experts: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.products: dict[str, GroupedProduct] = {}
+        """By matrix, where it is not multiplied by `split_backward.grouped`."""
+        self.gate = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows sorted by expert, [rows, hidden], of which `counts` belong to each expert here -> the same shape."""
+
+        def times(name: str, x: torch.Tensor) -> torch.Tensor:
+            weight, product = self.get_parameter(name), self.products.get(name)
+            return grouped(x, weight, counts) if product is None else product(x, weight, counts, origin)
+
+        return times("down", F.silu(times("gate", rows)) * times("up", rows))
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """A micro-batch between the router and the experts."""
+
+    rows: torch.Tensor
+    """[rows, hidden]: a copy of a token for each of its experts, sorted by expert; dropped ones are missing."""
+    slots: torch.Tensor
+    """int64 [rows]: which of the batch x positions x per_token choices a row is."""
+    weights: torch.Tensor
+    """[batch x positions, per_token]."""
+    dispatch_plan: DispatchPlan
+    balancing_loss: torch.Tensor
+    """The balancing losses, weighted, summed over tokens: fp32 []."""
+    routing_stats: torch.Tensor
+    """What is counted once this micro-batch's gradient passes, see `RoutingStats`."""
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, routed experts and, where the model has them, shared ones.
+
+    `dispatcher`, `sequences` and `routing_replicas` are set by what splits the model over ranks.
+    """
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        if model.mixture is None:
+            raise ValueError("the model has no `mixture`")
+        mixture = model.mixture
+        self.mixture = mixture
+        self.router = ExpertRouter(model.hidden_size, mixture)
+        self.experts = Experts(mixture.experts, model.hidden_size, mixture.intermediate_size)
+        self.shared: FeedForward | None = None
+        if mixture.shared_intermediate_size:
+            self.shared = FeedForward(
+                model.model_copy(update={"intermediate_size": mixture.shared_intermediate_size, "mixture": None})
+            )
+        self.dispatcher: Dispatcher = LocalDispatcher()
+        self.load_balancer = LoadBalancer(mixture, SequencePartition())
+        self.routing_replicas = 1
+        """How many ranks route the same tokens, each with a part of the experts' widths."""
+        self.slices = 1
+        """How many ranks of a tensor group route positions of their own."""
+        self.whole = True
+        """Whether no tensor group splits the experts' widths."""
+        self.routing_stats = RoutingStats(mixture.experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        routed = self.route(x)
+        dispatch_plan = routed.dispatch_plan
+        rows = self.experts(
+            dispatch_plan.dispatch(routed.rows),
+            dispatch_plan.counts,
+            dispatch_plan.origin if self.experts.products else None,
+        )
+        return self.finish(x, routed, dispatch_plan.combine(rows))
+
+    def route(self, x: torch.Tensor) -> RoutedTokens:
+        """Choose experts for x, [batch, positions, hidden], and sort a copy of each token for each of them."""
+        count, per_token = self.mixture.experts, self.mixture.per_token
+        routing = self.router(x)
+        within_capacity = self.load_balancer.within_capacity(routing.experts)
+        # What is dropped is sorted behind the last expert and then cut off.
+        experts = routing.experts if within_capacity is None else routing.experts.masked_fill(~within_capacity, count)
+        order = experts.flatten().argsort(stable=True)
+        counts = _histogram(experts.flatten(), count + 1)[:count]
+        dispatch_plan, slots = self.dispatcher.plan(counts), order
+        if within_capacity is not None:
+            slots = order[: int(counts.sum()) if dispatch_plan.sent_rows is None else dispatch_plan.sent_rows]
+        copied = x.flatten(0, 1).unsqueeze(1).expand(-1, per_token, -1).reshape(-1, x.shape[-1])
+        auxiliary, z = self.load_balancer.losses(routing)
+        balancing_loss = self.mixture.balance_weight * auxiliary + self.mixture.z_loss_weight * z
+        return RoutedTokens(
+            rows=copied.index_select(0, slots),
+            slots=slots,
+            weights=routing.weights.flatten(0, 1),
+            dispatch_plan=dispatch_plan,
+            balancing_loss=balancing_loss,
+            routing_stats=self.routing_stats.entry(
+                _histogram(routing.experts.flatten(), count), len(order) - len(slots), auxiliary, z
+            ),
+        )
+
+    def finish(self, x: torch.Tensor, routed: RoutedTokens, rows: torch.Tensor) -> torch.Tensor:
+        """Add up what came back, the rows of `routed` from their experts, and the shared experts' output."""
+        tokens, per_token = routed.weights.shape
+        slots = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.slots, rows)
+        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), slots.view(tokens, per_token, -1))
+        y = mixed.view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        attached: torch.Tensor = _AttachBalancingLoss.apply(y, routed.balancing_loss, routed.routing_stats, self)  # type: ignore[no-untyped-call]
+        return attached
+
+
+class _AttachBalancingLoss(torch.autograd.Function):
+    """Gives a loss its gradient when that of the layer's output passes, so that it needs no way to the last stage.
+
+    Counting in the backward pass counts a micro-batch once, also where its forward pass is computed again, and leaves
+    evaluation out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, balancing_loss: torch.Tensor, routing_stats: torch.Tensor, mixture: MixtureOfExperts
+    ) -> torch.Tensor:
+        ctx.routing_stats, ctx.mixture, ctx.like = routing_stats, mixture, balancing_loss.new_empty(())
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        (gradient,) = gradients
+        mixture: MixtureOfExperts = ctx.mixture
+        mixture.routing_stats.add(ctx.routing_stats)
+        weight = torch.ones_like(ctx.like) * (mixture.routing_stats.loss_weight / mixture.routing_replicas)
+        return gradient, weight.to(ctx.like.dtype), None, None
+
+
+def build_feed_forward(model: Architecture, layer: int) -> nn.Module:
+    """The feed-forward part of layer number `layer`: a mixture of experts or a dense layer."""
+    return MixtureOfExperts(model) if is_mixture(model.mixture, layer) else FeedForward(model)
+
+
+def iter_moe_layers(stage: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
+    """The mixtures of a stage and their names."""
+    for name, module in stage.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            yield name, module
+
+
+def _histogram(values: torch.Tensor, size: int) -> torch.Tensor:
+    # bincount waits for the device and histc counts in floats.
+    return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))

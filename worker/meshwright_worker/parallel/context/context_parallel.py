@@ -1,0 +1,210 @@
+"""Context parallelism: the ranks of a group share the tokens of each row, and attention goes over all of them.
+
+Everything but attention treats tokens one by one, so each rank trains on its slice of a row as if it were the row:
+`context_slice` takes it from the replica's batch, and `install_context_attention` puts a method of attention into
+the model. Losses and
+gradients are sums over tokens, which the reduction over replicas (data x context) completes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.api.parallelism import ContextMethod
+from meshwright.sequence_sharding import SequenceSharding, TokenSlice, size
+from meshwright_worker.data.batch import Batch, TokenMetadata
+from meshwright_worker.distributed.mesh import CONTEXT, Mesh
+from meshwright_worker.models.layers import AttentionCore
+from meshwright_worker.parallel.context.all_gather_attention import AllGatherPlan, gathered_attention
+from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, blocks_of
+from meshwright_worker.parallel.context.ring_attention import RingPlan, ring_attention
+from meshwright_worker.parallel.context.ulysses import exchange_heads, return_tokens
+
+
+def context_slice(batch: Batch, deal: SequenceSharding, rank: int) -> Batch:
+    """What rank `rank` of a context group trains on, from the replica's whole batch on the CPU; a slice stays it."""
+    if batch.row_length is not None:
+        return batch
+    whole = replace(batch, row_documents=batch.documents)
+    if deal.ranks == 1:
+        return whole
+    length = batch.tokens.shape[1]
+    held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[rank]])
+    own = batch.each(lambda tensor: tensor[:, held])
+    positions = held.expand(len(batch.tokens), -1) if own.positions is None else own.positions
+    return replace(own, positions=positions, row_length=length, row_documents=batch.documents)
+
+
+def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: ContextGroups) -> None:
+    """Let every attention of a model go over the ranks of the context group.
+
+    One rank alone gets attention that leaves out what documents of a row do not share.
+    """
+    cores = {name: module for name, module in model.named_modules() if isinstance(module, AttentionCore)}
+    # Layers that attend alike share a core, which finds a micro-batch's blocks once for all of them.
+    shared: dict[tuple[bool, float | None], AttentionCore] = {}
+    for name, core in cores.items():
+        kind = (core.causal, core.scale)
+        if kind not in shared:
+            shared[kind] = _build_core(deal, groups, core)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, shared[kind])
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The groups of ranks that attention goes over; None where there is none."""
+
+    heads: dist.ProcessGroup | None
+    """Ranks that exchange heads for tokens."""
+    tokens: dist.ProcessGroup | None
+    """Ranks that keys and values go round or are gathered over."""
+
+
+def build_context_groups(deal: SequenceSharding, mesh: Mesh) -> ContextGroups:
+    """The groups that a method needs. Collective over all ranks."""
+    if deal.ranks == 1:
+        return ContextGroups(None, None)
+    if deal.method is ContextMethod.ULYSSES:
+        return ContextGroups(mesh.group(CONTEXT), None)
+    if deal.method is not ContextMethod.RING_ULYSSES:
+        return ContextGroups(None, mesh.group(CONTEXT))
+    # Heads are exchanged between consecutive ranks: that is the traffic for the fastest links (arXiv 2405.07719).
+    layout = mesh.layout
+    ranks = torch.arange(layout.world_size)
+    shape = (layout.data, layout.pipeline, deal.ranks // deal.inner, deal.inner, layout.tensor)
+    names = ("data", "pipeline", "ring", "heads", "tensor")
+    both = DeviceMesh(mesh.device.type, ranks.view(shape), mesh_dim_names=names)
+    return ContextGroups(both.get_group("heads"), both.get_group("ring"))
+
+
+def _build_core(deal: SequenceSharding, groups: ContextGroups, template: AttentionCore) -> AttentionCore:
+    if deal.ranks == 1 or deal.method is ContextMethod.ALL_GATHER:
+        return AllGatherAttentionCore(deal, groups.tokens, template)
+    if deal.method is ContextMethod.ULYSSES:
+        assert groups.heads is not None
+        return UlyssesAttentionCore(AllGatherAttentionCore(SequenceSharding(), None, template), deal, groups.heads)
+    assert groups.tokens is not None
+    ring = RingAttentionCore(deal, groups.tokens, template)
+    return ring if groups.heads is None else UlyssesAttentionCore(ring, deal, groups.heads)
+
+
+class AllGatherAttentionCore(AttentionCore):
+    """Attention of a rank's tokens to whole rows, gathered over a group or its own."""
+
+    def __init__(self, deal: SequenceSharding, group: dist.ProcessGroup | None, template: AttentionCore) -> None:
+        super().__init__(causal=template.causal, scale=template.scale)
+        self._deal = deal
+        self._group = group
+        self._blocks = _BlockCache()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
+    ) -> torch.Tensor:
+        """See `AttentionCore.forward`."""
+        if self._group is None and token_metadata.row_documents is None:
+            return super().forward(query, key, value, token_metadata)
+        length = token_metadata.row_length or key.shape[1]
+        slices = self._deal.slices(length)
+        own = slices[self._group.rank() if self._group else 0]
+        _check(query, own)
+        (blocks,) = self._blocks.of(own, [(range(length),)], token_metadata, causal=self.causal)
+        plan = AllGatherPlan(self._group, slices, blocks, self.scale or query.shape[-1] ** -0.5)
+        attended = gathered_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan)
+        return attended.transpose(1, 2)
+
+
+class RingAttentionCore(AttentionCore):
+    """Attention of a rank's tokens to keys and values that go round a group."""
+
+    def __init__(self, deal: SequenceSharding, group: dist.ProcessGroup, template: AttentionCore) -> None:
+        super().__init__(causal=template.causal, scale=template.scale)
+        self._deal = deal
+        self._group = group
+        self._blocks = _BlockCache()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
+    ) -> torch.Tensor:
+        """See `AttentionCore.forward`."""
+        slices = self._deal.ring(_row_length(token_metadata))
+        own = slices[self._group.rank()]
+        _check(query, own)
+        blocks = self._blocks.of(own, slices, token_metadata, causal=self.causal)
+        ring = RingPlan(self._group, blocks, [size(part) for part in slices], self.scale or query.shape[-1] ** -0.5)
+        attended = ring_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), ring)
+        return attended.transpose(1, 2)
+
+    @property
+    def place(self) -> int:
+        """This rank's place in the ring."""
+        return self._group.rank()
+
+
+class UlyssesAttentionCore(AttentionCore):
+    """Another core on the tokens of a group and a share of the heads."""
+
+    def __init__(self, inner: AttentionCore, deal: SequenceSharding, group: dist.ProcessGroup) -> None:
+        super().__init__(causal=inner.causal, scale=inner.scale)
+        self.inner = inner
+        self._deal = deal
+        self._group = group
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
+    ) -> torch.Tensor:
+        """See `AttentionCore.forward`."""
+        slices = self._deal.slices(_row_length(token_metadata))
+        ranks = self._group.size()
+        first = self._first(len(slices), ranks)
+        lengths = [size(part) for part in slices[first : first + ranks]]
+        _check(query, slices[first + self._group.rank()])
+        exchanged = exchange_heads(query, key, value, self._group, lengths)
+        return return_tokens(self.inner(*exchanged, token_metadata), self._group, lengths)
+
+    def _first(self, ranks: int, own: int) -> int:
+        """Place in the context group of the first rank that heads are exchanged with."""
+        if ranks == own:
+            return 0
+        assert isinstance(self.inner, RingAttentionCore)
+        return self.inner.place * own
+
+
+def _row_length(token_metadata: TokenMetadata) -> int:
+    if token_metadata.row_length is None:
+        raise ValueError("a batch that is not sliced went into a model that shares rows: call `context_slice` first")
+    return token_metadata.row_length
+
+
+def _check(query: torch.Tensor, own: TokenSlice) -> None:
+    if query.shape[1] != size(own):
+        raise ValueError(f"attention got {query.shape[1]} tokens of a row, and this rank's slice of it has {size(own)}")
+
+
+class _BlockCache:
+    """Blocks of the last micro-batch: every layer asks for the same."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._documents: torch.Tensor | None = None
+        self._blocks: list[list[AttentionBlock]] = []
+
+    def of(
+        self, own: TokenSlice, others: Sequence[TokenSlice], token_metadata: TokenMetadata, *, causal: bool
+    ) -> list[list[AttentionBlock]]:
+        """Blocks of this rank's queries against each of `others`."""
+        key = (own, tuple(others))
+        if key != self._key or token_metadata.row_documents is not self._documents or not self._blocks:
+            documents = None if token_metadata.row_documents is None else token_metadata.row_documents.numpy()
+            self._blocks = [blocks_of(own, part, causal=causal, documents=documents) for part in others]
+            self._key, self._documents = key, token_metadata.row_documents
+        return self._blocks

@@ -1,0 +1,126 @@
+"""Ring attention: keys and values travel round the ranks of a group (Liu et al., arXiv 2310.01889).
+
+Each rank keeps its queries. In every turn it works on the keys and values of one rank while it hands them to the next
+rank and takes the following ones from the rank before: n - 1 turns. In the backward pass they travel again, and with
+them, one turn behind, the gradients that the ranks add up; the n-th hand-over brings those home.
+
+Bytes that a rank sends, with X those of its own keys and values: (n - 1) X forward; backward (n - 1) X and n X of
+gradients, which are fp32 where X is of a narrower format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
+from meshwright_worker.parallel.context.online_softmax import AttentionGradients, OnlineSoftmax
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What the ranks of a group do with one micro-batch's keys and values."""
+
+    group: dist.ProcessGroup
+    blocks: Sequence[Sequence[AttentionBlock]]
+    """Of this rank's queries against each rank's keys, by rank."""
+    lengths: Sequence[int]
+    """How many keys each rank has."""
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return len(self.lengths)
+
+    def source(self, turn: int) -> int:
+        """Whose keys this rank works on."""
+        return (self.rank - turn) % self.ranks
+
+
+class _RingTransfer:
+    """Tensors on their way to the next rank, and those that come from the one before."""
+
+    def __init__(self, tensors: Pair, ring: RingPlan, turn: int) -> None:
+        length = ring.lengths[ring.source(turn + 1)]
+        self._received = tuple(x.new_empty((*x.shape[:2], length, x.shape[3])) for x in tensors)
+        after, before = (
+            dist.get_global_rank(ring.group, (ring.rank + step) % ring.ranks) for step in (1, ring.ranks - 1)
+        )
+        operations = []
+        for sent, received in zip(tensors, self._received, strict=True):
+            operations.append(dist.P2POp(dist.isend, sent, after, ring.group))
+            operations.append(dist.P2POp(dist.irecv, received, before, ring.group))
+        # Kept until they have left: on gloo nothing else holds on to them.
+        self._sent = tensors
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> Pair:
+        """What came."""
+        for work in self._works:
+            work.wait()
+        key, value = self._received
+        return key, value
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: RingPlan) -> torch.Tensor:
+        online_softmax = OnlineSoftmax(query, value.shape[-1], ring.scale)
+        key_value = own = (key.contiguous(), value.contiguous())
+        for turn in range(ring.ranks):
+            transfer = _RingTransfer(key_value, ring, turn) if turn < ring.ranks - 1 else None
+            online_softmax.add(*key_value, ring.blocks[ring.source(turn)])
+            if transfer is not None:
+                key_value = transfer.wait()
+        attended, lse = online_softmax.result()
+        ctx.save_for_backward(query, *own, attended, lse)
+        ctx.ring = ring
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        ring: RingPlan = ctx.ring
+        query, key, value, attended, lse = ctx.saved_tensors
+        grads = AttentionGradients(gradients[0], query, attended, lse, ring.scale)
+        key_value: Pair = (key, value)
+        gradient_transfer: _RingTransfer | None = None
+        for turn in range(ring.ranks):
+            transfer = _RingTransfer(key_value, ring, turn) if turn < ring.ranks - 1 else None
+            key_grad, value_grad = grads.add(*key_value, ring.blocks[ring.source(turn)])
+            if gradient_transfer is not None:
+                earlier_key_grad, earlier_value_grad = gradient_transfer.wait()
+                key_grad, value_grad = key_grad.add_(earlier_key_grad), value_grad.add_(earlier_value_grad)
+            gradient_transfer = _RingTransfer((key_grad, value_grad), ring, turn)
+            if transfer is not None:
+                key_value = transfer.wait()
+        assert gradient_transfer is not None
+        key_grad, value_grad = gradient_transfer.wait()
+        return grads.query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None
+
+
+def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: RingPlan) -> torch.Tensor:
+    """Attention of this rank's queries to every rank's keys. Collective.
+
+    Args:
+        query: [batch, heads, own tokens, head size].
+        key: [batch, key and value heads, own tokens, head size].
+        value: [batch, key and value heads, own tokens, value size].
+        ring: the group and its blocks.
+
+    Returns:
+        [batch, heads, own tokens, value size].
+    """
+    attended: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+    return attended

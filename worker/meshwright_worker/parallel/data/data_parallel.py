@@ -1,0 +1,68 @@
+"""What every way of keeping replicas equal offers to the step, and the choice of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.pipeline_layout import WHOLE_BACKWARD
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.parallel.data.compression.state import CompressionState
+from meshwright_worker.parallel.data.ddp import BucketedAllReduce
+from meshwright_worker.parallel.data.zero import ZeroShards
+from meshwright_worker.parallel.shards import ParameterShard
+
+
+class DataParallel(Protocol):
+    """Makes the gradients of replicas one, and hands out what each has updated."""
+
+    @property
+    def shards(self) -> Sequence[ParameterShard]:
+        """What this rank updates, norms, clips and saves: its parameters, or its parts of them."""
+
+    @property
+    def compression_state(self) -> CompressionState | None:
+        """What compressed sums left out and a checkpoint must hold; None without compression."""
+
+    def reduce(self) -> list[torch.Tensor]:
+        """The gradients of the shards, summed over replicas, after the step's last backward pass. Collective."""
+
+    def sync_parameters(self) -> None:
+        """Give every replica the parameters that the others have updated or loaded. Collective."""
+
+
+class NoReduction:
+    """FSDP has summed gradients over replicas already, or there is only one of them.
+
+    Args:
+        shards: of all stages.
+    """
+
+    compression_state = None
+
+    def __init__(self, shards: Sequence[ParameterShard]) -> None:
+        self.shards = shards
+
+    def reduce(self) -> list[torch.Tensor]:
+        """See `DataParallel.reduce`."""
+        return [shard.gradient() for shard in self.shards]
+
+    def sync_parameters(self) -> None:
+        """See `DataParallel.sync_parameters`."""
+
+
+def build_data_parallel(run: RunConfig, shards: Sequence[ParameterShard], mesh: Mesh) -> DataParallel:
+    """The way of `parallelism.dataParallel` for the shards of all stages of this rank."""
+    engine = data_parallel_engine(run.parallelism)
+    if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
+        return NoReduction(shards)
+    # Other schedules compute gradients of weights apart, past autograd's hooks, or a part of them on another rank.
+    hooks = run.pipeline == 1 or run.parallelism.order in WHOLE_BACKWARD
+    if engine is DataParallelEngine.FLAT:
+        return ZeroShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
+    spec = run.parallelism.data_parallel
+    return BucketedAllReduce(shards, mesh, spec, run.micro_batches, overlap=hooks and spec.overlap)

@@ -1,0 +1,1 @@
+"""Expert parallelism: dispatching tokens to the ranks of their experts."""

@@ -1,0 +1,156 @@
+"""Expert parallelism: a mixture's experts spread over the ranks that hold the same dense parameters.
+
+Each rank of the expert group holds experts / group of them; rows travel there and back (`parallel/expert/dispatch`).
+Experts
+with the same index on other ranks are replicas of each other: their gradients are summed over `EXPERT_REPLICA`.
+
+Tensor parallelism splits the experts' widths (DeepSpeed-TED, arXiv 2303.06318). Then either every rank of a tensor
+group routes all of its tokens and adds its part of their experts' outputs, between the same collectives as a dense
+layer; or, with sequence parallelism and spread experts, each routes its own positions and the parts are gathered at the
+experts. Or the widths stay whole: each rank of a tensor group routes its own positions to experts that all of the group
+hold, and sums up their gradients as it does those of norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshwright.api.precision import Precision
+from meshwright_worker.distributed.collectives import all_gather
+from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, EXPERT_REPLICA, TENSOR, Mesh
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.load_balancing import SequencePartition
+from meshwright_worker.models.moe import Experts, MixtureOfExperts, iter_moe_layers
+from meshwright_worker.parallel.expert.dispatch import AllToAllDispatcher
+from meshwright_worker.precision.dtypes import sharding_policy
+
+_WIDTH_DIMENSION = {"gate": 1, "up": 1, "down": 2}
+"""Which dimension of each of the experts' tensors is their width."""
+
+
+class SplitSequencePartition(SequencePartition):
+    """Each sequence is shared by the ranks of these groups, outermost first."""
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self.parts = 1
+        for group in groups:
+            self.parts *= group.size()
+
+    def total(self, counts: torch.Tensor) -> torch.Tensor:
+        """See `SequencePartition`. Collective."""
+        counts = counts.clone()
+        for group in self._groups:
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    def before(self, counts: torch.Tensor) -> torch.Tensor:
+        """See `SequencePartition`. Collective; the ranks of the innermost group hold consecutive positions.
+
+        Raises:
+            ValueError: several groups share the sequences.
+        """
+        if len(self._groups) > 1:
+            raise ValueError("`model.mixture.capacityFactor` needs `parallelism.context: 1`")
+        (group,) = self._groups
+        parts = counts.new_empty(group.size(), *counts.shape)
+        all_gather(parts.flatten(0, 1), counts.contiguous(), group=group)
+        return parts[: group.rank()].sum(0)
+
+
+def apply_expert_parallel(stage: DecoderStage, mesh: Mesh, *, sequence: bool, tensor: bool) -> None:
+    """Split every mixture's experts over the expert group and, with `tensor`, over the tensor group, in place."""
+    layout = mesh.layout
+    splits = layout.tensor > 1 and tensor
+    slices = layout.tensor > 1 and sequence and (layout.expert > 1 or not tensor)
+    for _, mixture in iter_moe_layers(stage):
+        _split(mixture.experts, mesh, tensor=splits)
+        if layout.expert > 1:
+            gathers = mesh.group(TENSOR) if slices and splits else None
+            mixture.dispatcher = AllToAllDispatcher(mesh.group(EXPERT), gathers)
+        mixture.whole = not splits
+        mixture.slices = layout.tensor if slices else 1
+        mixture.routing_replicas = 1 if slices else layout.tensor
+        shared = [(CONTEXT, layout.context > 1), (TENSOR, slices)]
+        groups = [mesh.group(name) for name, splits in shared if splits]
+        if groups:
+            mixture.load_balancer.sequence_partition = SplitSequencePartition(groups)
+
+
+def routes_slices(mixture: MixtureOfExperts) -> bool:
+    """Whether each rank of a tensor group routes positions of its own."""
+    return mixture.slices > 1
+
+
+def apply_fsdp_to_experts(
+    stage: DecoderStage, mesh: Mesh, *, zero_stage: int, precision: Precision, offload: OffloadPolicy
+) -> None:
+    """Shard spread experts over their own replicas (ZeRO 2 and 3), before the layers that hold them are sharded.
+
+    Experts that are not spread have the same replicas as all parameters and are sharded with their layer.
+    """
+    if mesh.layout.expert == 1:
+        return
+    replicas = mesh.experts[EXPERT_REPLICA]
+    for _, mixture in iter_moe_layers(stage):
+        unit = fully_shard(
+            mixture.experts,
+            mesh=replicas,
+            reshard_after_forward=zero_stage == 3,
+            shard_placement_fn=_placement(mixture.experts, replicas.size()),
+            mp_policy=sharding_policy(precision),
+            offload_policy=offload,
+        )
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def unsplit_expert_parameters(stage: DecoderStage) -> list[nn.Parameter]:
+    """Experts that every rank of a tensor group holds whole, and runs on its own positions."""
+    each = [mixture for _, mixture in iter_moe_layers(stage) if mixture.whole and mixture.slices > 1]
+    return [parameter for mixture in each for parameter in mixture.experts.parameters()]
+
+
+def router_parameters(stage: DecoderStage) -> list[nn.Parameter]:
+    """The routers' matrices: whole on every rank of a tensor group, each of which has a part of their gradient."""
+    return [mixture.router.weight for _, mixture in iter_moe_layers(stage)]
+
+
+def expert_parameters(stage: DecoderStage) -> list[nn.Parameter]:
+    """The parameters that expert parallelism spreads."""
+    return [parameter for _, mixture in iter_moe_layers(stage) for parameter in mixture.experts.parameters()]
+
+
+def _split(experts: Experts, mesh: Mesh, *, tensor: bool) -> None:
+    layout = mesh.layout
+    names = tuple(name for name, splits in ((EXPERT, layout.expert > 1), (TENSOR, tensor)) if splits)
+    if not names:
+        return
+    # FSDP wants its own mesh and the one below it to have the same root.
+    device_mesh: DeviceMesh = mesh.experts[names] if layout.expert > 1 else mesh.device_mesh[TENSOR]
+    for name, dimension in _WIDTH_DIMENSION.items():
+        whole = experts.get_parameter(name)
+        placements = [Shard(0) if part == EXPERT else Shard(dimension) for part in names]
+        split = distribute_tensor(whole.detach(), device_mesh, placements, src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
+
+
+def _placement(experts: Experts, replicas: int) -> Callable[[nn.Parameter], Shard | None]:
+    """By experts where their number divides, else along the residual stream, which nothing else splits."""
+    widths = {id(parameter): _WIDTH_DIMENSION[name] for name, parameter in experts.named_parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        own = parameter.to_local().shape[0]  # type: ignore[attr-defined]
+        if own % replicas == 0:
+            return Shard(0)
+        hidden = 3 - widths[id(parameter)]
+        return Shard(hidden) if parameter.shape[hidden] % replicas == 0 else None
+
+    return place

@@ -1,0 +1,156 @@
+"""The model in the layout of its mesh. The order of the steps stands here and nowhere else.
+
+1. build on the meta device, with adapters if any: no memory yet;
+2. let attention go over the context group: it has no parameters;
+3. spread experts over the expert group and split over the tensor group: matrices become DTensors; put in what knows
+   which part of a layer a rank has (fp8 products, dropout, the loss in chunks);
+4. shard over replicas (FSDP2), experts over their own: shards of those shards;
+5. take memory for what is left and fill it with initial weights;
+6. recompute and offload activations, compile: a change of how layers are run, not of the layers;
+7. without FSDP, let modules compute on the local parts themselves.
+
+The other way round FSDP would gather what tensor parallelism is about to split; and a model that had its weights before
+step 4 would have to fit into one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.api.data import Packing
+from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.api.training import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.pipeline_layout import PipelineLayout, pipeline_layout
+from meshwright.sequence_sharding import SequenceSharding
+from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, TENSOR, Mesh
+from meshwright_worker.memory.memory_options import apply_memory_options, parameter_device, parameter_offload
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.dropout import TensorSlice, apply_dropout
+from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.models.lora import apply_lora
+from meshwright_worker.models.moe import iter_moe_layers
+from meshwright_worker.parallel.context.context_parallel import (
+    ContextGroups,
+    build_context_groups,
+    install_context_attention,
+)
+from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage
+from meshwright_worker.parallel.expert.expert_parallel import apply_expert_parallel, apply_fsdp_to_experts
+from meshwright_worker.parallel.tensor.fused_linear_cross_entropy import use_chunked_loss
+from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
+from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
+from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
+from meshwright_worker.precision.fp8.linear import convert_to_fp8
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """One stage as this rank holds it."""
+
+    index: int
+    """Which of the model's stages."""
+    module: DecoderStage
+    distributed: dict[str, DTensor]
+    """By name, those of its parameters that are parts of a larger one."""
+
+
+def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[LocalStage]:
+    """This rank's shards of the stages that it holds, with initial weights.
+
+    Raises:
+        ValueError: `run` is not a run of this runtime.
+    """
+    division = pipeline_division(run, model)
+    stages = len(division.layers)
+    # Once for all stages: forming groups is collective, and ranks may hold different numbers of them.
+    context_groups = build_context_groups(SequenceSharding.of(run), mesh)
+    return [
+        _build_stage(run, model, mesh, context_groups, index, stages, division.layers[index])
+        for index in division.stages(mesh.coordinates.pipeline)
+    ]
+
+
+def pipeline_division(run: RunConfig, model: Architecture) -> PipelineLayout:
+    """The run's pipeline: its schedule, and which stages and layers each of its ranks holds.
+
+    Raises:
+        ValueError: `run` is not a run of this runtime.
+    """
+    if run.training is None:
+        raise ValueError("`training` is required")
+    return pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
+
+
+def _build_stage(
+    run: RunConfig,
+    model: Architecture,
+    mesh: Mesh,
+    context_groups: ContextGroups,
+    index: int,
+    stages: int,
+    layer_indices: range,
+) -> LocalStage:
+    if run.training is None:
+        raise ValueError("`training` is required")
+    precision = run.training.precision
+    with torch.device("meta"):
+        stage = DecoderStage(model, compute_dtype(precision), index, stages, layer_indices).to(
+            stored_dtype(run.training)
+        )
+    if run.training.lora is not None:
+        apply_lora(stage, run.training.lora)
+    if run.context > 1 or packs_documents(run):
+        install_context_attention(stage, SequenceSharding.of(run), context_groups)
+    apply_expert_parallel(stage, mesh, sequence=run.parallelism.sequence, tensor=run.parallelism.expert_tensor)
+    if mesh.layout.tensor > 1:
+        asked = run.parallelism
+        apply_tensor_parallel(stage, mesh.device_mesh[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)
+    _apply_local_features(stage, run.training, model, mesh, sequence=run.parallelism.sequence)
+    if uses_fsdp(run):
+        zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
+        apply_fsdp_to_experts(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
+        apply_fsdp(stage, mesh.hsdp_mesh or mesh.replicas, run.parallelism, precision, offload)
+    init_weights(stage, model, run.training.seed, mesh.device, parameter_device(run.training, mesh.device))
+    apply_memory_options(stage, run.training, mesh.device)
+    if not uses_fsdp(run):
+        return LocalStage(index, stage, use_local_parameters(stage))
+    preallocate_fsdp_storage(stage)
+    distributed: dict[str, DTensor] = {
+        name: value for name, value in stage.named_parameters() if isinstance(value, DTensor)
+    }
+    return LocalStage(index, stage, distributed)
+
+
+def _apply_local_features(
+    stage: DecoderStage, training: TrainingSpec, model: Architecture, mesh: Mesh, *, sequence: bool
+) -> None:
+    """Put in what knows which part of a layer this rank has."""
+    tensor = mesh.layout.tensor
+    group = mesh.group(TENSOR) if tensor > 1 else None
+    if training.fp8 is not None:
+        context = mesh.group(CONTEXT) if mesh.layout.context > 1 else None
+        expert_group = mesh.group(EXPERT) if mesh.layout.expert > 1 else None
+        convert_to_fp8(stage, training.fp8, group, context)
+        for _, mixture in iter_moe_layers(stage):
+            convert_experts_to_fp8(mixture.experts, training.fp8, group, expert_group, context)
+    if training.dropout or training.attention_dropout:
+        apply_dropout(
+            stage, model.heads, training, TensorSlice(mesh.coordinates.tensor, tensor, sequence and tensor > 1)
+        )
+    if training.loss_chunk_tokens is not None:
+        use_chunked_loss(stage, training.loss_chunk_tokens, group, sequence=sequence)
+
+
+def uses_fsdp(run: RunConfig) -> bool:
+    """Whether FSDP shards parameters over replicas; a single replica has nobody to share with."""
+    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.replicas > run.islands
+
+
+def packs_documents(run: RunConfig) -> bool:
+    """Whether rows are made of documents that attention keeps apart."""
+    return run.data is not None and run.data.packing is Packing.DOCUMENTS

@@ -1,0 +1,134 @@
+"""The schedule `Automatic`: its passes are timed in the first steps, and the next ones run in an order for these times.
+
+The times are the clock's, and so is the order; the numbers are not: whatever the order, a stage adds up its gradients
+micro-batch by micro-batch (`schedules.automatic`). So a repeated or resumed run, which measures other times, trains the
+same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwright.schedules.actions import ActionKind, Schedule
+from meshwright.schedules.measured_costs import PipelineTimes, TimingReport, faster_schedule, median_times, round_times
+from meshwright.schedules.simulator import ActionCosts, simulate
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.distributed.collectives import all_gather_into
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStage
+
+log = logging.getLogger(__name__)
+
+WARM_UP_STEPS, MEASURED_STEPS = 1, 2
+"""Steps of a process before passes are timed, which compile, connect and take memory; and steps whose passes are."""
+_SENDS = 5
+"""How often a send is timed, after one that makes both ends meet."""
+_HOP = "hop"
+
+
+class AutoScheduleExecutor(ScheduleExecutor):
+    """The executor of a rank that follows a searched order, one stage a rank.
+
+    Args:
+        pipeline_stage: this rank's stage.
+        schedule: of the first steps, within `limit`.
+        channels: to the other ranks of the pipeline.
+        mesh: whose ranks that take every step together agree on the times.
+        watch: under which the chunk's passes stand.
+        limit: most micro-batches whose activations a rank may hold.
+        width: of the hidden states.
+        slices: into how many parts the positions of hidden states are split over a tensor group.
+    """
+
+    def __init__(
+        self,
+        pipeline_stage: TimedStage,
+        schedule: Schedule,
+        channels: P2PChannels,
+        mesh: Mesh,
+        watch: Stopwatch,
+        *,
+        limit: int,
+        width: int,
+        slices: int,
+    ) -> None:
+        super().__init__([pipeline_stage], schedule, mesh.coordinates.pipeline, channels, width=width, slices=slices)
+        self._stage = pipeline_stage.stage
+        self._mesh, self._watch, self._limit = mesh, watch, limit
+        self._steps = 0
+        self.times: PipelineTimes | None = None
+        """What was measured and agreed upon, in seconds."""
+
+    def run(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """See `Executor.run`. Collective over the ranks that take every step together."""
+        self._steps += 1
+        self._watch.running = WARM_UP_STEPS < self._steps <= WARM_UP_STEPS + MEASURED_STEPS
+        total = super().run(micro_batches)
+        if self._steps == WARM_UP_STEPS + MEASURED_STEPS:
+            self._time_sends(micro_batches[0])
+            self._watch.running = False
+            self._search()
+        return total
+
+    def _time_sends(self, part: Batch) -> None:
+        """Exchange hidden states with both neighbours, in pairs: first the even ranks with the next ones."""
+        rows, length = part.tokens.shape
+        x = torch.zeros(
+            rows,
+            length // self._slices,
+            self._width,
+            dtype=self._stage.module.compute,
+            device=self._mesh.device,
+        )
+        for parity in (0, 1):
+            partner = self._rank + (1 if self._rank % 2 == parity else -1)
+            if not 0 <= partner < len(self.schedule.ranks):
+                continue
+            self._channels.exchange(x, partner)
+            for _ in range(_SENDS):
+                with self._watch.of(_HOP):
+                    self._channels.exchange(x, partner)
+
+    def _search(self) -> None:
+        self.times = times = self._gather_times()
+        before = self.schedule
+        self.set_schedule(faster_schedule(before, self._limit, round_times(times)))
+        first, now = (simulate(order, times.costs, times.hop) for order in (before, self.schedule))
+        self.bubble = now.bubble
+        log.info(
+            "pipeline order searched with measured times: a step's passes take %.4g s with a bubble of %.1f %%, "
+            "%.4g s and %.1f %% in the order for counted operations; forward/input/weight of each stage in "
+            "milliseconds %s, a send %.3g",
+            now.makespan,
+            100 * now.bubble,
+            first.makespan,
+            100 * first.bubble,
+            " ".join(_milliseconds(costs) for costs in times.costs),
+            1000 * times.hop,
+        )
+
+    def _gather_times(self) -> PipelineTimes:
+        """The times that every rank has then, to the last bit."""
+        group, device = self._mesh.island_group, self._mesh.device
+        seconds = [
+            self._watch.seconds(what) for what in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT, _HOP)
+        ]
+        own = torch.tensor(seconds, dtype=torch.float64, device=device)
+        gathered = own.new_empty(dist.get_world_size(group), len(seconds))
+        all_gather_into(gathered, own, group)
+        reports = []
+        for rank, row in zip(dist.get_process_group_ranks(group), gathered.tolist(), strict=True):
+            *costs, hop = row
+            reports.append(TimingReport(self._mesh.layout.coordinates(rank).pipeline, ActionCosts(*costs), hop))
+        return median_times(reports, self.schedule.stages)
+
+
+def _milliseconds(costs: ActionCosts) -> str:
+    each = (costs.forward, costs.backward_input, costs.backward_weight)
+    return "/".join(f"{1000 * seconds:.3g}" for seconds in each)

@@ -1,0 +1,96 @@
+"""Hidden states and their gradients between the ranks of one pipeline.
+
+What goes to a higher rank and what goes to a lower one travel in process groups of their own: on NCCL all that two
+ranks exchange in one group is one queue, in which a send that waits for its receiver would hold up a receive behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from meshwright_worker.distributed.mesh import PIPELINE, Mesh
+
+
+class P2PChannels:
+    """The point-to-point transfers of this rank's pipeline. Building it is collective over the world.
+
+    Args:
+        mesh: the mesh.
+        pairs: every (source, target) of pipeline ranks that will ever meet.
+    """
+
+    def __init__(self, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> None:
+        self._up = mesh.group(PIPELINE)
+        down, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            mesh.layout.pipeline_groups()
+        )
+        self._down = down
+        self._rank = mesh.coordinates.pipeline
+        self._device = mesh.device
+        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        if mesh.device.type == "cuda":
+            self._connect(sorted(pairs))
+
+    def post_receive(self, source: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> PendingReceive:
+        """Take the next tensor that `source` sends."""
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        group = self._up if source < self._rank else self._down
+        work = dist.irecv(buffer, group=group, group_src=source)
+        return PendingReceive(_checked(work), buffer)
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send a tensor to `target`; returns at once."""
+        group = self._up if target > self._rank else self._down
+        tensor = tensor.contiguous()
+        work = _checked(dist.isend(tensor, group=group, group_dst=target))
+        # Its memory must stay as it is until it is sent.
+        self._in_flight.append((work, tensor))
+        while self._in_flight and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
+
+    def flush(self, keep: int = 0) -> None:
+        """Wait until everything has been sent, but for the newest `keep` tensors."""
+        while len(self._in_flight) > keep:
+            self._in_flight.popleft()[0].wait()
+
+    def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:
+        """The tensor of the same shape that `partner` has, for this one; where this one is, if in main memory too."""
+        pending = self.post_receive(partner, tensor.shape, tensor.dtype)
+        self.send(tensor.to(self._device), partner)
+        partner_tensor = pending.wait()
+        self.flush()
+        return partner_tensor.to(tensor.device)
+
+    def _connect(self, pairs: list[tuple[int, int]]) -> None:
+        # NCCL connects two ranks when they first meet, and both then wait for the other. Met in an order that all share
+        # they cannot wait in a circle.
+        token = torch.zeros(1, device=self._device)
+        for source, target in pairs:
+            if self._rank == source:
+                self.send(token, target)
+                self.flush()
+            elif self._rank == target:
+                self.post_receive(source, token.shape, token.dtype).wait()
+
+
+class PendingReceive:
+    """A tensor on its way."""
+
+    def __init__(self, work: dist.Work, buffer: torch.Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when it is there."""
+        self._work.wait()
+        return self._buffer
+
+
+def _checked(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in its own pipeline's group")
+    return work

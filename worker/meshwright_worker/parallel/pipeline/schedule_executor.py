@@ -1,0 +1,199 @@
+"""Runs a step by any schedule: this rank's slots in order, with what they receive and send.
+
+A stage's output goes to the next stage as soon as it is there, to another rank or within this one. Shapes follow from
+the micro-batch's own tokens, which every stage has, so micro-batches may differ in rows and length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from meshwright.schedules.actions import Action, ActionKind, Schedule
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.parallel.pipeline.fsdp_reduction import (
+    disable_gradient_sync,
+    enable_gradient_sync,
+    reduce_gradients,
+    reshard,
+    upcast_gradients,
+)
+from meshwright_worker.parallel.pipeline.overlapped_passes import run_overlapped
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
+from meshwright_worker.parallel.pipeline.rank_program import Message, ProgramStep, forward_only, rank_program
+from meshwright_worker.parallel.pipeline.stage import PipelineStage
+
+log = logging.getLogger(__name__)
+
+Key = tuple[bool, int, int]
+
+
+class ScheduleExecutor:
+    """The executor of a rank in a pipeline.
+
+    Args:
+        pipeline_stages: this rank's stages, by their number in the model.
+        schedule: of a step.
+        rank: this rank among the pipeline's.
+        channels: to the other ones.
+        width: of the hidden states.
+        slices: into how many parts the positions of hidden states are split over a tensor group.
+    """
+
+    bubble: float | None = None
+
+    def __init__(
+        self,
+        pipeline_stages: Sequence[PipelineStage],
+        schedule: Schedule,
+        rank: int,
+        channels: P2PChannels,
+        *,
+        width: int,
+        slices: int,
+    ) -> None:
+        self._pipeline_stages: Mapping[int, PipelineStage] = {
+            pipeline_stage.stage.index: pipeline_stage for pipeline_stage in pipeline_stages
+        }
+        self._rank, self._channels = rank, channels
+        self._width, self._slices = width, slices
+        self.set_schedule(schedule)
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Run steps by this schedule from now on; every rank of the pipeline must be told between the same two steps.
+
+        Raises:
+            KeyError: it gives this rank a stage that it does not hold.
+        """
+        self.schedule = schedule
+        self._train_program = rank_program(schedule, self._rank)
+        self._eval_program = rank_program(forward_only(schedule), self._rank)
+        actions = schedule.actions(self._rank)
+        self._split = {(a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.INPUT}
+        backwards = [action for action in actions if action.kind is not ActionKind.FORWARD]
+        self._last = {index: [a for a in backwards if a.stage == index][-1] for index in self._pipeline_stages}
+
+    def run(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """See `Executor.run`."""
+        for pipeline_stage in self._pipeline_stages.values():
+            disable_gradient_sync(pipeline_stage.stage.module)
+        return self._run_program(self._train_program, micro_batches)
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """See `Executor.evaluate`."""
+        total = self._run_program(self._eval_program, micro_batches)
+        for pipeline_stage in self._pipeline_stages.values():
+            reshard(pipeline_stage.stage.module)
+        return total
+
+    def _run_program(self, program_steps: Sequence[ProgramStep], micro_batches: Sequence[Batch]) -> torch.Tensor:
+        step = _Step(self, micro_batches)
+        for index, turn in enumerate(program_steps):
+            try:
+                step.turn(turn, training=program_steps is self._train_program)
+            except BaseException as error:
+                error.add_note(_describe_position(program_steps, index, self.schedule.name))
+                raise
+        self._channels.flush()
+        return step.total
+
+
+class _Step:
+    """One step under way."""
+
+    def __init__(self, executor: ScheduleExecutor, micro_batches: Sequence[Batch]) -> None:
+        self._executor = executor
+        self._parts = micro_batches
+        self._pending_receives: dict[Key, PendingReceive] = {}
+        self._local_outputs: dict[Key, torch.Tensor] = {}
+        self.total = torch.zeros((), device=micro_batches[0].tokens.device)
+
+    def turn(self, turn: ProgramStep, *, training: bool) -> None:
+        """Run one slot."""
+        for coming in turn.receive:
+            self._post(coming)
+        run = self._train if training else self._evaluate
+        outputs: dict[Action, torch.Tensor | None] = {}
+        passes = [partial(self._run_action, run, turn, outputs, action) for action in turn.slot]
+        if len(passes) == 2:
+            run_overlapped(*passes)
+        else:
+            passes[0]()
+
+    def _run_action(
+        self,
+        run: Callable[[Action], torch.Tensor | None],
+        turn: ProgramStep,
+        outputs: dict[Action, torch.Tensor | None],
+        action: Action,
+    ) -> None:
+        outputs[action] = run(action)
+        # Of two passes that take turns either may end first; receivers count on the order of the slot.
+        for done, message in zip(turn.slot, turn.sends, strict=True):
+            if done not in outputs:
+                return
+            tensor = outputs[done]
+            if message is not None and tensor is not None:
+                self._deliver(message, tensor)
+                outputs[done] = None
+
+    def _train(self, action: Action) -> torch.Tensor | None:
+        executor = self._executor
+        kind, index, m = action
+        pipeline_stage = executor._pipeline_stages[index]
+        last = executor._last[index] == action
+        if kind is ActionKind.FORWARD:
+            split = (index, m) in executor._split
+            return self._add_loss(
+                pipeline_stage, pipeline_stage.forward(m, self._parts[m], self._receive(False, index, m), split=split)
+            )
+        if kind is ActionKind.WEIGHT:
+            pipeline_stage.weight(m)
+            upcast_gradients(pipeline_stage.stage.module)
+            if last:
+                reduce_gradients(pipeline_stage.stage.module)
+            return None
+        if last:
+            enable_gradient_sync(pipeline_stage.stage.module)
+        return pipeline_stage.backward(m, self._receive(True, index, m))
+
+    def _evaluate(self, action: Action) -> torch.Tensor:
+        _, index, m = action
+        pipeline_stage = self._executor._pipeline_stages[index]
+        return self._add_loss(pipeline_stage, pipeline_stage.evaluate(self._parts[m], self._receive(False, index, m)))
+
+    def _add_loss(self, pipeline_stage: PipelineStage, output: torch.Tensor) -> torch.Tensor:
+        if pipeline_stage.stage.module.is_last:
+            self.total = self.total + output
+        return output
+
+    def _post(self, message: Message) -> None:
+        executor = self._executor
+        rows, length = self._parts[message.micro_batch].tokens.shape
+        shape = (rows, length // executor._slices, executor._width)
+        dtype = executor._pipeline_stages[message.stage].stage.module.compute
+        self._pending_receives[message.key] = executor._channels.post_receive(message.source, shape, dtype)
+
+    def _deliver(self, message: Message, tensor: torch.Tensor) -> None:
+        if message.target == message.source:
+            self._local_outputs[message.key] = tensor
+        else:
+            self._executor._channels.send(tensor, message.target)
+
+    def _receive(self, gradient: bool, stage: int, micro_batch: int) -> torch.Tensor | None:
+        key = gradient, stage, micro_batch
+        if key in self._local_outputs:
+            return self._local_outputs.pop(key)
+        pending = self._pending_receives.pop(key, None)
+        return pending.wait() if pending is not None else None
+
+
+def _describe_position(program_steps: Sequence[ProgramStep], index: int, name: str) -> str:
+    """What a rank was at, among what it was about to do."""
+    texts = ["+".join(str(action) for action in turn.slot) for turn in program_steps]
+    texts[index] = f">>> {texts[index]} <<<"
+    first, last = max(0, index - 4), index + 5
+    return f"in schedule `{name}`, slot {index + 1} of {len(program_steps)}: {' '.join(texts[first:last])}"

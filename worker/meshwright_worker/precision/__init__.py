@@ -1,0 +1,1 @@
+"""Number formats: loss scaling, mixed precision and fp8."""

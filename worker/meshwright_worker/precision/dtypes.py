@@ -1,0 +1,56 @@
+"""Number formats: parameters, gradients' reduction and optimizer state are fp32; compute is what the job asks for.
+
+With `fp64` everything is: a format to check a layout in, where differences are rounding of the sixteenth digit.
+
+Modules cast explicitly instead of relying on autocast, because FSDP2 casts parameters itself: written out, replicated
+and sharded parameters go through the same roundings.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.api.precision import Precision
+from meshwright.api.training import TrainingSpec
+
+PARAMETER_DTYPE = torch.float32
+"""The format of parameters, but for `fp64`."""
+
+_COMPUTE = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.FP64: torch.float64,
+}
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """The format of activations and matrix products."""
+    return _COMPUTE[precision]
+
+
+def parameter_dtype(precision: Precision) -> torch.dtype:
+    """The format of parameters that have master weights, and of the reduction of gradients."""
+    return torch.float64 if precision is Precision.FP64 else PARAMETER_DTYPE
+
+
+def stored_dtype(training: TrainingSpec) -> torch.dtype:
+    """The format of parameters and of optimizer state."""
+    return parameter_dtype(training.precision) if training.master_weights else torch.bfloat16
+
+
+WIDE_DTYPES = (torch.float32, torch.float64)
+"""The formats of sums over many numbers."""
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """`x` in fp32, or in fp64 where it is that already: for sums over many numbers."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def sharding_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """FSDP2's casts: parameters are gathered in the compute format, gradients are reduced in that of parameters."""
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype(precision), reduce_dtype=parameter_dtype(precision), cast_forward_inputs=False
+    )

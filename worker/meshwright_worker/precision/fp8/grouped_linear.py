@@ -1,0 +1,277 @@
+"""The products of routed experts in fp8: forward, and both of the backward pass, for all experts here at once.
+
+Recipes are those of `linear`, scaled so that spreading experts over ranks changes no number. What a dense layer's
+tensor is there, the rows of one micro-batch are here: with one scale a tensor each row takes that of the micro-batch it
+came with, over whichever ranks its experts are, and whichever have other tokens of it. An expert's matrix has scales of
+its own; a history (delayed) keeps the largest of all experts of a layer. Sums over tokens, the weights' gradients, take
+scales a column of each expert's rows of one micro-batch.
+
+Hopper's grouped kernel multiplies e4m3 by e4m3 with a scale a row, which serves the forward pass; gradients are e5m2.
+Those, and all where there is no such kernel, are the same quantised numbers multiplied in bf16 or fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from meshwright.api.precision import Fp8Spec
+from meshwright_worker.models.grouped_mm import grouped_linear, grouped_weight_grad
+from meshwright_worker.models.moe import Experts
+from meshwright_worker.models.split_backward import DeferredWeightGrad, defer_weight_grad_of, local_operand
+from meshwright_worker.precision.fp8.grouped_kernels import scaled_grouped_mm, supports_grouped_kernel
+from meshwright_worker.precision.fp8.quantize import BACKWARD, FORWARD, QuantizedTensor, absolute_max, quantize
+from meshwright_worker.precision.fp8.scaling_recipe import GRADIENT, INPUT, WEIGHT, Fp8Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Whose the rows of a grouped product are."""
+
+    counts: torch.Tensor
+    """int64 [groups]: consecutive rows of each expert."""
+    origin: torch.Tensor
+    """int64 [rows]: of which micro-batch each row is, numbered over the expert group."""
+    origins: int
+    """How many micro-batches the expert group has."""
+
+    @property
+    def segment(self) -> torch.Tensor:
+        """int64 [rows]: equal for the rows of one expert and one micro-batch."""
+        group = torch.arange(len(self.counts), device=self.counts.device)
+        return group.repeat_interleave(self.counts, output_size=len(self.origin)) * self.origins + self.origin
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How micro-batches lie over the ranks that hold one set of experts, where ranks share the tokens of each.
+
+    Either an expert group has all ranks of several micro-batches, or all of its ranks have parts of one.
+    """
+
+    ranks: int = 1
+    """Of the expert group that have parts of one micro-batch."""
+    micro_batches: int = 1
+    """Of the expert group."""
+    tokens: dist.ProcessGroup | None = None
+    """The context group, where some of it is outside of the expert group."""
+    parts: int = 1
+    """Different sets of experts in that context group, one a rank of the expert group."""
+    part: int = 0
+    """Which of them is here."""
+
+    @classmethod
+    def of(cls, expert_group: dist.ProcessGroup | None, context: dist.ProcessGroup | None) -> Sharing:
+        """The sharing of an expert group and a context group, one of which divides the other; None are of one rank."""
+        experts, sharing = 1 if expert_group is None else expert_group.size(), 1 if context is None else context.size()
+        ranks = min(experts, sharing)
+        if experts >= sharing:
+            return cls(ranks, experts // ranks)
+        return cls(ranks, 1, context, experts, 0 if expert_group is None else expert_group.rank())
+
+
+ALONE = Sharing()
+
+
+class Fp8GroupedProduct(Fp8Recipe):
+    """The products of one matrix of every expert of a layer, see `models.moe.GroupedProduct`.
+
+    Args:
+        spec: how scales come about.
+        group: the ranks that the experts' widths are split over; None where there are none.
+        inputs: whether a matrix's inputs are split; otherwise, in a group, its outputs are.
+        experts: the ranks that the experts are spread over; None where all are here.
+        sharing: how the expert group's ranks share micro-batches.
+    """
+
+    def __init__(
+        self,
+        spec: Fp8Spec,
+        group: dist.ProcessGroup | None,
+        experts: dist.ProcessGroup | None,
+        *,
+        inputs: bool,
+        sharing: Sharing = ALONE,
+    ) -> None:
+        super().__init__(spec, group, inputs=inputs, tokens=sharing.tokens)
+        self._experts = experts
+        self._sharing = sharing
+        self._run: Callable[..., torch.Tensor] = _multiply
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `models.moe.GroupedProduct`. Collective where experts are spread and scales are one a tensor."""
+        micro_batch_index = counts.new_zeros(rows.shape[0]) if origin is None else origin // self._sharing.ranks
+        return self._run(rows, weight, RowGroups(counts, micro_batch_index, self._sharing.micro_batches), self)
+
+    def compile(self) -> None:
+        """Get ready for torch.compile: rows are counted on the way."""
+        self._run = _outside_graph()
+
+    def by_row(self, x: torch.Tensor, role: int, row_groups: RowGroups) -> QuantizedTensor:
+        """Rows [rows, columns], each with a scale."""
+        dtype = BACKWARD if role == GRADIENT else FORWARD
+        inputs, outputs = self._split
+        split = (inputs, True, outputs)[role]
+        amax = absolute_max(x, rowwise=True)
+        if self.rowwise:
+            return quantize(x, self._max_over_group(amax, split), dtype)
+        sent = x.new_zeros(row_groups.origins, dtype=torch.float32)
+        sent.scatter_reduce_(0, row_groups.origin, amax.squeeze(1), "amax")
+        if (fixed_amax := self._fixed_amax(role, sent.amax, x.device)) is not None:
+            return quantize(x, fixed_amax.expand(len(x), 1), dtype)
+        self._max_over_group(sent, split)
+        if self._experts is not None:
+            dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._experts)
+        self._max_over_tokens(sent)
+        return quantize(x, sent[row_groups.origin].unsqueeze(1), dtype)
+
+    def by_matrix(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Matrices [experts, outputs, inputs], each with one scale, or with one for each row of outputs."""
+        inputs, outputs = self._split
+        along = (2,) if self.rowwise else (1, 2)
+        amax = weight.abs().amax(along, keepdim=True).float()
+        fixed_amax = None if self.rowwise else self._fixed_amax(WEIGHT, amax.amax, weight.device)
+        if fixed_amax is not None:
+            return quantize(weight, fixed_amax.expand(len(weight), 1, 1), FORWARD)
+        return quantize(weight, self._max_over_group(amax, inputs or (outputs and not self.rowwise)), FORWARD)
+
+    def by_input(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Matrices [experts, outputs, inputs] with a scale for each column of inputs."""
+        return quantize(
+            weight, self._max_over_group(weight.abs().amax(1, keepdim=True).float(), self._split[1]), FORWARD
+        )
+
+    def by_column(self, x: torch.Tensor, role: int, row_groups: RowGroups) -> QuantizedTensor:
+        """Rows [rows, columns] with a scale for each column of each segment. Collective where a context group is wider
+        than the expert group: then the rows of one expert and micro-batch are on several of its ranks.
+        """
+        segment, sharing = row_groups.segment, self._sharing
+        amax = x.new_zeros(sharing.parts, len(row_groups.counts) * row_groups.origins, x.shape[1], dtype=torch.float32)
+        amax[sharing.part].scatter_reduce_(0, segment.unsqueeze(1).expand(x.shape), x.abs().float(), "amax")
+        self._max_over_tokens(amax)
+        return quantize(x, amax[sharing.part][segment], BACKWARD if role == GRADIENT else FORWARD)
+
+
+class _Fp8Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        row_groups: RowGroups,
+        recipe: Fp8GroupedProduct,
+        deferred: DeferredWeightGrad | None,
+    ) -> torch.Tensor:
+        a, b = recipe.by_row(rows, INPUT, row_groups), recipe.by_matrix(weight)
+        ctx.recipe, ctx.row_groups, ctx.deferred = recipe, row_groups, deferred
+        if recipe.rowwise:
+            ctx.save_for_backward(rows, weight)
+        else:
+            # One scale serves both directions: a byte an element is kept of the input.
+            ctx.save_for_backward(a.values, a.scale, weight, b.scale)
+        if supports_grouped_kernel(a, b, rows.dtype):
+            return scaled_grouped_mm(a, b, row_groups.counts)
+        dtype = _matmul_dtype(rows)
+        return grouped_linear(_dequantize(a, dtype), _dequantize(b, dtype), row_groups.counts).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+        gradient = gradients[0].contiguous()
+        recipe: Fp8GroupedProduct = ctx.recipe
+        row_groups: RowGroups = ctx.row_groups
+        dtype = _matmul_dtype(gradient)
+        quantized_grad = recipe.by_row(gradient, GRADIENT, row_groups)
+        if recipe.rowwise:
+            rows, weight = ctx.saved_tensors
+            matrices = recipe.by_input(weight)
+            weight_grad_fn = partial(_by_column_outer, rows, gradient, row_groups, recipe, weight.dtype)
+        else:
+            values, scale, weight, weight_scale = ctx.saved_tensors
+            matrices = quantize(weight, weight_scale * torch.finfo(FORWARD).max, FORWARD)
+            weight_grad_fn = partial(
+                _outer, QuantizedTensor(values, scale), quantized_grad, row_groups, dtype, weight.dtype
+            )
+        transposed_matrices = _dequantize(matrices, dtype).transpose(1, 2).contiguous()
+        input_grad = grouped_linear(_dequantize(quantized_grad, dtype), transposed_matrices, row_groups.counts).to(
+            gradient.dtype
+        )
+        if ctx.deferred is None:
+            return input_grad, weight_grad_fn(), None, None, None
+        ctx.deferred.defer(weight_grad_fn)
+        return input_grad, None, None, None, None
+
+
+def _outer(
+    inputs: QuantizedTensor, outputs: QuantizedTensor, row_groups: RowGroups, dtype: torch.dtype, result: torch.dtype
+) -> torch.Tensor:
+    """The matrices' gradients from quantised rows and gradients, multiplied in `dtype`. Not collective."""
+    return grouped_weight_grad(_dequantize(outputs, dtype), _dequantize(inputs, dtype), row_groups.counts).to(result)
+
+
+def _by_column_outer(
+    rows: torch.Tensor, gradient: torch.Tensor, row_groups: RowGroups, recipe: Fp8GroupedProduct, result: torch.dtype
+) -> torch.Tensor:
+    """The matrices' gradients with a scale for each column of each segment."""
+    outputs, inputs = recipe.by_column(gradient, GRADIENT, row_groups), recipe.by_column(rows, INPUT, row_groups)
+    return _outer(inputs, outputs, row_groups, _matmul_dtype(gradient), result)
+
+
+def _matmul_dtype(like: torch.Tensor) -> torch.dtype:
+    """The format of products of fp8 numbers: bf16 where a GPU has a grouped kernel for that."""
+    return like.dtype if like.is_cuda else torch.float32
+
+
+def _dequantize(x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that fp8 stands for."""
+    return (x.values.float() * x.scale).to(dtype)
+
+
+def _multiply(
+    rows: torch.Tensor, weight: torch.Tensor, row_groups: RowGroups, recipe: Fp8GroupedProduct
+) -> torch.Tensor:
+    deferred = defer_weight_grad_of(rows, weight)
+    result: torch.Tensor = _Fp8Grouped.apply(  # type: ignore[no-untyped-call]
+        rows, local_operand(rows, weight, deferred), row_groups, recipe, deferred
+    )
+    return result
+
+
+@cache
+def _outside_graph() -> Callable[..., torch.Tensor]:
+    """`_multiply` outside of graphs. When first asked for: it brings the compiler along."""
+    disable_compile: Any = torch.compiler.disable
+    uncompiled: Callable[..., torch.Tensor] = disable_compile(_multiply)
+    return uncompiled
+
+
+def convert_experts_to_fp8(
+    experts: Experts,
+    spec: Fp8Spec,
+    group: dist.ProcessGroup | None,
+    expert_group: dist.ProcessGroup | None,
+    context: dist.ProcessGroup | None = None,
+) -> None:
+    """Let a mixture's routed experts compute in fp8.
+
+    Args:
+        experts: split over their groups, but not sharded over replicas.
+        spec: how scales come about.
+        group: the tensor group; None where there is none.
+        expert_group: the expert group; None where there is none.
+        context: the context group, likewise; one of the two divides the other.
+    """
+    sharing = Sharing.of(expert_group, context)
+    for name, matrix in experts.named_parameters():
+        along = (
+            [p.dim for p in matrix.placements if isinstance(p, ShardPlacement)] if isinstance(matrix, DTensor) else []
+        )
+        experts.products[name] = Fp8GroupedProduct(spec, group, expert_group, inputs=2 in along, sharing=sharing)

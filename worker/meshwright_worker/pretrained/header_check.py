@@ -1,0 +1,42 @@
+"""Whether published weights are whole and of a model, by their headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.planner_config import ConfigError
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.pretrained.load import check_architecture, check_shape, has_router_biases
+from meshwright_worker.pretrained.name_mapping import TensorSource, parameter_sources
+from meshwright_worker.pretrained.tensor_files import PretrainedError, TensorFiles
+
+
+def check_pretrained(model: Architecture, directory: Path) -> None:
+    """Refuse a directory that `load_pretrained` could not fill every parameter of the model from.
+
+    Raises:
+        PretrainedError: a file is missing or cut off, or a tensor is missing or of another shape.
+    """
+    published = check_architecture(model, directory)
+    files = TensorFiles(directory)
+    try:
+        sources_by_name = parameter_sources(model)
+    except ConfigError as error:
+        raise PretrainedError(f"`training.initialWeights: {directory}`: {error}") from error
+    with torch.device("meta"):
+        whole = DecoderStage(model, torch.float32)
+    tensors: dict[str, torch.Tensor] = dict(whole.named_parameters())
+    if has_router_biases(published):
+        tensors |= dict(whole.named_buffers())
+    for name, tensor in tensors.items():
+        source = sources_by_name.get(name)
+        if source is None:
+            raise PretrainedError(f"published weights have nothing for the parameter `{name}`")
+        if isinstance(source, TensorSource):
+            check_shape(source, files.find(source.tensor).shape, tuple(tensor.shape))
+            continue
+        for part in source.parts:
+            check_shape(part, files.find(part.tensor).shape, tuple(tensor.shape[1:]))

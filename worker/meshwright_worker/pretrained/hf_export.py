@@ -1,0 +1,192 @@
+"""A checkpoint as a Hugging Face model: `config.json` and safetensors files that transformers and others read.
+
+One tensor after the other is read whole, so a file's worth of weights is the most that is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from meshwright.api.model_parts import Norm
+from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.runtime_config import config_from_architecture
+from meshwright_worker.checkpoint.full_tensors import FullTensorReader
+from meshwright_worker.checkpoint.manifest import Manifest
+from meshwright_worker.checkpoint.safetensors_format import write_tensors
+from meshwright_worker.checkpoint.state_dict import MODEL
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import initial_parameter
+from meshwright_worker.models.lora import DOWN, UP, merge_adapter
+from meshwright_worker.pretrained.load import check_architecture, load_part
+from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
+from meshwright_worker.pretrained.tensor_files import CONFIG, INDEX, SINGLE, TensorFiles
+
+Piece = tuple[str, TensorSource, int | None]
+"""A parameter, the rows of a published tensor that it is, and which of its experts that is; None for a whole one."""
+
+Reader = Callable[[str], torch.Tensor]
+"""The whole parameter of a name, on the CPU."""
+
+
+def export(
+    checkpoint: Path, manifest: Manifest, output: Path, *, dtype: torch.dtype, file_bytes: int, base: Path | None = None
+) -> list[str]:
+    """Write a checkpoint into the new or empty directory `output`; the names of its safetensors files.
+
+    Args:
+        checkpoint: a complete checkpoint.
+        manifest: its manifest.
+        output: where to write.
+        dtype: the format of the weights there.
+        file_bytes: the most that one file may hold, unless one tensor alone is larger.
+        base: the model that adapters belong to; None for where the manifest says.
+
+    Raises:
+        ConfigError: no published kind of model has this shape.
+        PretrainedError: the model that adapters belong to cannot be read.
+        FileExistsError: `output` holds something.
+    """
+    model = manifest.architecture
+    config = {
+        **config_from_architecture(model, _max_sequence_length(manifest, base)),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if output.exists() and any(output.iterdir()):
+        raise FileExistsError(f"`--output {output}` is not empty: name a new directory")
+    output.mkdir(parents=True, exist_ok=True)
+    shapes = _shapes(model)
+    groups = _groups(model)
+    plan = list(_files(groups, shapes, dtype, file_bytes))
+    # The experts of a layer are one parameter and many published tensors, one after the other.
+    reader = lru_cache(maxsize=1)(_reader(checkpoint, manifest, base))
+    where: dict[str, str] = {}
+    for number, tensors in enumerate(plan, start=1):
+        file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        content = {_full_name(model, name): _published(groups[name], shapes, reader, dtype) for name in tensors}
+        write_tensors(output / file, content, {"format": "pt"})
+        where |= dict.fromkeys(content, file)
+    if len(plan) > 1:
+        total = sum(_size(group, shapes) for group in groups.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (output / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (output / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return sorted(set(where.values()))
+
+
+def _groups(model: Architecture) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for name, source in parameter_sources(model).items():
+        if isinstance(source, StackedSource):
+            found |= {part.tensor: [(name, part, expert)] for expert, part in enumerate(source.parts)}
+        else:
+            found.setdefault(source.tensor, []).append((name, source, None))
+    return found
+
+
+def _size(group: list[Piece], shapes: dict[str, torch.Size]) -> int:
+    return sum(_shape_of(piece, shapes).numel() for piece in group)
+
+
+def _shape_of(piece: Piece, shapes: dict[str, torch.Size]) -> torch.Size:
+    name, _, expert = piece
+    return shapes[name] if expert is None else shapes[name][1:]
+
+
+def _shapes(model: Architecture) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.float32)
+    return {name: tensor.shape for name, tensor in (*stage.named_parameters(), *stage.named_buffers())}
+
+
+def _files(
+    groups: dict[str, list[Piece]], shapes: dict[str, torch.Size], dtype: torch.dtype, limit: int
+) -> Iterator[list[str]]:
+    file: list[str] = []
+    size = 0
+    for tensor, group in groups.items():
+        own = _size(group, shapes) * dtype.itemsize
+        if file and size + own > limit:
+            yield file
+            file, size = [], 0
+        file.append(tensor)
+        size += own
+    yield file
+
+
+def _published(group: list[Piece], shapes: dict[str, torch.Size], reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+    own = [_shape_of(piece, shapes) for piece in group]
+    shape = (sum(part[0] for part in own), *own[0][1:])
+    whole = torch.empty(shape[::-1] if group[0][1].transposed else shape, dtype=dtype)
+    for name, source, expert in group:
+        parameter = reader(name)
+        source.write_into((parameter if expert is None else parameter[expert]).to(dtype), whole)
+    return whole
+
+
+def _full_name(model: Architecture, tensor: str) -> str:
+    if tensor.startswith("lm_head"):
+        return tensor
+    return f"transformer.{tensor}" if model.norm is Norm.LAYER_NORM else f"model.{tensor}"
+
+
+def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:
+    stored = FullTensorReader(checkpoint)
+    lora = manifest.lora
+    if lora is None:
+        return lambda name: stored.read(f"{MODEL}.{name}")
+    own = _base_reader(manifest, base)
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            # What is learned beside adapters: the routers' biases.
+            return stored.read(f"{MODEL}.{name}")
+        except KeyError:
+            weight = own(name)
+        path = f"{MODEL}.{name.rpartition('.')[0]}"
+        try:
+            down, up = stored.read(f"{path}.{DOWN}"), stored.read(f"{path}.{UP}")
+        except KeyError:
+            return weight
+        return merge_adapter(weight, down, up, lora) if name.endswith(".weight") else weight
+
+    return read
+
+
+def _base_model_dir(manifest: Manifest, base: Path | None) -> Path | None:
+    """The model that adapters belong to, or that training began from, as far as is known."""
+    return base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
+
+
+def _max_sequence_length(manifest: Manifest, base: Path | None) -> int:
+    """Tokens of the longest sequences that the model is known for: those it was trained on, here or before."""
+    found, configured_length = _base_model_dir(manifest, base), 0
+    with suppress(OSError, ValueError):
+        configured_length = (
+            int(json.loads((found / CONFIG).read_text()).get("max_position_embeddings", 0)) if found else 0
+        )
+    return max(manifest.sequence_length, configured_length)
+
+
+def _base_reader(manifest: Manifest, base: Path | None) -> Reader:
+    model = manifest.architecture
+    found = _base_model_dir(manifest, base)
+    shapes = _shapes(model)
+    if found is None:
+        return lambda name: initial_parameter(name, shapes[name], model, manifest.seed)
+    check_architecture(model, found)
+    files, sources_by_name = TensorFiles(found), parameter_sources(model)
+
+    def read(name: str) -> torch.Tensor:
+        whole = torch.empty(shapes[name])
+        load_part(
+            whole, sources_by_name[name], files, tuple(shapes[name]), tuple(slice(0, size) for size in shapes[name])
+        )
+        return whole
+
+    return read

@@ -1,0 +1,160 @@
+"""Which rows of which published tensor a parameter of the runtime is.
+
+The runtime turns halves of a head against each other, as published Llama, Mistral and Qwen weights want it. DeepSeek's
+turn neighbours, so the rows of their rotary parts are taken in another order. GPT-2 stores matrices transposed, and
+queries, keys and values as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.api.mixture import Balancing
+from meshwright.api.model_parts import Norm
+from meshwright.models.architecture import Architecture
+from meshwright.models.mixture import is_mixture
+
+_DENSE = {f"feed_forward.{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A parameter as rows of a published tensor."""
+
+    tensor: str
+    """Name, without the prefix that some files have."""
+    transposed: bool = False
+    """Whether the file stores [inputs, outputs]."""
+    first: int = 0
+    """Where the parameter's rows begin, after the transposition."""
+    parts: int = 1
+    """How many parameters of this one's shape the published tensor holds, one after the other."""
+    order: torch.Tensor | None = None
+    """int64 [rows]: which row of the published tensor each row is; None for `first`, `first + 1`, ..."""
+
+    def rows(self, published: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop - 1` of the parameter."""
+        view = published.T if self.transposed and published.ndim == 2 else published
+        if self.order is None:
+            return view[self.first + start : self.first + stop]
+        return view[self.order[start:stop]]
+
+    def write_into(self, parameter: torch.Tensor, published: torch.Tensor) -> None:
+        """The other way round: write the whole parameter into its rows."""
+        view = published.T if self.transposed and published.ndim == 2 else published
+        if self.order is None:
+            view[self.first : self.first + len(parameter)] = parameter
+        else:
+            view[self.order] = parameter
+
+
+@dataclass(frozen=True)
+class StackedSource:
+    """A parameter with one row an expert, each a published tensor of its own."""
+
+    parts: tuple[TensorSource, ...]
+
+
+def parameter_sources(model: Architecture) -> dict[str, TensorSource | StackedSource]:
+    """The source of every parameter of the model, and of the routers' biases, by the runtime's name.
+
+    Raises:
+        ConfigError: no published model has this shape; see `meshwright.models.huggingface.runtime_config`.
+    """
+    return dict(_gpt2(model) if model.norm is Norm.LAYER_NORM else _llama(model))
+
+
+def _llama(model: Architecture) -> Iterator[tuple[str, TensorSource | StackedSource]]:
+    yield "embedding.weight", TensorSource("embed_tokens.weight")
+    yield "norm.weight", TensorSource("norm.weight")
+    if not model.tie_embeddings:
+        yield "output.weight", TensorSource("lm_head.weight")
+    names = {
+        "attention_norm.weight": "input_layernorm.weight",
+        "feed_forward_norm.weight": "post_attention_layernorm.weight",
+        "attention.output.weight": "self_attn.o_proj.weight",
+    }
+    for layer in range(model.layers):
+        attention = _plain_attention(model) if model.latent is None else _latent_attention(model)
+        for ours, theirs in names.items():
+            yield f"layers.{layer}.{ours}", TensorSource(f"layers.{layer}.{theirs}")
+        for ours, source in attention:
+            yield (
+                f"layers.{layer}.attention.{ours}",
+                TensorSource(f"layers.{layer}.self_attn.{source.tensor}", order=source.order),
+            )
+        if is_mixture(model.mixture, layer):
+            yield from _mixture(model, f"layers.{layer}")
+        else:
+            for ours, theirs in _DENSE.items():
+                yield f"layers.{layer}.{ours}", TensorSource(f"layers.{layer}.{theirs}")
+
+
+def _mixture(model: Architecture, layer: str) -> Iterator[tuple[str, TensorSource | StackedSource]]:
+    mixture = model.mixture
+    if mixture is None:
+        return
+    ours, mixtral = f"{layer}.feed_forward", model.latent is None and not model.query_key_norms
+    theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    yield f"{ours}.router.weight", TensorSource(f"{theirs}.gate.weight")
+    if mixture.balancing is Balancing.BIAS:
+        yield f"{ours}.router.bias", TensorSource(f"{theirs}.gate.e_score_correction_bias")
+    for name, short in _MIXTRAL.items():
+        matrix = short if mixtral else f"{name}_proj"
+        if mixture.shared_intermediate_size:
+            yield f"{ours}.shared.{name}.weight", TensorSource(f"{theirs}.shared_experts.{matrix}.weight")
+        parts = (TensorSource(f"{theirs}.experts.{expert}.{matrix}.weight") for expert in range(mixture.experts))
+        yield f"{ours}.experts.{name}", StackedSource(tuple(parts))
+
+
+def _plain_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:
+    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        yield f"{ours}.weight", TensorSource(f"{theirs}.weight")
+        if model.attention_biases:
+            yield f"{ours}.bias", TensorSource(f"{theirs}.bias")
+    if model.query_key_norms:
+        yield "query_norm.weight", TensorSource("q_norm.weight")
+        yield "key_norm.weight", TensorSource("k_norm.weight")
+
+
+def _latent_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:
+    latent = model.latent
+    if latent is None:
+        return
+    turned = torch.cat((torch.arange(0, latent.rope_size, 2), torch.arange(1, latent.rope_size, 2)))
+    head = torch.cat((torch.arange(model.head_size), model.head_size + turned))
+    heads = (torch.arange(model.heads).unsqueeze(1) * model.key_size + head).flatten()
+    if latent.query_rank:
+        yield "query_down.weight", TensorSource("q_a_proj.weight")
+        yield "query_norm.weight", TensorSource("q_a_layernorm.weight")
+    yield "query.weight", TensorSource("q_b_proj.weight" if latent.query_rank else "q_proj.weight", order=heads)
+    down = torch.cat((torch.arange(latent.kv_rank), latent.kv_rank + turned))
+    yield "kv_down.weight", TensorSource("kv_a_proj_with_mqa.weight", order=down)
+    yield "kv_norm.weight", TensorSource("kv_a_layernorm.weight")
+    yield "kv.weight", TensorSource("kv_b_proj.weight")
+
+
+def _gpt2(model: Architecture) -> Iterator[tuple[str, TensorSource]]:
+    yield "embedding.weight", TensorSource("wte.weight")
+    yield "positions.weight", TensorSource("wpe.weight")
+    if not model.tie_embeddings:
+        yield "output.weight", TensorSource("lm_head.weight")
+    hidden = model.hidden_size
+    for part in ("weight", "bias"):
+        yield f"norm.{part}", TensorSource(f"ln_f.{part}")
+        for layer in range(model.layers):
+            ours, theirs = f"layers.{layer}", f"h.{layer}"
+            yield f"{ours}.attention_norm.{part}", TensorSource(f"{theirs}.ln_1.{part}")
+            yield f"{ours}.feed_forward_norm.{part}", TensorSource(f"{theirs}.ln_2.{part}")
+            for number, name in enumerate(("query", "key", "value")):
+                yield (
+                    f"{ours}.attention.{name}.{part}",
+                    TensorSource(f"{theirs}.attn.c_attn.{part}", transposed=True, first=number * hidden, parts=3),
+                )
+            yield f"{ours}.attention.output.{part}", TensorSource(f"{theirs}.attn.c_proj.{part}", transposed=True)
+            yield f"{ours}.feed_forward.up.{part}", TensorSource(f"{theirs}.mlp.c_fc.{part}", transposed=True)
+            yield f"{ours}.feed_forward.down.{part}", TensorSource(f"{theirs}.mlp.c_proj.{part}", transposed=True)

@@ -1,0 +1,1 @@
+"""One training process: how it starts, reports and fails."""

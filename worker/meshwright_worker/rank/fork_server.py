@@ -1,0 +1,160 @@
+"""The process that ranks are forked from: it imports torch once, while the pod still waits for its gang.
+
+A rank that imports torch itself takes seconds to start, a fork of this process tenths. `multiprocessing`'s fork server
+would do as much, but it speaks pickle, leaves a socket directory behind when its owner is killed, and lives on while
+any rank does; this one speaks JSON over an inherited socket and ties every life to the agent's: the kernel kills it
+with the agent, and each rank with it.
+
+    agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output)
+    server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per end,
+                      {"failed": TEXT} when it ends by an error of its own
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter
+
+from meshwright_worker.rank import rank_main
+from meshwright_worker.rank.failures import describe
+from meshwright_worker.rank.process_lifetime import die_with_parent
+from meshwright_worker.rank.task import RankTask
+
+RUNTIME_MODULE = "meshwright_worker.trainer.trainer.trainer.train"
+MAX_MESSAGE = 1 << 17
+
+_TASK = TypeAdapter(RankTask)
+
+
+def encode_request(task: RankTask, environment: Mapping[str, str]) -> bytes:
+    """A fork request.
+
+    Raises:
+        ValueError: it is longer than the server reads.
+    """
+    request = json.dumps({"task": _TASK.dump_python(task, mode="json"), "environment": dict(environment)}).encode()
+    if len(request) > MAX_MESSAGE:
+        raise ValueError(f"the task of rank {task.rank} takes {len(request)} bytes, more than {MAX_MESSAGE}")
+    return request
+
+
+def decode_request(data: bytes) -> tuple[RankTask, dict[str, str]]:
+    """The task and environment of a fork request."""
+    request = json.loads(data)
+    return _TASK.validate_python(request["task"]), request["environment"]
+
+
+class ForkServer:
+    """Forks ranks on request and tells how each ended. Single-threaded, so that a fork copies no held lock."""
+
+    def __init__(self, channel: socket.socket, module: str) -> None:
+        self._channel = channel
+        self._module = module
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Preload, then serve until the agent closes its end."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write)
+        started = time.monotonic()
+        self._preload()
+        self._send({"ready": time.monotonic() - started})
+        selector = selectors.DefaultSelector()
+        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in selector.select()}
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+                self._reap()
+            if self._channel.fileno() in ready and not self._serve_one():
+                return
+
+    def _preload(self) -> None:
+        try:
+            importlib.import_module(self._module).preload()
+        except ImportError as error:
+            # An image for the user's own command needs no torch. A rank of ours would import again and say so itself.
+            sys.stderr.write(f"the training runtime cannot be preloaded: {error}\n")
+        # Collected objects would touch, and so copy, pages that all ranks share.
+        gc.collect()
+        gc.freeze()
+
+    def _serve_one(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 2)
+        if not data:
+            return False
+        task, environment = decode_request(data)
+        events, output = descriptors
+        # The rank's own handler must be in place before SIGTERM can arrive, or it would be ignored as it is here.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._run_child(server, task, environment, events, output)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.close(events)
+        os.close(output)
+        self._send({"pid": pid})
+        return True
+
+    def _run_child(
+        self, server: int, task: RankTask, environment: Mapping[str, str], events: int, output: int
+    ) -> NoReturn:
+        try:
+            die_with_parent(server)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._channel.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            rank_main.run(self._module, task, environment, events)
+        finally:
+            os._exit(rank_main.EXIT_FAILED)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._send({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._channel.send(json.dumps(message).encode())
+
+
+def main(arguments: list[str]) -> None:
+    """`fork_server DESCRIPTOR AGENT_PID MODULE`, started by the agent alone."""
+    descriptor, agent, module = arguments
+    die_with_parent(int(agent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = socket.socket(fileno=int(descriptor))
+    try:
+        ForkServer(channel, module).run()
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(0)
+    except Exception as error:
+        channel.send(json.dumps({"failed": describe(error)}).encode())
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

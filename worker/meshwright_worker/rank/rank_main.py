@@ -1,0 +1,87 @@
+"""The process side of one rank of Meshwright's runtime: run training, tell the agent, end with a clear code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import NoReturn
+
+from meshwright_worker.rank import failures, messages
+from meshwright_worker.rank.task import RankTask, StepReport
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+
+
+class PipeEvents:
+    """`RankEvents` over a pipe to the agent. Writes block only while the agent does not read, which it always does."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._stop = False
+
+    def phase(self, name: str, seconds: float) -> None:
+        """See `RankEvents.phase`."""
+        self.send(messages.PhaseDone(name, seconds))
+
+    def running(self, step: int) -> None:
+        """See `RankEvents.running`."""
+        self.send(messages.Running(step))
+
+    def step(self, report: StepReport) -> None:
+        """See `RankEvents.step`."""
+        self.send(messages.StepDone(report))
+
+    def checkpoint(self, step: int, path: str, seconds: float) -> None:
+        """See `RankEvents.checkpoint`."""
+        self.send(messages.CheckpointSaved(step, path, seconds))
+
+    def stop_requested(self) -> bool:
+        """See `RankEvents.stop_requested`."""
+        return self._stop
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM."""
+        self._stop = True
+
+    def send(self, message: messages.RankMessage) -> None:
+        """Write one message whole, however large the pipe's buffer is."""
+        line = memoryview(messages.encode(message))
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+
+def run(module: str, task: RankTask, environment: Mapping[str, str], descriptor: int) -> NoReturn:
+    """Run `module.train(task, events)` in this freshly forked process, then end it. SIGTERM must come in blocked.
+
+    Ends with `os._exit`: torch's threads now and then abort an interpreter that shuts down in the ordinary way, and
+    the exit code is what the agent goes by.
+    """
+    events = PipeEvents(descriptor)
+    signal.signal(signal.SIGTERM, events.request_stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.environ.update(environment)
+    logging.basicConfig(
+        level=logging.INFO if task.rank == 0 else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    code = EXIT_FAILED
+    try:
+        outcome = importlib.import_module(module).train(task, events)
+        events.send(messages.Finished(outcome))
+        code = EXIT_DONE
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        traceback.print_exc()
+        events.send(messages.RankFailed(failures.classify(error), f"rank {task.rank}: {failures.describe(error)}"))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

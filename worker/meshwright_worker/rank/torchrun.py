@@ -1,0 +1,47 @@
+"""This process' place among ranks that torchrun, or an operator's `runtime.command`, started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.rank.task import RankTask
+
+
+def task_from_environment(run: RunConfig) -> RankTask:
+    """The task of this rank, from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: they are not set, or there are not as many ranks as the run's layout needs.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != run.layout.world_size or "MASTER_PORT" not in os.environ:
+        raise ValueError(
+            f"{run.layout} needs {run.layout.world_size} ranks, but there are {world}: start them with "
+            f"`torchrun --nproc-per-node {run.layout.world_size}`"
+        )
+    rank = int(os.environ["RANK"])
+    # torchrun's own store listens on MASTER_PORT.
+    own_store = int("TORCHELASTIC_RUN_ID" in os.environ)
+    return RankTask(
+        run=run,
+        generation=1,
+        rank=rank,
+        world_size=world,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        worker=0,
+        master_address=os.environ["MASTER_ADDR"],
+        master_port=int(os.environ["MASTER_PORT"]) + own_store,
+        pod_address=_own_address(os.environ["MASTER_ADDR"]),
+        checkpoint_dir=None,
+        data_dir=None,
+    )
+
+
+def _own_address(master: str) -> str:
+    """The address of this machine's interface towards the master. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,189 @@
+"""Training without a flush: each stage updates its weights by itself, and what all ranks must know comes steps later.
+
+See `parallel.pipeline.pipedream` for which weights a gradient is taken at. There is no moment at which a step's
+gradients are known
+everywhere, so their global norm clips nothing, and what a step came to is told when it has reached every rank. Before a
+checkpoint, and at the end, the pipeline drains: after that all stages have made the same number of updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.distributed.mesh import TENSOR, Mesh
+from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
+from meshwright_worker.optimizers.build import build_optimizer
+from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.parallel.data.data_parallel import build_data_parallel
+from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
+from meshwright_worker.parallel.parallelize import build_stages
+from meshwright_worker.parallel.pipeline.executor import tokens_of_step
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels
+from meshwright_worker.parallel.pipeline.pipedream import PipeDreamPipeline
+from meshwright_worker.parallel.shards import ParameterShard, parameter_shards
+from meshwright_worker.trainer.evaluation import mean_loss
+from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
+from meshwright_worker.trainer.trainer import DivergedError, StepResult
+
+
+class AsyncPipelineTrainer:
+    """`Trainer` for the schedules `PipeDream` and `PipeDream2BW`."""
+
+    def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+        self._mesh, self._training = mesh, training
+        self.stages = build_stages(run, model, mesh)
+        (stage,) = self.stages
+        self._micro_batches = MicroBatches(run, mesh)
+        shards = parameter_shards(stage.module, stage.distributed, run, mesh)
+        self._replicas = build_data_parallel(run, [shard for shard in shards if shard.parameter.requires_grad], mesh)
+        self.shards: Sequence[ParameterShard] = self._replicas.shards
+        self.outer: OuterOptimizer | None = None
+        self.compression_state = self._replicas.compression_state
+        self.frozen: list[ParameterShard] = [shard for shard in shards if not shard.parameter.requires_grad]
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.optimizer = build_optimizer(self.shards, training, mesh)
+        stage_index, stage_count = mesh.coordinates.pipeline, mesh.layout.pipeline
+        pairs = {(one, one + 1) for one in range(stage_count - 1)} | {(one + 1, one) for one in range(stage_count - 1)}
+        self._pipeline = PipeDreamPipeline(
+            stage.module,
+            stage_index,
+            stage_count,
+            double_buffered=run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW,
+            tokens=tokens_of_step(training),
+            channels=P2PChannels(mesh, pairs),
+            width=model.hidden_size,
+            slices=run.tensor if run.parallelism.sequence else 1,
+            update=self._update,
+        )
+        # Reports travel on the host, so that no rank waits for the device of one that is steps behind.
+        self._reports = dist.new_group(backend="gloo")
+        replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            mesh.layout.replica_groups(), backend="gloo"
+        )
+        self._host_replica_group, _ = replicas
+        self._corrections: dict[int, float] = {}
+        self._token_counts: dict[int, TokenCounts] = {}
+        _, *others = mesh.coordinates
+        self._reports_token_counts = self._micro_batches.padded and not any(others)
+        """Whether this rank tells what the padded rows of its replica hold."""
+        self._step_sums: dict[int, torch.Tensor] = {}
+        self._in_flight: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
+        self._last_started = self._first_unreported = 0
+        self._stop_seen = False
+
+    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult | None:
+        """Send the batch of step `number` into the pipeline.
+
+        Returns:
+            What an earlier step came to; None while the pipeline fills.
+
+        Raises:
+            DivergedError: that step's loss or gradients are not finite; weights have been updated with them.
+        """
+        micro_batches = self._micro_batches.of(batch)
+        stage_count = self._mesh.layout.pipeline
+        if self._first_unreported == 0:
+            self._first_unreported = number
+        self._last_started = number
+        self._corrections[number] = self._loss_correction(batch)
+        self._token_counts[number] = (
+            self._micro_batches.token_counts(batch) if self._reports_token_counts else TokenCounts(0, 0)
+        )
+        self._pipeline.feed(number, micro_batches)
+        self._start_reduction(number - stage_count + 1, stop)
+        if len(self._in_flight) <= stage_count:
+            return None
+        return self._finish_reduction()
+
+    def on_parameters_loaded(self, step: int) -> None:
+        """See `Trainer.on_parameters_loaded`: every replica has whole parameters."""
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+
+    def update_state(self, state: TrainingState) -> TrainingState:
+        """See `Trainer.update_state`: there is nothing more to remember."""
+        return state
+
+    def restore_state(self, state: TrainingState) -> None:
+        """See `Trainer.restore_state`."""
+
+    def drain(self) -> list[StepResult]:
+        """Drain the pipeline; what the steps came to that were not told yet. Collective."""
+        if self._first_unreported == 0:
+            return []
+        self._pipeline.drain()
+        first = max(self._first_unreported, self._last_started - self._mesh.layout.pipeline + 2)
+        for number in range(first, self._last_started + 1):
+            self._start_reduction(number, stop=False)
+        results = [
+            result for result in (self._finish_reduction() for _ in range(len(self._in_flight))) if result is not None
+        ]
+        self._first_unreported = 0
+        return results
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """See `Trainer.evaluate`. The pipeline must be empty, as `drain` leaves it."""
+        return mean_loss(self._pipeline.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
+
+    def _update(self, number: int, loss: torch.Tensor) -> None:
+        """The stage's own update, when its part of a step's gradients is there."""
+        gradients = self._replicas.reduce()
+        if self._mesh.layout.tensor > 1:
+            all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
+        correction = self._corrections.pop(number)
+        squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
+        loss = loss.double() if self._mesh.coordinates.tensor == 0 else torch.zeros_like(squares)
+        # Stays on the device until it is told, steps later: the host does not wait for this one.
+        self._step_sums[number] = torch.stack([loss * correction, squares * correction * correction])
+        scale_and_clip(gradients, correction, 0.0, 0.0)
+        self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
+
+    def _loss_correction(self, batch: Batch) -> float:
+        """What corrects a step's gradient for the tokens that have no target: every stage knows them.
+
+        Counted before the batch goes to the device, which is busy with the steps before.
+        """
+        targets = self._micro_batches.targets(batch).double()
+        if self._mesh.layout.replicas > 1:
+            dist.all_reduce(targets, group=self._host_replica_group)
+        return tokens_of_step(self._training) / max(1.0, float(targets))
+
+    def _start_reduction(self, number: int, stop: bool) -> None:
+        step_sums = self._step_sums.pop(number, None)
+        loss, squares = (0.0, 0.0) if step_sums is None else step_sums.tolist()
+        sums = torch.tensor(
+            [loss, squares, float(stop), *self._token_counts.pop(number, TokenCounts(0, 0))], dtype=torch.float64
+        )
+        work = dist.all_reduce(sums, group=self._reports, async_op=True)
+        if work is None:
+            raise RuntimeError("this rank is not among those that report")
+        self._in_flight.append((number, sums, work))
+
+    def _finish_reduction(self) -> StepResult | None:
+        number, sums, work = self._in_flight.popleft()
+        work.wait()
+        loss, squares, stops, *token_numbers = sums.tolist()
+        if number < self._first_unreported:
+            self._stop_seen = self._stop_seen or stops > 0
+            return None
+        norm = math.sqrt(squares) if squares >= 0 else math.nan
+        if not math.isfinite(loss + norm):
+            raise DivergedError(
+                f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate` or "
+                "longer `warmupSteps` may help: stale weights bear less than fresh ones"
+            )
+        rate = learning_rate(number, self._training.steps, self._training.optimizer)
+        token_counts = TokenCounts(*(int(one) for one in token_numbers)) if self._micro_batches.padded else None
+        return StepResult(number, loss, norm, rate, stops > 0 or self._stop_seen, token_counts=token_counts)

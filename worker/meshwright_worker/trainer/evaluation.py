@@ -1,0 +1,89 @@
+"""The loss on documents that are never trained on, while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from meshwright.api.data import DataSpec
+from meshwright.api.training import EvaluationSpec, TrainingSpec
+from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.data.packing import make_batch
+from meshwright_worker.data.sample_assignment import SampleAssignment
+from meshwright_worker.distributed.collectives import all_reduce_sum
+from meshwright_worker.distributed.mesh import Mesh
+
+
+class Evaluator(Protocol):
+    """What has a model to evaluate."""
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+
+
+def mean_loss(
+    loss_fn: Callable[[Sequence[Batch]], torch.Tensor], batches: Iterable[Sequence[Batch]], mesh: Mesh
+) -> float:
+    """The mean over the targets of all replicas' batches. Collective.
+
+    Args:
+        loss_fn: see `Executor.evaluate`.
+        batches: of this rank, on its device, in micro-batches.
+        mesh: all ranks.
+    """
+    _, pipeline, _, tensor = mesh.coordinates
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for parts in batches:
+        loss = loss_fn(parts)
+        if tensor == 0:
+            sums[0] += loss.double()
+            # Every stage has the targets.
+            sums[1] += count_targets(parts) if pipeline == 0 else 0
+    all_reduce_sum(sums, dist.group.WORLD)
+    total, targets = sums.tolist()
+    return float(total / max(1.0, targets))
+
+
+def count_targets(parts: Sequence[Batch]) -> torch.Tensor:
+    """How many tokens are predicted in micro-batches, int64 []."""
+    return torch.stack([(part.targets != IGNORED).sum() for part in parts]).sum()
+
+
+class Evaluation:
+    """Evaluates at the steps that `training.evaluation` asks for, each time on the same samples.
+
+    With FedAvg each island has held-out documents of its own, and the mean is over the targets of all islands.
+
+    Args:
+        spec: how often, and on how many samples of all islands.
+        training: see above.
+        data: see above.
+        data_dir: where the text of this rank's island is.
+
+    Raises:
+        DataError: what is held out cannot be read, or is too short for one sample.
+    """
+
+    def __init__(self, spec: EvaluationSpec, training: TrainingSpec, data: DataSpec, data_dir: str | None) -> None:
+        self._spec = spec
+        self._training = training
+        self._data = data
+        self._stream = open_stream(data, data_dir, training.sequence_length, training.seed, held_out=True)
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is followed by an evaluation."""
+        return step % self._spec.every_steps == 0 or step == self._training.steps
+
+    def loss(self, trainer: Evaluator, mesh: Mesh) -> float:
+        """Mean loss per token, on every rank. Collective."""
+        return trainer.evaluate(self._batches(mesh))
+
+    def _batches(self, mesh: Mesh) -> Iterator[Batch]:
+        size, assignment = self._training.global_batch_size, SampleAssignment.of(self._training, mesh)
+        for first in range(0, self._spec.samples, size):
+            sample_numbers = assignment.replica_samples(range(first, first + size))
+            yield make_batch(self._stream.rows(sample_numbers), self._data, self._stream.separator)

@@ -1,0 +1,263 @@
+"""One optimizer step on all ranks: gradients, one small reduction that tells every rank everything, the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.api.training import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.messages import RunConfig
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.distributed.collectives import all_reduce_sum
+from meshwright_worker.distributed.mesh import ISLAND, TENSOR, Mesh
+from meshwright_worker.local_sgd.build import build_outer_optimizer
+from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, RoundSchedule
+from meshwright_worker.local_sgd.parameter_averaging import average_over_islands
+from meshwright_worker.optimizers.build import build_optimizer
+from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.parallel.data.data_parallel import build_data_parallel
+from meshwright_worker.parallel.expert.expert_load import ExpertLoads
+from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
+from meshwright_worker.parallel.parallelize import build_stages
+from meshwright_worker.parallel.pipeline.build import build_executor
+from meshwright_worker.parallel.pipeline.executor import tokens_of_step
+from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
+from meshwright_worker.precision.fp8.delayed_scaling import DelayedScaling
+from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
+from meshwright_worker.rank.task import ExpertLoad
+from meshwright_worker.trainer.evaluation import count_targets, mean_loss
+from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts, may_have_ignored_targets
+
+
+class DivergedError(ArithmeticError):
+    """Loss or gradients are no longer finite numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to; the same numbers on every rank."""
+
+    step: int
+    """Its number, from 1."""
+    loss: float
+    """Mean loss over the global batch's targets, before the update."""
+    gradient_norm: float
+    """Global norm, before clipping."""
+    learning_rate: float
+    stop: bool
+    """Whether any rank was asked to stop."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Mixture by mixture."""
+    skipped: bool = False
+    """Whether gradients overflowed fp16, and nothing was updated."""
+    bubble: float | None = None
+    """See `Executor.bubble`."""
+    token_counts: TokenCounts | None = None
+    """What the rows of all replicas that take the step together hold; None where rows are never padded."""
+
+
+class Trainer:
+    """The model's stages, their optimizer and the way to run them on this rank.
+
+    `samples` is the number of samples of this island's own text, for `FedAvg`.
+    """
+
+    def __init__(
+        self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh, samples: int = 1
+    ) -> None:
+        self._mesh = mesh
+        self._training = training
+        self._micro_batches = MicroBatches(run, mesh)
+        self.stages = build_stages(run, model, mesh)
+        pipeline = build_executor(self.stages, run, model, mesh)
+        self._executor, self._shared_weights = pipeline.executor, pipeline.shared_weights
+        shards = [
+            (s.index, shard) for s in self.stages for shard in parameter_shards(s.module, s.distributed, run, mesh)
+        ]
+        held = self._shared_weights.deduplicate([s for s in shards if s[1].parameter.requires_grad])
+        self.replicas = build_data_parallel(run, held, mesh)
+        self.shards, self.compression_state = self.replicas.shards, self.replicas.compression_state
+        self.frozen: list[ParameterShard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
+        self.buffers = {name: buffer for stage in self.stages for name, buffer in stage_buffers(stage.module).items()}
+        self._loads = ExpertLoads(
+            [stage.module for stage in self.stages], model, mesh, tokens_of_step(training), run.islands
+        )
+        self._islands = run.islands
+        self._balances_with_ignored_targets = self._loads.any and may_have_ignored_targets(run)
+        self.optimizer = build_optimizer(self.shards, training, mesh)
+        self._fp8 = DelayedScaling((stage.module for stage in self.stages), mesh)
+        self.loss_scale = LossScale.of(training)
+        scale_loss_gradients((stage.module for stage in self.stages), self.loss_scale)
+        self._rounds = RoundSchedule(training.outer.every_steps if training.outer else 1, training.steps)
+        self.outer: OuterOptimizer | None = None
+        if training.outer is not None:
+            self.outer = build_outer_optimizer(training.outer, training, self.replicas, self.optimizer, mesh, samples)
+
+    def on_parameters_loaded(self, step: int) -> None:
+        """Parameters were loaded from the checkpoint of `step`, or were just initialized. Collective."""
+        self.replicas.sync_parameters()
+        if self.outer is not None:
+            self.outer.on_parameters_loaded(step)
+
+    def close(self) -> None:
+        """Training is over. Collective."""
+        if self.outer is not None:
+            self.outer.close()
+
+    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
+        """Train on this replica's batch of step `number` (from 1).
+
+        `stop` is this rank's wish to stop after the step; the result says whether any rank has it, so all ranks act
+        alike.
+
+        Raises:
+            DivergedError: loss or gradients are not finite, in fp16 at any scale; no parameter was changed.
+        """
+        if self.outer is not None:
+            self.outer.begin_step()
+        micro_batches, token_counts = self._micro_batches.of(batch), self._token_counts(batch)
+        self._loads.scale_losses(self.loss_scale.value * self._target_share(micro_batches))
+        residuals = (
+            self.compression_state.tensors() if self.compression_state is not None and self.loss_scale.dynamic else None
+        )
+        replica_loss = self._executor.run(micro_batches)
+        gradients = self._gradients()
+        self._fp8.advance()
+        # Losses were divided by the tokens that a step may have; this many of them had a target.
+        (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._reduce_step_results(
+            replica_loss,
+            local_square_sum(self.shards, gradients).to(self._mesh.device),
+            micro_batches,
+            stop,
+            token_counts,
+        )
+        correction = tokens_of_step(self._training) / max(1.0, tokens)
+        loss, correction = loss * correction, correction / self.loss_scale.value
+        norm *= correction
+        rate = learning_rate(number, self._training.steps, self._training.optimizer)
+        scale = self.loss_scale.value
+        if not math.isfinite(loss + norm):
+            if self.loss_scale.record_overflow():
+                self.optimizer.forget()
+                self._rescale(residuals, scale)
+                return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, token_counts=token_counts)
+            raise DivergedError(
+                f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
+                "`warmupSteps` or a smaller `gradientClip` may help"
+            )
+        optimizer = self._training.optimizer
+        scale_and_clip(gradients, correction, norm, optimizer.gradient_clip)
+        if self.outer is None:
+            self.optimizer.step(gradients, rate)
+        else:
+            self.outer.update(gradients, rate)
+            # A single pod cannot stop alone: until islands meet, only its own knows of the wish.
+            stopping = self._rounds.ends_round(number) and self.outer.synchronize(stop=stopping)
+        self.loss_scale.record_success()
+        if self.loss_scale.value != scale and self.compression_state is not None:
+            self._rescale(self.compression_state.tensors(), scale)
+        self.replicas.sync_parameters()
+        self._loads.move_biases(expert_counts)
+        if self.outer is not None and self._rounds.ends_round(number):
+            # Routers' biases have just moved, by each island's own loads.
+            average_over_islands(
+                list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device
+            )
+        return StepResult(
+            number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, token_counts=token_counts
+        )
+
+    def _target_share(self, micro_batches: Sequence[Batch]) -> torch.Tensor | float:
+        """The share of this step's tokens that have a target, fp64 []: gradients are divided by it, and the losses that
+        balance experts count every token. Collective where some may have none.
+        """
+        if not self._balances_with_ignored_targets:
+            return 1.0
+        targets = self._targets(micro_batches)
+        all_reduce_sum(targets, self._mesh.island_group)
+        # An island has its part of a step's tokens.
+        return targets.clamp(min=1.0) * self._islands / tokens_of_step(self._training)
+
+    def _targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """This rank's part of a step's targets, fp64 []: every stage has them, and one rank tells."""
+        _, pipeline, _, tensor = self._mesh.coordinates
+        return count_targets(micro_batches).double() * (pipeline == tensor == 0)
+
+    def _rescale(self, residuals: Mapping[str, torch.Tensor] | None, scale: float) -> None:
+        """Remember what compression left out, when the loss scale was `scale`, in that of now."""
+        if self.compression_state is not None and residuals is not None:
+            self.compression_state.load_state_dict(
+                {name: t * (self.loss_scale.value / scale) for name, t in residuals.items()}
+            )
+
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = self.replicas.reduce()
+        # Sums all: those over replicas come first, since they may be under way while backward runs.
+        self._shared_weights.sum_gradients()
+        if self._mesh.layout.tensor > 1:
+            all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
+        return gradients
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        loss = mean_loss(self._executor.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
+        self._fp8.forget()
+        return loss
+
+    def _token_counts(self, batch: Batch) -> TokenCounts | None:
+        """What this rank tells of padded rows: one rank of a replica speaks for all."""
+        if not self._micro_batches.padded:
+            return None
+        _, *others = self._mesh.coordinates
+        return TokenCounts(0, 0) if any(others) else self._micro_batches.token_counts(batch)
+
+    def drain(self) -> list[StepResult]:
+        """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
+        return []
+
+    def update_state(self, state: TrainingState) -> TrainingState:
+        """`state` with what this trainer has to remember beside its tensors."""
+        scale = self.loss_scale
+        if not scale.dynamic:
+            return state
+        more = {"skipped": scale.skipped, "loss_scale": scale.value, "steady": scale.steady}
+        return state.model_copy(update=more)
+
+    def restore_state(self, state: TrainingState) -> None:
+        """Go on from a state that `update_state` has seen. The optimizer's state is loaded by the checkpoint's
+        session.
+        """
+        if self.loss_scale.dynamic:
+            self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
+            self.loss_scale.value = state.loss_scale or self.loss_scale.value
+
+    def _reduce_step_results(
+        self,
+        replica_loss: torch.Tensor,
+        squares: torch.Tensor,
+        micro_batches: Sequence[Batch],
+        stop: bool,
+        token_counts: TokenCounts | None,
+    ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+        """Loss, norm, targets and stop flag; what padded rows hold; the experts' counts on the device, and their sense.
+
+        All travel in one reduction: one small collective a step, and the one time that the host waits for the device.
+        """
+        _, _, _, tensor = self._mesh.coordinates
+        # Ranks of a pipeline that compute no loss have 0.
+        loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
+        targets = self._targets(micro_batches)
+        reported_numbers = [torch.full_like(squares, float(number)) for number in (stop, *(token_counts or ()))]
+        local_sums = torch.stack([loss, squares, targets, *reported_numbers])
+        sums = torch.cat([local_sums, self._loads.take()])
+        all_reduce_sum(sums, self._mesh.island_group)
+        total_loss, total_squares, tokens, stops, *rest = sums.tolist()
+        held, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
+        total = TokenCounts(*(int(number) for number in held)) if held else None
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
+        return agreed, total, sums[len(local_sums) :], self._loads.to_reports(expert_counts)
