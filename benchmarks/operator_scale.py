@@ -238,7 +238,7 @@ async def start_and_measure(provider: str, kubeconfig: Path | None, sizes: Sizes
             async def ready() -> bool:
                 return (home / "ready").exists()
 
-            await setup.until(ready, program)
+            await setup.wait_until_ready(ready, program)
             return await measure(home / "kubeconfig", directory, sizes, only)
 
 

@@ -84,7 +84,7 @@ def test_without_git_all_files_but_the_ignored_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["meshwright.api", "meshwright.planner.placement", "meshwright.protocol.messages.messages.messages"]
+    "package", ["meshwright.api", "meshwright.planner.placement", "meshwright.protocol.messages"]
 )
 def test_the_shared_core_imports_nothing_heavy(package: str) -> None:
     heavy = "torch kopf kubernetes aiohttp yaml numpy"

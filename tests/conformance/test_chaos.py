@@ -86,7 +86,7 @@ async def test_retry_after_and_own_reasons(kit):
 
 
 @pytest.mark.parametrize(
-    ("match", "struck"),
+    ("match", "deleted_pod"),
     [
         ({"verbs": ["create"]}, {"create"}),
         ({"resource": "configmaps"}, {"create", "get", "list"}),

@@ -29,7 +29,7 @@ which has the model's end too, is counted as the last."""
 def job_of(run: RunConfig) -> TrainingJob:
     assert run.architecture is not None
     assert run.training is not None
-    return TrainingJob.made(run.architecture, run.training, run.parallelism, run.data_parallel)
+    return TrainingJob.from_parts(run.architecture, run.training, run.parallelism, run.data_parallel)
 
 
 def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:

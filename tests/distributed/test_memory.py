@@ -24,7 +24,7 @@ def plans(run: RunConfig) -> list[Memory]:
     """Of the ranks of each stage."""
     assert run.architecture is not None
     assert run.training is not None
-    job = TrainingJob.made(run.architecture, run.training, run.parallelism, run.data_parallel)
+    job = TrainingJob.from_parts(run.architecture, run.training, run.parallelism, run.data_parallel)
     return memory_by_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
 
 

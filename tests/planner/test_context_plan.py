@@ -84,14 +84,14 @@ def test_the_drawing_names_the_context_coordinate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "sharing", "replicas"), [("aabb", (2, 2), (2, 4)), ("abab", (1, 2), (2, 4)), ("abcd", (1, 2), (1, 4))]
+    ("where", "context_members", "replicas"), [("aabb", (2, 2), (2, 4)), ("abab", (1, 2), (2, 4)), ("abcd", (1, 2), (1, 4))]
 )
 def test_placed_groups_have_the_spans_they_got(
-    where: str, context_or_default: tuple[int, int], replicas: tuple[int, int]
+    where: str, context_members: tuple[int, int], replicas: tuple[int, int]
 ) -> None:
     fabric = Fabric.of(ACCELERATORS["H100-SXM5-80GB"])
     places = {worker: Location((name, "rack"), ("domain", "rack")) for worker, name in enumerate(where)}
     groups = placed_group_spans(Layout(tensor=2, data=2, context=2), 2, places, fabric)
     assert groups.tensor.members == (2, 2)
-    assert groups.context.members == context_or_default
+    assert groups.context.members == context_members
     assert groups.replicas.members == replicas

@@ -42,7 +42,7 @@ def job(
         sequence_length=length,
         **{"precision": "fp32"} | changes,
     )
-    return TrainingJob.made(model, training, parallelism, data)
+    return TrainingJob.from_parts(model, training, parallelism, data)
 
 
 def stages(

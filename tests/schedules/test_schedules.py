@@ -14,7 +14,7 @@ from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright.schedules.automatic import _search, automatic
-from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, halfway, in_flight
+from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, pending_weight_gradients, in_flight
 from meshwright.schedules.flop_costs import stage_costs
 from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
 from meshwright.schedules.pipeline_layout import pipeline_layout, schedule_of
@@ -78,7 +78,7 @@ def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> No
 def test_what_is_left_between_halves_has_a_closed_form(name: str, ranks: int, micro_batches: int, left: float) -> None:
     held = peak_memory(generate(name, ranks, micro_batches), SavedPerStage(1.0, left))
     for rank, most in enumerate(held):
-        half = halfway(name, ranks, micro_batches, rank)
+        half = pending_weight_gradients(name, ranks, micro_batches, rank)
         whole = in_flight(name, ranks, micro_batches, 1, rank) - half
         # Where the first half of a backward pass leaves more than was kept, the peak is behind one.
         if left <= 1.0 or micro_batches >= 2 * ranks:

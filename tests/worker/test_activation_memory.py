@@ -105,7 +105,7 @@ def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
     spec = TrainingSpec(
         steps=1, global_batch_size=ROWS, sequence_length=LENGTH, activation_checkpointing=how, checkpoint_every=every
     )
-    job = TrainingJob.made(MODEL, spec, ParallelismSpec(), 1)
+    job = TrainingJob.from_parts(MODEL, spec, ParallelismSpec(), 1)
     each = layer_activations(job.work.model, False, LENGTH, 1, False, job.numbers, job.runtime)
     counted = TOKENS * saved_bytes(each, MODEL.layers, job.choices(Layout(), 1))
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))

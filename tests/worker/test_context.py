@@ -36,7 +36,7 @@ def positions_of(part: TokenSlice) -> list[int]:
 @given(DEALS, st.integers(0, 40))
 @settings(max_examples=150, deadline=None)
 def test_every_token_is_dealt_once_in_parts_of_the_unit(deal: SequenceSharding, more: int) -> None:
-    length = deal.least + more * deal.unit
+    length = deal.min_length + more * deal.unit
     slices = deal.slices(length)
     dealt = [position for part in slices for position in positions_of(part)]
     assert len(slices) == deal.ranks
@@ -49,7 +49,7 @@ def test_every_token_is_dealt_once_in_parts_of_the_unit(deal: SequenceSharding, 
 @settings(max_examples=50, deadline=None)
 def test_a_row_that_is_too_short_is_refused(deal: SequenceSharding) -> None:
     with pytest.raises(ValueError, match="does not split"):
-        deal.slices(deal.least - deal.unit)
+        deal.slices(deal.min_length - deal.unit)
 
 
 def test_zig_zag_gives_every_rank_the_same_number_of_scores() -> None:
@@ -78,7 +78,7 @@ def covered(blocks: list[AttentionBlock], rows: int, queries: int, keys: int) ->
 def test_blocks_are_the_scores_that_count_each_once(
     deal: SequenceSharding, causal: bool, packed: bool, more: int, seed: int
 ) -> None:
-    length = deal.least + more * deal.unit
+    length = deal.min_length + more * deal.unit
     draw = np.random.default_rng(seed)
     documents = np.cumsum(draw.random((2, length)) < 0.2, axis=1) if packed else np.zeros((2, length), int)
     index = np.arange(length)

@@ -24,7 +24,7 @@ def padded(**options: Any) -> RunConfig:
 def test_only_rows_that_are_padded_are_cut() -> None:
     assert trim_lengths(small_run()) is None
     assert not is_padded(small_run())
-    assert trim_lengths(padded()) == TrimLengths(unit=1, least=1, whole=16)
+    assert trim_lengths(padded()) == TrimLengths(unit=1, min_length=1, whole=16)
 
 
 def test_what_counts_padding_is_not_cut() -> None:
@@ -60,4 +60,4 @@ def test_every_length_can_be_shared(layout: dict[str, Any], compiled: bool) -> N
     assert lengths == sorted(lengths)
     assert len(set(lengths)) <= (COMPILED_LENGTHS if compiled else 64 // deal.unit)
     if not compiled:
-        assert all(length - needed < deal.unit or length == cut.least for needed, length in enumerate(lengths))
+        assert all(length - needed < deal.unit or length == cut.min_length for needed, length in enumerate(lengths))

@@ -18,7 +18,7 @@ from meshwright.planner.cost_model import CostModel
 from meshwright.planner.placement import PlacingOptions, place
 from meshwright.planner.placement.rank_blocks import Dimension
 from meshwright.planner.placement.traffic_weights import HIDDEN_WEIGHT, group_traffic, weights_for
-from meshwright.planner.topology.links import LEAST_EXTRA, Links
+from meshwright.planner.topology.links import MIN_EXTRA, Links
 from meshwright.planner.workload import TrainingJob
 from tests.planner.builders import inventory, plan_of, racks
 
@@ -30,7 +30,7 @@ def cost_model(model: str = "llama-3-70b", batch: int = 64, zero: int = 0, gpu: 
     assert found is not None
     training = TrainingSpec(steps=1, global_batch_size=batch, sequence_length=4096, precision="bf16")
     return CostModel(
-        TrainingJob.made(PRESETS[model], training, ParallelismSpec(zero_stage=zero), 1), machine_for(found)
+        TrainingJob.from_parts(PRESETS[model], training, ParallelismSpec(zero_stage=zero), 1), machine_for(found)
     )
 
 
@@ -75,7 +75,7 @@ def test_every_level_costs_something_even_on_hosts_whose_cards_outrun_their_bus(
     assert weights.of(Dimension.PIPELINE, "rack") > 0
     links = Links(LEVELS, inside=24e9, nic=400e9)
     assert links.extra_seconds_per_byte("domain") == 0
-    assert links.extra_seconds_per_byte("rack") == pytest.approx(LEAST_EXTRA / 24e9)
+    assert links.extra_seconds_per_byte("rack") == pytest.approx(MIN_EXTRA / 24e9)
 
 
 def test_the_groups_that_send_most_stay_together() -> None:
