@@ -158,7 +158,7 @@ def test_lengths_of_cut_rows_need_few_graphs(graphs: Graphs) -> None:
     with torch.device("meta"):
         stage = DecoderStage(MODEL, torch.float32)
     init_weights(stage, MODEL, 0, torch.device("cpu"))
-    cut = TrimLengths(unit=4, least=4, whole=4 * COMPILED_LENGTHS)
+    cut = TrimLengths(unit=4, min_length=4, whole=4 * COMPILED_LENGTHS)
     batches = [
         Batch.of(torch.arange(2 * (length + 1)).view(2, -1) % 64)
         for length in (cut.length(needed) for needed in (16, 3, 9, 6, 5, 12, 1, 15))
