@@ -1,8 +1,8 @@
-"""Worker agents that tell all that real ones do: phases, progress, checkpoints, evaluations, exit codes, lost peers."""
+"""Simulated worker agents that report phases, progress, checkpoints, evaluations, exit codes and lost peers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.protocol import (
@@ -26,38 +26,36 @@ GOING_ON = (WorkerState.RUNNING, WorkerState.STARTING)
 
 @dataclass
 class Worker(Agent):
-    """One pod's agent."""
+    """The agent of one pod."""
 
     machine: Machine | None = None
     exit_code: int | None = None
     message: str = ""
     letter: str = ""
-    """State of its ranks' processes when they hang, as proc(5) has it."""
+    """State letter (proc(5)) that its ranks report while they hang."""
     starts_in: float = 0.0
-    wait: float = 0.0
     evaluated: int | None = None
     committed: tuple[int, str] | None = None
-    phases: list[Phase] = field(default_factory=list)
 
     @property
     def first_rank(self) -> int:
-        """Its first rank in the generation that it took."""
+        """The first rank of this worker in its current generation."""
         members = self.document.members if self.document is not None else []
         return next((m.first_rank for m in members if m.worker == self.pod.worker), 0)
 
     @property
     def ranks(self) -> int:
-        """How many ranks it runs."""
+        """The number of ranks of this worker."""
         members = self.document.members if self.document is not None else []
         return next((m.ranks for m in members if m.worker == self.pod.worker), 1)
 
     def fail(self, kind: FailureKind, code: int | None, message: str) -> None:
-        """A rank of it ends badly."""
+        """Fails one of its ranks."""
         if self.state in GOING_ON:
             self.state, self.failure, self.exit_code, self.message = WorkerState.FAILED, kind, code, message
 
     def notice(self) -> None:
-        """Looks at its pod and its peers, as collectives do."""
+        """Reacts to the deletion of its pod and to lost peers."""
         assert self.machine is not None
         path = f"/api/v1/namespaces/default/pods/{self.pod.name}"
         obj = self.machine.cluster.objects.get(path)
@@ -111,8 +109,8 @@ class Worker(Agent):
     def report(self) -> WorkerReport:
         native = self.document is not None and self.document.run.training is not None
         live = self.state in (*GOING_ON, WorkerState.FAILED) and self.document is not None
-        told = native and self.state in (*GOING_ON, WorkerState.COMPLETE) and not self.first_rank
-        trains = told and self.state is not WorkerState.STARTING and self.trained >= 1
+        reports = native and self.state in (*GOING_ON, WorkerState.COMPLETE) and not self.first_rank
+        trains = reports and self.state is not WorkerState.STARTING and self.trained >= 1
         return WorkerReport(
             worker=self.pod.worker,
             incarnation=self.pod.incarnation,
@@ -122,9 +120,9 @@ class Worker(Agent):
             message=self.message,
             ranks=self._processes(native) if live else [],
             progress=self._progress() if trains else None,
-            checkpoint=self._checkpoint() if told else None,
+            checkpoint=self._checkpoint() if reports else None,
             evaluation=self._evaluation() if trains else None,
-            phases=self._phases(trains) if told else [],
+            phases=self._phases(trains) if reports else [],
         )
 
     def _processes(self, native: bool) -> list[RankProcess]:

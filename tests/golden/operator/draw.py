@@ -1,8 +1,8 @@
-"""Draws the specs whose outcome is recorded, once: `python -m tests.golden.operator.draw`.
+"""Draws the specs of the golden files: `python -m tests.golden.operator.draw`. It ran once.
 
-A spec is a walk: random moves, of which those are taken that leave it valid, until it trains. What is drawn is
-committed, so that the code under test has no say in what it is tested with. A new field needs a move, and a few new
-specs at the end of the file; those that are there stay.
+Each spec is a random walk: it takes the moves that leave it valid and that the operator can start. The result is
+committed, so that the code under test cannot change its own inputs. For a new field, add a move and append a few specs;
+never replace the specs that are there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def draw_valid() -> tuple[dict[str, Object], dict[str, Object]]:
-    """Specs that train, and some that are valid but are refused or cannot be planned."""
+    """Specs that the operator starts, and some valid ones that it refuses or cannot plan."""
     valid: dict[str, Object] = {}
     refused: dict[str, Object] = {}
     missing, seed = set(schema_values()), 0
@@ -44,7 +44,7 @@ def draw_valid() -> tuple[dict[str, Object], dict[str, Object]]:
         seed += 1
         case, last = walk(Random(f"spec {seed}"), missing)
         new = missing & set(values_of(case["spec"]))
-        # The last third goes to specs that have something no other has, as long as there is something.
+        # While some value is missing, the last third takes only specs that add one.
         if len(valid) > SPECS * 2 // 3 and missing and not new and seed < 3 * SPECS:
             continue
         missing -= new
@@ -58,7 +58,7 @@ def draw_valid() -> tuple[dict[str, Object], dict[str, Object]]:
 
 
 def walk(chance: Random, missing: set[str]) -> tuple[Object, Object | None]:
-    """A spec that trains, or waits as it was told to, and the last valid one on the way that did not."""
+    """A spec that the operator starts, and the last valid spec on the way that it did not start."""
     command = chance.random() < 0.12
     spec = COMMAND if command else BASE
     nodes: Object = {
@@ -88,7 +88,7 @@ def walk(chance: Random, missing: set[str]) -> tuple[Object, Object | None]:
 
 
 def sound(spec: Object) -> bool:
-    """Whether every rule holds, and it is small enough to be run."""
+    """Whether the spec breaks no rule and is small enough to run."""
     broken, _ = problems(spec)
     p = spec.get("parallelism", {})
     least = spec.get("replicas", 1) * (p.get("tensor") or 1) * (p.get("pipeline") or 1) * (p.get("context") or 1)
@@ -96,19 +96,19 @@ def sound(spec: Object) -> bool:
 
 
 def trains(case: Object) -> bool:
-    """Whether ranks are told something, unless the spec itself says that nothing is to run."""
+    """Whether the operator starts the ranks, or the spec asks it not to."""
     found, _ = outcome("train", case)
     plan = found["status"].get("plan") or {}
-    return (idle(case["spec"]) or found["told"] is not None) and plan.get("worldSize", 0) <= LARGEST_WORLD
+    return (idle(case["spec"]) or found["document"] is not None) and plan.get("worldSize", 0) <= LARGEST_WORLD
 
 
 def idle(spec: Object) -> bool:
-    """Whether the spec itself says that the operator starts nothing."""
+    """Whether the spec asks the operator to start nothing."""
     return bool(spec.get("suspend")) or spec.get("managedBy") == "example.com/other"
 
 
 def draw_invalid(valid: dict[str, Object]) -> dict[str, Object]:
-    """Specs that break rules, each rule at least once, and specs that do not fit the schema."""
+    """Specs that break each rule at least once, and specs that do not fit the schema."""
     found: dict[str, Object] = {}
     for number, (base, changes, field) in enumerate(CASES):
         chance = Random(f"rule {number}")
@@ -130,7 +130,7 @@ def draw_invalid(valid: dict[str, Object]) -> dict[str, Object]:
 
 
 def draw_edits(valid: dict[str, Object]) -> dict[str, Object]:
-    """One move each of a started job's spec."""
+    """Edits of started jobs, one move each."""
     found: dict[str, Object] = {}
     seed = 0
     while len(found) < EDITS:
@@ -163,7 +163,7 @@ def _schema_values(schema: Object, path: str) -> Iterator[str]:
 
 
 def values_of(value: Any, path: str = "") -> Iterator[str]:
-    """The fields that a spec has, and their values where these are words or numbers."""
+    """The fields that a spec sets, and their scalar values."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -177,7 +177,7 @@ def values_of(value: Any, path: str = "") -> Iterator[str]:
 
 
 def write(name: str, value: dict[str, Any]) -> None:
-    """Writes inputs as golden files are written."""
+    """Writes inputs in the format of golden files."""
     (FOLDER / name).write_text(encode(name, value), encoding="utf-8")
     assert cases(name) == value
     print(f"{ROOT.name}/operator/{name}: {len(value)}")

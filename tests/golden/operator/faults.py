@@ -1,4 +1,4 @@
-"""What may happen to a virtual cluster and its jobs: one method an act. A seed chooses acts and victims."""
+"""Faults, edits and other events of a virtual cluster, one method each. A seed chooses them and their targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU = "nvidia.com/gpu"
 
 
 class Faults:
-    """Acts on one machine."""
+    """Events of one machine. A method returns what it affected."""
 
     def __init__(self, machine: Machine, jobs: Jobs, chance: Random) -> None:
         self.machine = machine
@@ -31,7 +31,7 @@ class Faults:
         self.learning: Learning | None = None
 
     async def act(self, name: str) -> None:
-        """Does what the method of this name does, and records it."""
+        """Calls the method of this name and records it."""
         done = getattr(self, name)()
         what = await done if isinstance(done, Awaitable) else done
         self.machine.record.add("act", act=name, to=what)
@@ -39,14 +39,14 @@ class Faults:
     # Pods and ranks.
 
     def crash_pod(self) -> str | None:
-        """The pod object is gone at once."""
+        """Removes a pod object at once."""
         if (agent := self._agent()) is None:
             return None
         self.machine.crash(agent.pod.name)
         return agent.pod.name
 
     def end_container(self) -> str | None:
-        """A worker's container ends with a code of its own."""
+        """Ends a worker's container with an exit code."""
         if (agent := self._agent()) is None:
             return None
         code = self.chance.choice(EXIT_CODES)
@@ -55,7 +55,7 @@ class Faults:
         return f"{agent.pod.name} {code}"
 
     def kubelet_evicts(self) -> str | None:
-        """The kubelet ends a pod for its node's sake."""
+        """Fails a pod as the kubelet does under node pressure or at shutdown."""
         if (agent := self._agent()) is None:
             return None
         reason = self.chance.choice(("Evicted", "NodeShutdown", "Preempting", "UnexpectedAdmissionError"))
@@ -63,14 +63,14 @@ class Faults:
         return f"{agent.pod.name} {reason}"
 
     async def evict(self) -> str | None:
-        """A pod is deleted with its grace period."""
+        """Deletes a pod with its grace period."""
         if (agent := self._agent()) is None:
             return None
         await self.machine.evict(agent.pod.name)
         return agent.pod.name
 
     async def disrupt(self) -> str | None:
-        """A pod becomes the target of a disruption, and is deleted."""
+        """Marks a pod as the target of a disruption and deletes it."""
         if (agent := self._agent()) is None:
             return None
         reasons = ("PreemptionByScheduler", "EvictionByEvictionAPI", "DeletionByTaintManager", "TerminationByKubelet")
@@ -82,19 +82,19 @@ class Faults:
         return f"{agent.pod.name} {reason}"
 
     def fail_rank(self) -> str | None:
-        """A rank ends with an error."""
+        """Fails a rank with an error."""
         return self._fail_rank(FailureKind.ERROR, self.chance.choice((*EXIT_CODES, -9, -15, None)))
 
     def refuse_run(self) -> str | None:
-        """A rank finds that it cannot execute the run."""
+        """Fails a rank that cannot execute the run."""
         return self._fail_rank(FailureKind.REFUSED, 78)
 
     def lose_peer(self) -> str | None:
-        """A connection breaks although every pod lives."""
+        """Breaks a connection between ranks whose pods all live."""
         return self._fail_rank(FailureKind.PEER_LOST, None)
 
     def hang(self) -> str | None:
-        """All ranks of a job live on and do nothing."""
+        """Stops the progress of all ranks of a job."""
         if (agent := self._agent()) is None:
             return None
         for other in self._workers():
@@ -105,7 +105,7 @@ class Faults:
         return agent.pod.job
 
     def silence(self) -> str | None:
-        """An agent reaches no coordinator any more, and its peers wait for it."""
+        """Cuts an agent off from the coordinator while its peers wait for it."""
         if (agent := self._agent()) is None:
             return None
         agent.silent = True
@@ -115,22 +115,22 @@ class Faults:
         return agent.pod.name
 
     def speak(self) -> None:
-        """Agents that were silent are heard again."""
+        """Reconnects every agent."""
         for agent in self._workers():
             agent.silent = False
 
     # Nodes.
 
     async def node_down(self) -> str | None:
-        """A node is not ready any more; nothing on it is heard."""
+        """Makes a node NotReady and cuts off everything on it."""
         return await self._node(lambda body: body["status"]["conditions"][0].update(status="Unknown"), down=True)
 
     async def node_up(self) -> str | None:
-        """A node is ready again."""
+        """Makes a node Ready again."""
         return await self._node(lambda body: body["status"]["conditions"][0].update(status="True"), down=False)
 
     async def node_gone(self) -> str | None:
-        """A node is deleted, and what was on it with it."""
+        """Deletes a node and the pods on it."""
         if len(self.machine.nodes) < 2:
             return None
         name = self.chance.choice(sorted(self.machine.nodes))
@@ -138,7 +138,7 @@ class Faults:
         return name
 
     async def node_added(self) -> str:
-        """One more node."""
+        """Adds a node."""
         model = self.machine.nodes[sorted(self.machine.nodes)[0]]
         body = make_nodes(1, int(model["status"]["allocatable"][GPU]))[0]
         name = f"new{self.machine.processes}-{len(self.machine.record.entries)}"
@@ -147,37 +147,37 @@ class Faults:
         return name
 
     async def cordon(self) -> str | None:
-        """A node takes nothing new."""
+        """Cordons a node."""
         return await self._node(lambda body: body.update(spec={"unschedulable": True}))
 
     async def taint(self) -> str | None:
-        """A node gets a taint, of an administrator's or of its own condition."""
+        """Taints a node: for repair, or for one of its own conditions."""
         key = self.chance.choice(("example.com/repair", "node.kubernetes.io/memory-pressure"))
         taint = {"key": key, "effect": self.chance.choice(("NoSchedule", "NoExecute"))}
         return await self._node(lambda body: body.update(spec={"taints": [taint]}))
 
     async def uncordon_all(self) -> None:
-        """Every node takes pods again."""
+        """Uncordons every node and removes its taints."""
         for name in sorted(self.machine.nodes):
             body = copy.deepcopy(self.machine.nodes[name])
             body["spec"] = {}
             await self.machine.put_node(body)
 
     def refuse_node(self) -> str | None:
-        """The scheduler takes no pod for a node, whatever the operator believes."""
+        """Makes the scheduler refuse every pod that is pinned to a node."""
         name = self.chance.choice(sorted(self.machine.nodes))
         self.machine.unschedulable = {name}
         return name
 
     def hold_node(self) -> str | None:
-        """A pod of somebody else takes GPUs of a node."""
+        """Puts a pod that is no worker on a node's GPUs."""
         name = self.chance.choice(sorted(self.machine.nodes))
         total = int(self.machine.nodes[name]["status"]["allocatable"][GPU])
         self._put_foreign(f"other-{name}", name, self.chance.randint(1, total))
         return name
 
     def free_nodes(self) -> None:
-        """Pods of somebody else end."""
+        """Removes the pods that are no workers."""
         for path in [path for path in self.machine.cluster.objects if path.startswith(f"{PODS}/other-")]:
             self.machine.cluster.remove(path)
         for operator in self.machine.operators:
@@ -186,20 +186,20 @@ class Faults:
     # Users.
 
     def submit(self) -> str:
-        """Another job."""
+        """Creates a job."""
         body = self.jobs.draw()
         if self.machine.job(body["metadata"]["name"]) is None:
             self.machine.submit(body)
         return str(body["metadata"]["name"])
 
     def delete_job(self) -> str | None:
-        """A job is deleted."""
+        """Deletes a job."""
         if (name := self._job()) is not None:
             self.machine.cluster.remove(f"{JOBS}/{name}")
         return name
 
     def create_again(self) -> str | None:
-        """A job is deleted, and another made under its name at once."""
+        """Deletes a job and creates another with its name at once."""
         if (name := self.delete_job()) is not None:
             body = self.jobs.draw()
             body["metadata"]["name"] = name
@@ -207,27 +207,27 @@ class Faults:
         return name
 
     def suspend(self) -> str | None:
-        """A job gives its pods back."""
+        """Suspends a job."""
         return self._edit(lambda spec: spec.update(suspend=True))
 
     def resume(self) -> str | None:
-        """Every suspended job goes on."""
+        """Resumes every suspended job."""
         for name in self.machine.jobs():
             self.machine.edit(name, lambda spec: spec.update(suspend=False))
         return None
 
     def edit_pods(self) -> str | None:
-        """An edit for which pods are made anew."""
+        """Edits a field that replaces the pods."""
         image = self.chance.choice(("one", "two", "three"))
         return self._edit(lambda spec: spec["workers"].update(image=image))
 
     def edit_replicas(self) -> str | None:
-        """More or fewer replicas."""
+        """Changes the number of replicas."""
         replicas = self.chance.choice((1, 2, 3, 4))
         return self._edit(lambda spec: spec.update(replicas=replicas))
 
     def edit_ranks(self) -> str | None:
-        """An edit of what ranks are told when they start next, or of what restarts them."""
+        """Edits a field of the run configuration."""
         every = self.chance.choice((5, 10, 20))
 
         def change(spec: Object) -> None:
@@ -239,7 +239,7 @@ class Faults:
         return self._edit(change)
 
     def edit_live(self) -> str | None:
-        """An edit that takes effect at once."""
+        """Edits a field that takes effect at once."""
         recovery = {"maxRestarts": self.chance.choice((0, 1, 3, 100)), "hangTimeoutSeconds": 60}
         changes: list[Object] = [
             {"recovery": recovery},
@@ -251,7 +251,7 @@ class Faults:
         return self._edit(lambda spec: spec.update(chosen))
 
     def edit_forbidden(self) -> str | None:
-        """An edit that no started job may get."""
+        """Edits an immutable field."""
 
         def change(spec: Object) -> None:
             if "training" in spec:
@@ -262,7 +262,7 @@ class Faults:
         return self._edit(change)
 
     def edit_invalid(self) -> str | None:
-        """An edit that makes the spec no spec."""
+        """Makes a spec invalid."""
         chosen = self.chance.choice(("field", "type", "rule", "model"))
 
         def change(spec: Object) -> None:
@@ -278,7 +278,7 @@ class Faults:
         return self._edit(change)
 
     def edit_back(self) -> str | None:
-        """A job's spec becomes what it was when it was made."""
+        """Restores a job's first spec."""
         if (name := self._job()) is None or name not in self.jobs.drawn:
             return None
         first = copy.deepcopy(self.jobs.drawn[name]["spec"])
@@ -291,11 +291,11 @@ class Faults:
         return name
 
     def hand_over(self) -> str | None:
-        """A job is given to another controller."""
+        """Hands a job to another controller."""
         return self._edit(lambda spec: spec.update(managedBy="example.com/other"))
 
     def strip_label(self) -> str | None:
-        """A pod loses the label by which it is watched."""
+        """Removes the label by which the operator watches a pod."""
         if (agent := self._agent()) is None:
             return None
         obj = self.machine.cluster.objects[f"{PODS}/{agent.pod.name}"]
@@ -309,7 +309,7 @@ class Faults:
         return agent.pod.name
 
     def take_name(self) -> str | None:
-        """Somebody else's pod gets the name that the job's next pod would have."""
+        """Creates a foreign pod with the name of the job's next pod."""
         if (agent := self._agent()) is None:
             return None
         name = f"{agent.pod.job}-w{agent.pod.worker}-{agent.pod.incarnation + 1}"
@@ -318,7 +318,7 @@ class Faults:
         return name
 
     def damage_status(self) -> str | None:
-        """A hand that slipped writes into a job's status."""
+        """Damages a job's status."""
         if (name := self._job()) is None:
             return None
         obj = copy.deepcopy(self.machine.job(name))
@@ -338,30 +338,30 @@ class Faults:
     # The operator and the API server.
 
     def restart_operator(self) -> None:
-        """The operator dies, and another one starts."""
+        """Kills the operator and starts another."""
         self.machine.restart()
 
     def second_operator(self) -> None:
-        """Another operator starts while the first still works."""
+        """Starts a second operator beside the first."""
         if len(self.machine.operators) == 1:
             self.machine.operators.append(self.machine.operator())
 
     def first_operator_ends(self) -> None:
-        """The older of two operators ends."""
+        """Ends the older of two operators."""
         if len(self.machine.operators) > 1:
             self.machine.cluster.watchers.remove(self.machine.operators.pop(0).see)
 
     def lose_watches(self) -> None:
-        """Operators see nothing of what happens."""
+        """Cuts operators off from watch events."""
         for operator in self.machine.operators:
             operator.blind = True
 
     def see_again(self) -> None:
-        """Operators see again."""
+        """Restores the watches and relists."""
         self.machine.see_again()
 
     def fail_requests(self) -> str:
-        """Some requests fail."""
+        """Makes some requests fail."""
         every, calls = self.chance.choice((2, 3, 5)), iter(range(10**9))
         code, reason = self.chance.choice(((0, "Unreachable"), (500, "InternalError"), (409, "Conflict"), (403, "No")))
         error = ApiError(code, reason, "this request fails")
@@ -369,12 +369,12 @@ class Faults:
         return f"{code} every {every}"
 
     def refuse_status(self) -> None:
-        """The API server takes no status."""
+        """Makes the API server refuse every status."""
         error = ApiError(422, "Invalid", "status: Invalid value")
         self.machine.server.fault = lambda verb, path, body: error if path.endswith("/status") else None
 
     def refuse_pods(self) -> str:
-        """A quota or a policy lets few pods be made, or none."""
+        """Makes a quota or a policy refuse pods beyond a small number."""
         allowed = self.chance.choice((0, 1, 2))
         error = self.chance.choice(
             (
@@ -394,31 +394,31 @@ class Faults:
         return f"{error.code} {error.reason} after {allowed}"
 
     def refuse_secrets(self) -> None:
-        """No secret may be made."""
+        """Makes the API server refuse every secret."""
         error = ApiError(403, "Forbidden", 'secrets "s" is forbidden: exceeded quota: count/secrets')
         self.machine.server.fault = lambda verb, path, body: error if "/secrets/" in path else None
 
     def break_image(self) -> None:
-        """No image can be pulled."""
+        """Breaks every image pull."""
         self.machine.broken_image = True
 
     def mute(self) -> None:
-        """Agents of new pods reach no coordinator."""
+        """Cuts agents of new pods off from the coordinator."""
         self.machine.mute = True
 
     def stop_binding(self) -> None:
-        """The other scheduler stops."""
+        """Stops the external scheduler."""
         self.machine.binds = False
 
     def heal(self) -> None:
-        """Every fault of the API server's, of schedulers and of images ends."""
+        """Ends every fault of the API server, the schedulers and the images."""
         self.machine.server.fault = lambda verb, path, body: None
         self.machine.broken_image = self.machine.mute = False
         self.machine.binds = True
         self.machine.unschedulable = set()
 
     async def learn(self) -> None:
-        """Measured steps change what plans cost."""
+        """Recalibrates the planner from measured steps."""
         for operator in self.machine.operators[:1]:
             await Learning(operator.cache, operator.placer).refit()
 
@@ -428,7 +428,7 @@ class Faults:
         return [agent for agent in self.machine.agents.values() if isinstance(agent, Worker)]
 
     def _agent(self) -> Worker | None:
-        """Some agent, rather one that trains."""
+        """An agent, preferably one that trains."""
         names = sorted(agent.pod.name for agent in self._workers() if agent.state is WorkerState.RUNNING)
         names = names or sorted(self.machine.agents)
         found = self.machine.agents[self.chance.choice(names)] if names else None

@@ -1,4 +1,4 @@
-"""Jobs of virtual clusters: small ones of every kind, drawn by a seed."""
+"""Small jobs of every kind, drawn by a seed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ EXIT_RULES = [
 
 
 class Jobs:
-    """Draws one job after the other, of certain kinds."""
+    """Draws jobs of certain kinds."""
 
     def __init__(self, chance: Random, kinds: Sequence[str], steps: Sequence[int]) -> None:
         self._chance = chance
         self._kinds = kinds
         self._steps = steps
         self.drawn: dict[str, Object] = {}
-        """What was drawn, by name."""
+        """The jobs drawn so far, by name."""
 
     def draw(self) -> Object:
-        """A new job."""
+        """Draws a job."""
         name = NAMES[len(self.drawn) % len(NAMES)]
         body: Object = getattr(self, f"_{self._chance.choice(self._kinds)}")(name)
         body["spec"] |= self._options(body["spec"])
@@ -36,7 +36,7 @@ class Jobs:
         return body
 
     def _small(self, name: str) -> Object:
-        """A pod of two GPUs for each replica."""
+        """One pod of two GPUs a replica."""
         return job(
             name,
             replicas=self._chance.choice((1, 2, 2, 3)),
@@ -45,22 +45,22 @@ class Jobs:
         )
 
     def _piped(self, name: str) -> Object:
-        """Two stages of two pods each."""
+        """Two pipeline stages a replica, one pod each."""
         return job(name, training=self._training(), replicas=self._chance.choice((1, 2)))
 
     def _narrow(self, name: str) -> Object:
-        """Several pods on a node."""
+        """Pods of one GPU."""
         workers = {"image": "one", "gpusPerWorker": 1}
         parallelism = {"tensor": 1, "pipeline": 2, "microBatches": 2}
         return job(name, workers=workers, parallelism=parallelism, training=self._training())
 
     def _chosen(self, name: str) -> Object:
-        """The planner chooses the degrees."""
+        """Degrees that the planner chooses."""
         workers = {"image": "one", "gpusPerWorker": self._chance.choice((1, 2))}
         return job(name, workers=workers, parallelism={}, training=self._training())
 
     def _large(self, name: str) -> Object:
-        """A model whose price is known; the planner chooses."""
+        """A preset with a cost model, and degrees that the planner chooses."""
         training = {
             **self._training(),
             "globalBatchSize": 48,
@@ -73,13 +73,13 @@ class Jobs:
         return job(name, model={"preset": preset}, training=training, workers=workers, parallelism=parallelism)
 
     def _theirs(self, name: str) -> Object:
-        """Another scheduler binds its pods."""
+        """Pods of an external scheduler."""
         body = self._piped(name) if self._chance.random() < 0.5 else self._narrow(name)
         body["spec"]["workers"] |= {"schedulerName": "volcano", "labels": {"queue": "research"}}
         return body
 
     def _command(self, name: str) -> Object:
-        """The user's own command."""
+        """A user's command."""
         body = job(name, replicas=self._chance.choice((2, 4)))
         for part in ("model", "data", "training", "parallelism"):
             del body["spec"][part]
@@ -92,7 +92,7 @@ class Jobs:
         return {"steps": self._chance.choice(self._steps), "globalBatchSize": 24, "sequenceLength": 64}
 
     def _options(self, spec: Object) -> Object:
-        """What any job may have."""
+        """Options that any job may set."""
         chance, native = self._chance, "training" in spec
         found: Object = {}
         if chance.random() < 0.6:

@@ -1,7 +1,6 @@
-"""A virtual cluster that records: `tests.operator.world` with nodes of any kind, other schedulers and livelier agents.
+"""A virtual cluster that records: `tests.operator.world` with any nodes, an external scheduler and richer agents.
 
-What happens to it is decided by seeds alone. The clock that the operator reads is virtual too; only the event loop goes
-by real time.
+Seeds alone decide what happens. The operator's clocks are virtual too; only the event loop uses real time.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from tests.operator.support import JOBS, PODS, Object, node
 from tests.operator.world import Agent, Operator, World
 
 BOOT = 1000.0
-"""The monotonic clock at the beginning."""
-GONE_NODE_SECONDS = 120.0
+"""The monotonic clock at the start."""
 T = TypeVar("T")
 
 _monotonic = time.monotonic
@@ -42,20 +40,20 @@ class RealTimeLoop(asyncio.SelectorEventLoop):
 
 
 class Machine(World):
-    """Nodes, pods, agents and operators, everything they do recorded."""
+    """Nodes, pods, agents and operators. Records all that they do."""
 
     def __init__(self, seed: int, nodes: list[Object], record: Record, *, work: float = 60.0) -> None:
         self.record = record
         self.processes = 0
         self.recorders: dict[int, EventRecorder] = {}
         self.down: set[str] = set()
-        """Nodes whose kubelet is not heard of."""
+        """Nodes that are NotReady."""
         self.binds = True
-        """Whether the other scheduler works."""
+        """Whether the external scheduler works."""
         self.saved: dict[str, int] = {}
-        """Step of the newest checkpoint, by the job's uid."""
+        """Step of the newest checkpoint by the uid of its job."""
         self.starting = 2.0
-        """Seconds from an agent's generation to its first step."""
+        """Seconds between the start of a generation and training."""
         self._server: Server | None = None
         self._documents: set[tuple[str, int]] = set()
         super().__init__(seed, nodes=0, work=work)
@@ -95,7 +93,7 @@ class Machine(World):
             except ApiError:
                 raise
             except Exception:
-                # As the work queue of a real operator: whatever it is, the job is looked at again.
+                # Like the work queue of a real operator: retry after any error.
                 self.record.add("raised", job=key.name)
                 raise ApiError(0, "Raised", "anything else") from None
 
@@ -116,15 +114,15 @@ class Machine(World):
             await self.recorders[id(operator)].flush(60.0)
 
     def job(self, name: str) -> Object | None:
-        """The job of this name as it is stored, if there is one."""
+        """The stored job of this name; None without one."""
         return self.cluster.objects.get(f"{JOBS}/{name}")
 
     def jobs(self) -> list[str]:
-        """Names of all jobs, in the order in which they were made."""
+        """Names of all jobs, oldest first."""
         return [obj["metadata"]["name"] for obj in self.cluster.of("paralleltrainingjobs")]
 
     def edit(self, name: str, change: Callable[[Object], None]) -> None:
-        """A user's edit of a job's spec."""
+        """Edits the spec of a job."""
         obj = self.job(name)
         if obj is None:
             return
@@ -135,7 +133,7 @@ class Machine(World):
             self.cluster.update(f"{JOBS}/{name}", new)
 
     async def put_node(self, body: Object, kind: str = "MODIFIED") -> None:
-        """A node as it is now; every operator that listens sees it."""
+        """Adds, changes or deletes a node, and sends the watch event."""
         name = body["metadata"]["name"]
         self.nodes[name] = body
         if kind == "DELETED":
@@ -146,12 +144,12 @@ class Machine(World):
                 await watch.node({"type": kind, "object": copy.deepcopy(body)})
 
     def restart(self) -> None:
-        """Every operator is killed, and one started."""
+        """Kills every operator and starts one."""
         self.cluster.watchers.clear()
         self.operators = [self.operator()]
 
     def see_again(self) -> None:
-        """Operators that saw nothing list everything and watch on."""
+        """Restores the watches that were cut, after a list of everything."""
         for operator in self.operators:
             if not operator.blind:
                 continue
@@ -189,7 +187,7 @@ class Machine(World):
             super()._kubelet(obj)
 
     def _bind(self, obj: Object) -> None:
-        """The other scheduler takes the first node that has room."""
+        """Binds a pod to the first node with enough GPUs."""
         path = f"{PODS}/{obj['metadata']['name']}"
         if not self.binds or path not in self.cluster.objects:
             return
@@ -219,21 +217,21 @@ class Machine(World):
         )
 
     def _check_start(self, agent: Agent) -> None:
-        """Records the start, and the document of each generation once. Promises are checked by other tests."""
+        """Records the start, and the mesh document of each generation once."""
         if agent.document is not None and (agent.uid, agent.generation) not in self._documents:
             self._documents.add((agent.uid, agent.generation))
             self.record.add("mesh", job=agent.pod.job, document=agent.document.wire())
         self.record.add("start", pod=agent.pod.name, generation=agent.generation)
 
     def _check_change(self, old: Object, new: Object) -> None:
-        """Promises are checked by other tests."""
+        """Other tests check this."""
 
     def _check_pods(self) -> None:
-        """Promises are checked by other tests."""
+        """Other tests check this."""
 
 
 def play(make: Callable[[], Machine], story: Callable[[Machine], Awaitable[T]]) -> T:
-    """Runs a story on a new machine, in virtual time."""
+    """Runs a story on a new machine in virtual time."""
     machine: Machine | None = None
 
     def monotonic() -> float:
@@ -259,7 +257,7 @@ def play(make: Callable[[], Machine], story: Callable[[Machine], Awaitable[T]]) 
 def make_nodes(
     count: int, gpus: int, *, per_rack: int = 4, product: str = "", labels: dict[str, str] | None = None
 ) -> list[Object]:
-    """So many equal nodes."""
+    """Equal nodes."""
     found = []
     for number in range(count):
         body = node(f"n{number}", f"r{number // per_rack}", gpus)
@@ -271,7 +269,7 @@ def make_nodes(
 
 
 def stamp(machine: World) -> str:
-    """Virtual time as Kubernetes writes it."""
+    """Virtual time in the format of Kubernetes."""
     return machine.now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

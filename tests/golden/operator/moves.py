@@ -1,4 +1,4 @@
-"""Changes of one spec into another: dotted paths with values, None removes. What specs are drawn from."""
+"""Changes of a spec, as dotted paths with values; None removes a field. Specs are drawn from these."""
 
 from __future__ import annotations
 

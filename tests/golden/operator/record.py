@@ -1,4 +1,4 @@
-"""What is recorded of a virtual cluster: every write, note, generation and start in order, and words apart."""
+"""The record of a virtual cluster: writes, events, generations and starts in order, with messages kept apart."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.golden.operator.wire import stable_event, without_texts
 Object = dict[str, Any]
 
 REAL_TIME = ("ptj_watch_last_event_timestamp_seconds",)
-"""Metrics that tell real time."""
+"""Metrics of real time."""
 
 
 REMOVED = "<removed>"
 
 
 class Record:
-    """Entries in their order, and the texts that were taken out of them."""
+    """Entries in order, and the messages that were in them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,24 +30,24 @@ class Record:
         self.texts: list[str] = []
 
     def add(self, what: str, **fields: Any) -> None:
-        """One entry. Words for people go to `texts`."""
+        """Adds an entry. Its messages go to `texts`."""
         self.entries.append(without_texts({"what": what, "at": self.now, **fields}, self.texts))
 
     def wrote(self, write: Object) -> None:
-        """A write of the operator's to the API server."""
+        """Adds a write to the API server."""
         self.add("write", **stable_event(write))
 
     def noted(self, at: float, job: str, reason: str, kind: str, message: str) -> None:
-        """Something that the operator tells about a job."""
+        """Adds an event about a job."""
         self.add("note", job=job, reason=reason, type=kind, message=message)
 
     def notes(self, job: str) -> list[str]:
-        """Reasons of the job's notes, in order."""
+        """Reasons of the events about a job, in order."""
         return [entry["reason"] for entry in self.entries if entry["what"] == "note" and entry["job"] == job]
 
 
 def samples(exposition: bytes) -> dict[str, str]:
-    """Every sample of a metrics page by name and labels, without moments of real time and the release's number."""
+    """Every sample of a metrics page by name and labels, without real times and the version of the release."""
     found: dict[str, str] = {}
     for family in text_string_to_metric_families(exposition.decode()):
         for sample in family.samples:
@@ -60,9 +60,9 @@ def samples(exposition: bytes) -> dict[str, str]:
 
 
 def delta(base: Any, value: Any) -> Any:
-    """What is other in `value` than in `base`, so that files show what is special; with `base` it is all of `value`.
+    """The difference of `value` from `base`; both together give `value` again.
 
-    `REMOVED` stands for a field that is not there. Of lists of one length it is by index, other lists are whole.
+    `REMOVED` marks a field that only `base` has. Lists of equal length are compared by index; others are whole.
     """
     if isinstance(base, dict) and isinstance(value, dict):
         found = {key: delta(base[key], item) for key, item in value.items() if key in base and item != base[key]}
@@ -75,7 +75,7 @@ def delta(base: Any, value: Any) -> Any:
 
 
 def digest(values: Iterable[Any]) -> str:
-    """SHA-256 of the values' canonical JSON, a line each."""
+    """SHA-256 of the values as lines of canonical JSON."""
     hashed = hashlib.sha256()
     for value in values:
         hashed.update(canonical(rounded(value)).encode() + b"\n")
@@ -83,7 +83,7 @@ def digest(values: Iterable[Any]) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """The value with floats of twelve digits: the last bits depend on the machine's C library."""
+    """The value with floats of twelve digits: the last bits depend on the C library."""
     if isinstance(value, float):
         return float(f"{value:.12g}") if math.isfinite(value) else str(value)
     if isinstance(value, list):

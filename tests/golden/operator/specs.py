@@ -1,6 +1,6 @@
-"""What the operator makes of one spec: its revision, its pods, what its ranks are told, and its status.
+"""What the operator does with one spec: revision, pods, mesh document and status.
 
-`python -m tests.golden.operator.specs 012` prints all of it for one of the recorded specs, `--texts` its words.
+`python -m tests.golden.operator.specs 012` prints this for a recorded spec; `--texts` prints the messages.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.golden.operator.wire import without_texts
 Object = dict[str, Any]
 
 PLAIN: Object = {"nodes": {"count": 4, "gpus": 8}, "spec": BASE}
-"""The case that others are compared with."""
+"""The spec that others are compared with."""
 FOLDER = files.ROOT / "operator"
 SECONDS = 25
 
 
 def cases(name: str) -> dict[str, Any]:
-    """The recorded inputs of this name."""
+    """The inputs in this file."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     return {key: value for line in text.splitlines() for key, value in json.loads(line).items()}
 
 
 def outcome(name: str, case: Object, *, valid: bool = True) -> tuple[Object, Object]:
-    """What the operator makes of a spec on the nodes of its case, and the words in it."""
+    """What the operator does with a spec on the nodes of its case, and the messages in it."""
     record = Record()
     nodes = make_nodes(**case["nodes"])
     resource = str((case["spec"].get("workers") or {}).get("gpuResource", labels.GPU_RESOURCE))
@@ -64,14 +64,14 @@ def outcome(name: str, case: Object, *, valid: bool = True) -> tuple[Object, Obj
 
 
 def beside(base: Object, found: dict[str, Object]) -> dict[str, Object]:
-    """What is special about each outcome beside that of the plainest spec, which is whole."""
-    return {"base": base} | {name: delta(base, told) for name, told in found.items()}
+    """The outcome of the plain spec, and the difference of each other outcome from it."""
+    return {"base": base} | {name: delta(base, value) for name, value in found.items()}
 
 
 def problems(spec: Object) -> tuple[Object, list[str]]:
-    """Which parts of the schema or which rules a spec breaks, and the words about it.
+    """The schema errors of a spec or the rules that it breaks, and their messages.
 
-    A rule is named by the field it blames and by its place among the rules of that field.
+    A rule is named by its field and its position among the rules of that field.
     """
     try:
         parsed = ParallelTrainingJobSpec.model_validate(spec)
@@ -83,12 +83,12 @@ def problems(spec: Object) -> tuple[Object, list[str]]:
 
 
 def revision(spec: Object) -> str:
-    """The hash by which a restart is decided."""
+    """The revision hash: pods restart when it changes."""
     return revision_of(ParallelTrainingJobSpec.model_validate(spec))
 
 
 def edited(before: Object, change: Object) -> tuple[Object, list[str]]:
-    """What an edit of a started job does: the new revision, and the fields that may not change."""
+    """The revision after an edit of a started job, and the immutable fields that it changes, with messages."""
     old, new = (ParallelTrainingJobSpec.model_validate(spec) for spec in (before, applied(before, change)))
     forbidden = check_edit(old, new)
     return {"revision": revision_of(new), "forbidden": [p.field for p in forbidden]}, [p.message for p in forbidden]
@@ -100,7 +100,7 @@ def _rule(field: str, message: str) -> str:
 
 
 def _rests(machine: Machine, record: Record) -> bool:
-    """Whether ranks have been told, or nothing will be."""
+    """Whether all ranks have started, or will not start."""
     pods = machine.pods()
     started = sum(entry["what"] == "start" for entry in record.entries)
     return started >= len(pods) and machine.seconds() > (4 if pods else 8)
@@ -120,7 +120,7 @@ async def _found(machine: Machine, record: Record, name: str, valid: bool) -> tu
     rest = {key: status.pop(key) for key in ("placement", "appliedSpec", "selector") if key in status}
     found: Object = {
         "revision": revision(job["spec"]) if valid else None,
-        "told": await _told(machine, job),
+        "document": await _document(machine, job),
         "pod": made["pods"][0] if made["pods"] else None,
         "pods": [len(made["pods"]), digest(made["pods"])],
         "children": digest([*made["services"], *made["secrets"]]),
@@ -128,17 +128,17 @@ async def _found(machine: Machine, record: Record, name: str, valid: bool) -> tu
         "rest of status": digest([rest]),
         "notes": record.notes(name),
     }
-    words = {c["type"]: c.get("message", "") for c in job["status"].get("conditions", ())}
+    messages = {c["type"]: c.get("message", "") for c in job["status"].get("conditions", ())}
     plan = job["status"].get("plan", {})
     return rounded(found), {
-        "conditions": words,
+        "conditions": messages,
         "plan": [plan.get("summary", ""), *plan.get("reasons", ())],
         "sha256": digest(record.texts),
     }
 
 
-async def _told(machine: Machine, job: Object) -> Object | None:
-    """The document of the generation, as it travels to agents."""
+async def _document(machine: Machine, job: Object) -> Object | None:
+    """The mesh document as it is sent to agents."""
     agents = [agent for agent in machine.agents.values() if agent.document is not None]
     if not agents:
         return None
@@ -153,10 +153,10 @@ async def _told(machine: Machine, job: Object) -> Object | None:
 
 
 def main() -> None:
-    """Prints what the operator makes of one recorded spec."""
+    """Prints what the operator does with a recorded spec."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case")
-    parser.add_argument("--texts", action="store_true", help="the words instead of everything else")
+    parser.add_argument("--texts", action="store_true", help="print the messages instead")
     asked = parser.parse_args()
     found = outcome("train", cases("specs.jsonl")[asked.case])
     print(json.dumps(found[asked.texts], indent=1, sort_keys=True))

@@ -1,7 +1,7 @@
-"""One seeded trace of the operator in virtual time, and its fingerprint.
+"""One seeded trace of the operator in virtual time, and its digest.
 
-`python -m tests.golden.operator.trace SEED` prints the whole trace as JSON lines, and `--texts` the words that were
-taken out of it: run it before and after a change to see where a digest parts.
+`python -m tests.golden.operator.trace SEED` prints the whole trace as JSON lines, `--texts` its messages. To explain a
+digest that changed, run it before and after the change and compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of story: which jobs there are, what happens to them, and how long things take."""
+    """A kind of trace: its jobs, its events and the time between them."""
 
     name: str
     jobs: tuple[str, ...] = ("small", "piped", "narrow")
@@ -66,10 +66,13 @@ KINDS = (
     Kind("edits", acts=(*EDITS, *EDITS_AND_FAULTS), waits=(5, 15, 40)),
     Kind("suspended", acts=("suspend", "resume", "evict", "edit_pods", "resume"), waits=(3, 15, 60)),
     Kind("operators", acts=("second_operator crash_pod", "first_operator_ends", *SERVER)),
-    Kind("the line", count=(3, 4), acts=("submit", "edit_live", "crash_pod", "hold_node", "free_nodes"), nodes=(2, 3)),
+    Kind("queue", count=(3, 4), acts=("submit", "edit_live", "crash_pod", "hold_node", "free_nodes"), nodes=(2, 3)),
     Kind("refusals", acts=REFUSALS, waits=LONG),
     Kind(
-        "another scheduler", jobs=("theirs",), acts=("stop_binding evict", "heal", *PODS_END, *NODES_CHANGE), waits=LONG
+        "external scheduler",
+        jobs=("theirs",),
+        acts=("stop_binding evict", "heal", *PODS_END, *NODES_CHANGE),
+        waits=LONG,
     ),
     Kind("commands", jobs=("command",), acts=(*PODS_END, "fail_rank", "edit_pods", "suspend", "resume")),
     Kind(
@@ -87,7 +90,7 @@ ANY = (*PODS_END, *RANKS_END, *NODES_CHANGE, *EDITS, *SERVER, *REFUSALS, "refuse
 
 @dataclass
 class Trace:
-    """What came of a seed."""
+    """The trace of one seed."""
 
     kind: str
     record: Record
@@ -97,7 +100,7 @@ class Trace:
     jobs: dict[str, Object]
 
     def summary(self) -> Object:
-        """What a reader wants to see of it, and a digest of all of it but its words."""
+        """The main facts, and a digest of everything but messages."""
         writes = Counter(
             f"{entry['verb']} {_resource(entry['path'])} {entry['code']}"
             for entry in self.record.entries
@@ -118,40 +121,40 @@ class Trace:
             "sha256": digest([*self.record.entries, self.metrics]),
         }
 
-    def words(self) -> Object:
-        """The final conditions' messages, and a digest of all words."""
+    def messages_summary(self) -> Object:
+        """The messages of the final conditions, and a digest of all messages."""
         return {"conditions": self.messages, "texts": len(self.record.texts), "sha256": digest(self.record.texts)}
 
     def lines(self) -> dict[str, Any]:
-        """All of it but its words."""
+        """Every entry and metric, without messages."""
         found = {f"{number:05}": rounded(entry) for number, entry in enumerate(self.record.entries)}
         return {**found, "metrics": self.metrics}
 
     def short_lines(self) -> dict[str, Any]:
-        """The same in a third of the space: of what is written, what is new; and no buckets of histograms."""
+        """`lines` in half the space: only the changes of bodies and conditions, and no histogram buckets."""
         last: dict[str, Any] = {}
         found = {}
         for key, line in self.lines().items():
             body = line.get("body", {})
             if "status" in body:
-                path, conditions = line["path"], _in_words(body["status"].get("conditions"))
-                new = [words for words in conditions if words not in last.get(path, ())]
+                path, conditions = line["path"], _as_strings(body["status"].get("conditions"))
+                new = [text for text in conditions if text not in last.get(path, ())]
                 last[path] = conditions or last.get(path, ())
                 body = {**body, "status": {**body["status"], "conditions": new}}
             elif body:
                 base = last.setdefault(f"body of {line['verb']} {_resource(line['path'])}", body)
                 body = body if body is base else delta(base, body)
             if body:
-                how = (line["query"], line["kind"])
-                known = last.setdefault(f"{line['verb']} {_resource(line['path'])}", how)
-                line = {name: value for name, value in line.items() if value not in how or known is how}
-                line["body"] = body
+                line = {**line, "body": body}
+                how = {name: line.pop(name) for name in ("query", "kind")}
+                if last.setdefault(f"{line['verb']} {_resource(line['path'])}", how) is how:
+                    line |= how
             found[key] = line
         metrics = {name: value for name, value in self.metrics.items() if "_bucket " not in name}
         return {**found, "metrics": metrics}
 
     def texts(self) -> dict[str, str]:
-        """All its words."""
+        """Every message."""
         return {f"{number:05}": text for number, text in enumerate(self.record.texts)}
 
 
@@ -182,7 +185,7 @@ def run(seed: int) -> Trace:
 
 
 async def _wait(machine: Machine, seconds: int) -> None:
-    """Lets time pass: second by second at first, then in longer steps."""
+    """Lets time pass, in seconds at first, then in longer steps."""
     quick = min(seconds, 8)
     await machine.run(quick)
     left = seconds - quick
@@ -212,8 +215,8 @@ def _resource(path: str) -> str:
     return "/".join([parts[0], *parts[2:]])
 
 
-def _in_words(conditions: Any) -> list[str]:
-    """Conditions as text, a line each."""
+def _as_strings(conditions: Any) -> list[str]:
+    """Each condition as one string."""
     listed = conditions if isinstance(conditions, list) else []
     return [" ".join(str(value) for _, value in sorted(condition.items())) for condition in listed]
 
@@ -226,13 +229,13 @@ def main() -> None:
     """Prints a trace."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
-    parser.add_argument("--texts", action="store_true", help="the words instead of everything else")
-    parser.add_argument("--summary", action="store_true", help="what the golden files hold of it")
+    parser.add_argument("--texts", action="store_true", help="print the messages instead")
+    parser.add_argument("--summary", action="store_true", help="print the summaries instead")
     asked = parser.parse_args()
     trace = run(asked.seed)
     if asked.summary:
         print(canonical({f"{asked.seed:03}": trace.summary()}))
-        print(canonical({f"{asked.seed:03}": trace.words()}))
+        print(canonical({f"{asked.seed:03}": trace.messages_summary()}))
         return
     for key, value in (trace.texts() if asked.texts else trace.lines()).items():
         print(canonical({key: value}))

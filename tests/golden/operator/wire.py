@@ -1,7 +1,7 @@
 """The API server of a virtual cluster, as the operator's own client speaks to it: verbs, addresses and JSON bodies.
 
-Only the last step is replaced, the request of the Kubernetes client library. So what is recorded is what a real API
-server would get: paths, field managers, preconditions and content types too.
+Only the last call is replaced, the request of the Kubernetes client library. So the record has what a real API server
+would get, with field managers, preconditions and content types.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ Fault = Callable[[str, str, Object], ApiError | None]
 
 READ = "GET"
 TEXT = "text"
-"""Stands in a recorded object for words that people read."""
+"""Replaces a message in a recorded object."""
 EVENT = re.compile(r"(/events/.*\.)[0-9a-f]{16}$")
 TIMES = ("firstTimestamp", "lastTimestamp", "eventTime")
 
 
 class Server:
-    """Serves the objects of a `MemoryCluster`, and tells of every write and its outcome."""
+    """Serves the objects of a `MemoryCluster` and reports every write with its outcome."""
 
     def __init__(self, memory: MemoryCluster, wrote: Callable[[Object], None]) -> None:
         self._memory = memory
         self._wrote = wrote
         self.fault: Fault = lambda verb, path, body: None
-        """Asked before every request; an error it gives is the answer. Code 0: the server is not reached."""
+        """Called before every request; its error is the answer. Code 0: the server is unreachable."""
 
     def client(self, metrics: OperatorMetrics, number: int) -> Cluster:
-        """The client of the operator process with this number."""
+        """The client of one operator process."""
         return Cluster(Configuration(host=f"http://{number}"), metrics)
 
     async def answer(self, verb: str, url: str, kind: str, body: Object | None) -> Answer:
-        """What a request gets."""
+        """The answer to a request."""
         parts = urlsplit(url)
         sent: Object = json.loads(canonical(body or {}))
         code, answer = 200, {}
@@ -93,7 +93,7 @@ class Server:
 
 @contextmanager
 def served_by(server: Callable[[], Server]) -> Iterator[None]:
-    """Gives every request of the client library to a server."""
+    """Sends every request of the client library to a server."""
 
     def begin(rest: Any, configuration: Any) -> None:
         rest.configuration = configuration
@@ -108,7 +108,7 @@ def served_by(server: Callable[[], Server]) -> Iterator[None]:
 
 
 class Answer:
-    """As much of aiohttp's response as the operator reads."""
+    """The part of aiohttp's response that the operator reads."""
 
     def __init__(self, status: int, data: bytes) -> None:
         self.status = status
@@ -126,7 +126,7 @@ class Answer:
 
 
 def without_texts(value: Any, texts: list[str]) -> Any:
-    """The object with `TEXT` in place of what people read, which goes to `texts`; JSON in strings is read."""
+    """The object with `TEXT` in place of messages, which go to `texts`. Decodes `appliedSpec`."""
     if isinstance(value, list):
         return [without_texts(item, texts) for item in value]
     if not isinstance(value, dict):
@@ -145,7 +145,7 @@ def without_texts(value: Any, texts: list[str]) -> Any:
 
 
 def stable_event(write: Object) -> Object:
-    """A write about an event without real time, and without its name's suffix, which is made of time and message."""
+    """A write of an event, without real time and without the hash of time and message in its name."""
     if "/events" not in write["path"]:
         return write
     body = {key: "time" if key in TIMES else value for key, value in write["body"].items()}
