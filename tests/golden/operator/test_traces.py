@@ -19,13 +19,12 @@ TRACES, BLOCK, FULL = 300, 10, 30
 @pytest.mark.parametrize("first", mostly_long(range(0, TRACES, BLOCK), lambda first: first < FULL))
 def test_traces(first: int) -> None:
     traces = {seed: run(seed) for seed in range(first, first + BLOCK)}
-    for seed, trace in traces.items():
-        if seed < FULL:
-            # The full trace first: it shows the difference, a digest only that there is one.
-            check(f"operator/traces/full/{seed:03}.jsonl", trace.short_lines())
-            check(f"operator/traces/full/{seed:03}-text.jsonl", trace.texts())
+    full = {seed: trace for seed, trace in traces.items() if seed < FULL}
+    # Full traces before digests, which show only that there is a difference; everything else before messages.
+    for seed, trace in full.items():
+        check(f"operator/traces/full/{seed:03}.jsonl", trace.short_lines())
     check(f"operator/traces/{first:03}.jsonl", {f"{seed:03}": trace.summary() for seed, trace in traces.items()})
-    check(
-        f"operator/traces/{first:03}-text.jsonl",
-        {f"{seed:03}": trace.messages_summary() for seed, trace in traces.items()},
-    )
+    for seed, trace in full.items():
+        check(f"operator/traces/full/{seed:03}-text.jsonl", trace.texts())
+    messages = {f"{seed:03}": trace.messages_summary() for seed, trace in traces.items()}
+    check(f"operator/traces/{first:03}-text.jsonl", messages)
