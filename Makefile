@@ -8,10 +8,10 @@ STAMP := $(VENV)/.setup-done
 # clusters mostly wait.
 THREE := -n 3 --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-all parity lint sizes generate clean
+.PHONY: help setup demo test test-fast test-all parity lint sizes generate docs-output clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Create .venv and install everything, pinned by constraints.txt
 
@@ -49,6 +49,9 @@ sizes: setup ## Lines and files by room, the longest files and functions
 
 generate: setup ## Write generated files (CRD, API reference) again
 	$(VENV)/bin/python -m meshwright.crd
+
+docs-output: setup ## Write the output that README and docs show again; LONG=1 for `make demo` and its like too
+	$(VENV)/bin/python -m tests.docs $(if $(LONG),--long)
 
 clean: ## Remove what setup and tests made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .demo

@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-TOGETHER = {"distributed": "ranks", "parity": "ranks", "e2e": "clusters"}
+TOGETHER = {"distributed": "ranks", "golden/checkpoint": "ranks", "parity": "ranks", "e2e": "clusters"}
 """Directories whose tests start many processes, by what two of them at once would wait for each other's share of."""
 FIRST = ("ranks", "clusters")
 """What takes longest."""
@@ -41,7 +41,8 @@ class Kinds(LoadScopeScheduling):
 
 def kind_of(path: str) -> str:
     """What the tests of a file, relative to the root, run together with."""
-    return TOGETHER.get(path.split("/")[1], path)
+    folder = path.partition("/")[2].rpartition("/")[0]
+    return TOGETHER.get(folder, path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Kinds:

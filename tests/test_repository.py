@@ -83,9 +83,7 @@ def test_without_git_all_files_but_the_ignored_count(tmp_path: Path) -> None:
     assert names == [".gitignore", "README.md", "docs/page.md"]
 
 
-@pytest.mark.parametrize(
-    "package", ["meshwright.api", "meshwright.planner.placement", "meshwright.protocol.messages"]
-)
+@pytest.mark.parametrize("package", ["meshwright.api", "meshwright.planner.placement", "meshwright.protocol.messages"])
 def test_the_shared_core_imports_nothing_heavy(package: str) -> None:
     heavy = "torch kopf kubernetes aiohttp yaml numpy"
     code = f"import sys, {package}; sys.exit(' '.join(m for m in '{heavy}'.split() if m in sys.modules))"

@@ -158,7 +158,9 @@ def test_no_room_is_told_once_and_holds_nothing() -> None:
     assert again.requeue_after == 15
 
 
-@pytest.mark.parametrize(("seconds", "blocked_by_kept_workers", "released"), [(5, False, 0), (40, False, 3), (5, True, 3)])
+@pytest.mark.parametrize(
+    ("seconds", "blocked_by_kept_workers", "released"), [(5, False, 0), (40, False, 3), (5, True, 3)]
+)
 def test_survivors_are_held_for_a_while_and_then_let_go(
     seconds: float, blocked_by_kept_workers: bool, released: int
 ) -> None:

@@ -13,12 +13,20 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import GANG_GATE
-from meshwright.protocol.messages import FailureKind, MeshRequest, Progress, RankProcess, WorkerReport, WorkerState
+from meshwright.protocol.messages import (
+    FailureKind,
+    MeshDocument,
+    MeshRequest,
+    Progress,
+    RankProcess,
+    WorkerReport,
+    WorkerState,
+)
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.kube.cache import Cache, JobKey, key_of
-from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder, Note
 from meshwright_operator.kube.watches import awaits_placement
@@ -79,18 +87,19 @@ class Operator:
         """While set, no watch event reaches the cache."""
         self.missed = False
         """Whether an event ever passed it by."""
-        metrics, tokens = OperatorMetrics(), Tokens(b"k" * 32)
-        self.coordinator = Coordinator(self.cache, tokens, metrics, self.notify, world.seconds)
-        self.scheduler = JobScheduler(world.cluster, self.cache, metrics, ())
+        self.metrics, self.jobs, tokens = OperatorMetrics(), JobsCollector(), Tokens(b"k" * 32)
+        self.cluster = world.connect(self.metrics)
+        self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
+        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, ())
         self.reconciler = Reconciler(
-            cluster=world.cluster,
+            cluster=self.cluster,
             cache=self.cache,
             queue=self.queue,
             coordinator=self.coordinator,
             tokens=tokens,
             events=self.notes,
-            metrics=metrics,
-            jobs=JobsCollector(),
+            metrics=self.metrics,
+            jobs=self.jobs,
             scheduler=self.scheduler,
             coordinator_url=lambda: "http://coordinator",
             now=lambda: world.now,
@@ -169,6 +178,8 @@ class Agent:
     """Its ranks live and do nothing."""
     failure: FailureKind | None = None
     idle: float = 0.0
+    document: MeshDocument | None = None
+    """The generation that it took last."""
 
     def train(self, seconds: float, work: float) -> None:
         """Its ranks go on, whoever listens."""
@@ -189,7 +200,7 @@ class Agent:
         document = rendezvous.document_for(self._hello())
         if document is not None:
             self.generation, self.state, self.trained, self.idle = document.generation, WorkerState.RUNNING, 0.0, 0.0
-            self.failure, self.hung = None, False
+            self.failure, self.hung, self.document = None, False, document
         with rendezvous.polling(self._hello()):
             operator.notify(key, urgent=True)
         operator.notify(key, rendezvous.receive_report(self.report()))
@@ -242,7 +253,19 @@ class World:
         """(job uid, generation, worker, incarnation) of every start of a worker's ranks."""
         self.lost_unseen: set[str] = set()
         """Pods that went while an operator did not see it: it may take them for being there."""
-        self.operators = [Operator(self)]
+        self.operators = [self.operator()]
+
+    def operator(self) -> Operator:
+        """A new operator process."""
+        return Operator(self)
+
+    def connect(self, metrics: OperatorMetrics) -> KubeClient:
+        """The API server as an operator reaches it."""
+        return self.cluster
+
+    def agent(self, pod: Pod, address: str) -> Agent:
+        """The agent of a pod that starts."""
+        return Agent(pod, pod.owner, address, silent=self.mute)
 
     def seconds(self) -> float:
         return (self.now - NOW).total_seconds()
@@ -346,7 +369,7 @@ class World:
         address = f"10.0.{len(self.started) % 250}.{self.random.randint(1, 250)}"
         obj["status"] = {"phase": "Running", "podIP": address}
         self.cluster.update(path, obj)
-        self.agents[pod.name] = Agent(pod, pod.owner, address, silent=self.mute)
+        self.agents[pod.name] = self.agent(pod, address)
 
     def _finish(self, path: str, obj: Object, pod: Pod) -> None:
         ended = {"terminated": {"exitCode": 0, "finishedAt": format_time(self.now)}}

@@ -106,7 +106,6 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def as_json(rows: Mapping[str, Recorded]) -> dict[str, Any]:
     """What the file holds. Rows that follow the clock are marked: their numbers differ from one run to the next."""
-    trained = {name: row for name, row in rows.items() if row.refused is None}
     return {
         "machine": machine(),
         "rows": {
@@ -115,9 +114,14 @@ def as_json(rows: Mapping[str, Recorded]) -> dict[str, Any]:
                 **({"timed": True} if row.timed else {}),
                 **{precision.value: numbers.as_json() for precision, numbers in row.numbers.items()},
             }
-            for name, row in trained.items()
+            for name, row in rows.items()
+            if row.refused is None
         },
-        "refused": {name: row.refused for name, row in rows.items() if row.refused is not None},
+        "refused": {
+            name: {"technique": row.technique, "text": row.refused}
+            for name, row in rows.items()
+            if row.refused is not None
+        },
     }
 
 
@@ -138,24 +142,22 @@ def compare(stored: Stored, fresh: Stored, part: str = "") -> Difference:
     A row whose name is in one of them alone is compared with the one of the same technique and position that the other
     has alone: names hold all options, whose names may have changed.
     """
-    before = {name: row for name, row in stored["rows"].items() if part in name}
-    after = fresh["rows"]
-    renamed = _renamed(before, after)
-    pairs = {name: renamed.get(name, name) for name in after if renamed.get(name, name) in before}
-    timed = {new for new, old in pairs.items() if after[new].get("timed") or before[old].get("timed")}
-    rows = []
-    for new, old in pairs.items():
-        if new not in timed:
-            wrong = _fields_that_differ(before[old], after[new])
-            rows += [f"{new}: {', '.join(wrong)}"] if wrong else []
-    texts = {name: text for name, text in stored["refused"].items() if part in name}
+    before, refused_before = _holding(part, stored["rows"]), _holding(part, stored["refused"])
+    after, refused = fresh["rows"], fresh["refused"]
+    trained, texts = _pairs(before, after), _pairs(refused_before, refused)
+    timed = {new for new, old in trained.items() if after[new].get("timed") or before[old].get("timed")}
+    wrong = {new: _fields_that_differ(before[old], after[new]) for new, old in trained.items() if new not in timed}
     return Difference(
-        rows=rows,
-        missing=sorted({*before, *texts} - {*pairs.values(), *fresh["refused"]}),
-        added=sorted({*after, *fresh["refused"]} - {*pairs, *texts}),
-        texts=[f"{name}: {text}" for name, text in fresh["refused"].items() if texts.get(name, text) != text],
-        renamed=sum(new != old for new, old in pairs.items()),
-        compared=len(pairs) - len(timed),
+        rows=[f"{name}: {', '.join(fields)}" for name, fields in wrong.items() if fields],
+        missing=sorted({*before, *refused_before} - {*trained.values(), *texts.values()}),
+        added=sorted({*after, *refused} - {*trained, *texts}),
+        texts=[
+            f"{new}: {refused[new]['text']}"
+            for new, old in texts.items()
+            if refused[new]["text"] != refused_before[old]["text"]
+        ],
+        renamed=sum(new != old for new, old in (*trained.items(), *texts.items())),
+        compared=len(wrong),
         timed=len(timed),
     )
 
@@ -183,15 +185,20 @@ def _joined(sums: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
-def _renamed(before: Stored, after: Stored) -> dict[str, str]:
-    """By the new name of a row its name in the file."""
+def _holding(part: str, rows: Stored) -> Stored:
+    return {name: row for name, row in rows.items() if part in name}
+
+
+def _pairs(before: Stored, after: Stored) -> dict[str, str]:
+    """By the name of a row its name in the file, for rows that both have."""
     old, new = _alone(before, after), _alone(after, before)
-    return {
+    renamed = {
         name: other
         for technique, names in new.items()
         if len(old[technique]) == len(names)
         for name, other in zip(names, old[technique], strict=True)
     }
+    return {name: renamed.get(name, name) for name in after if name in before or name in renamed}
 
 
 def _alone(rows: Stored, others: Stored) -> defaultdict[str, list[str]]:

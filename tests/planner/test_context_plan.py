@@ -84,7 +84,8 @@ def test_the_drawing_names_the_context_coordinate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "context_members", "replicas"), [("aabb", (2, 2), (2, 4)), ("abab", (1, 2), (2, 4)), ("abcd", (1, 2), (1, 4))]
+    ("where", "context_members", "replicas"),
+    [("aabb", (2, 2), (2, 4)), ("abab", (1, 2), (2, 4)), ("abcd", (1, 2), (1, 4))],
 )
 def test_placed_groups_have_the_spans_they_got(
     where: str, context_members: tuple[int, int], replicas: tuple[int, int]

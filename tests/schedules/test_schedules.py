@@ -14,7 +14,7 @@ from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright.schedules.automatic import _search, automatic
-from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, pending_weight_gradients, in_flight
+from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, in_flight, pending_weight_gradients
 from meshwright.schedules.flop_costs import stage_costs
 from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
 from meshwright.schedules.pipeline_layout import pipeline_layout, schedule_of
