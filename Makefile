@@ -4,6 +4,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
+# Each room beside the core is a distribution of its own.
+ROOMS := cli local operator worker
 # Tests of ranks one after another in one pytest process, those of whole clusters in a second, all others in a third:
 # clusters mostly wait.
 THREE := -n 3 --no-loadscope-reorder
@@ -15,10 +17,10 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv and install everything, pinned by constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(ROOMS:%=%/pyproject.toml)
 	@echo "setting up $(VENV): a few minutes the first time, then never again"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[dev]' $(ROOMS:%=-e ./%)
 	@touch $(STAMP)
 
 demo: setup ## Train a language model on the embedded cluster, lose a worker midway, finish
