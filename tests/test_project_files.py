@@ -115,7 +115,7 @@ def test_an_image_installs_its_room_alone(room: str) -> None:
     text = (ROOT / room / "Dockerfile").read_text(encoding="utf-8")
     copied = [line.split()[1] for line in text.splitlines() if line.startswith("COPY ") and "--from" not in line]
     assert copied == ["pyproject.toml", "meshwright", room]
-    assert "rm " not in text
+    assert "rm -" not in text
 
 
 def test_the_security_policy_says_how_to_report_and_what_is_supported() -> None:
