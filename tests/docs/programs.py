@@ -5,6 +5,7 @@ Our own programs come from `[project.scripts]` of pyproject.toml, so that nothin
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -101,14 +102,29 @@ def _torchrun(words: list[str]) -> list[str]:
     return ["starts neither a module nor a file"] if program is None else _python(words[program:])
 
 
+def missing_modules(program: str) -> list[str]:
+    """Modules that a Python program imports and that do not exist.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = list(ast.walk(ast.parse(program)))
+    names = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module]
+    return [f"no module `{name}`" for name in names if _origin(name) is None]
+
+
 def _module(name: str, words: list[str]) -> list[str]:
+    origin = _origin(name)
+    return [f"no module `{name}`"] if origin is None else _source(Path(origin), words)
+
+
+def _origin(module: str) -> str | None:
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
-        return [f"no module `{name}`"]
-    return _source(Path(spec.origin), words)
+        return None
+    return None if spec is None else spec.origin
 
 
 def _source(path: Path, words: list[str]) -> list[str]:
