@@ -11,7 +11,7 @@ import torch
 
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.protocol.messages import RunConfig
-from meshwright_worker.distributed.mesh import joined
+from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.torchrun import task_from_environment
 from tests.docs.blocks import ROOT
 
@@ -23,6 +23,6 @@ batches = [example["batch_of"](1, 2, 16)]
 directory = Path(mkdtemp(dir="."))
 
 run = RunConfig(tensor=1, pipeline=1, data_parallel=1, micro_batches=1, parallelism=ParallelismSpec(sequence=False))
-joining = joined(task_from_environment(run))
+joining = join_mesh(task_from_environment(run))
 mesh = joining.__enter__()
 atexit.register(joining.__exit__, None, None, None)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright_local.daemon import holder
+from meshwright_local.daemon import daemon_pid
 from tests.docs import programs
 from tests.docs.blocks import ROOT
 
@@ -94,7 +94,7 @@ class Sandbox:
     def close(self) -> None:
         """Stop the cluster that commands started."""
         cluster = self.state / "cluster"
-        if cluster.exists() and holder(cluster) is not None:
+        if cluster.exists() and daemon_pid(cluster) is not None:
             self.bash("meshwright local down")
 
     def _run(self, argv: list[str]) -> str:
