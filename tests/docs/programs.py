@@ -1,6 +1,6 @@
 """The programs that commands of the documentation name, and what can be known of them without running them.
 
-Our own programs come from `[project.scripts]` of pyproject.toml, so that nothing here names a module.
+Our own programs come from `[project.scripts]` of each room's pyproject.toml, so that nothing here names a module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _KINDS = {"configmap", "deployment", "event", "namespace", "node", "pod", "pvc",
 @cache
 def scripts() -> dict[str, str]:
     """Our own programs: name → `module:function`."""
-    found: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    found: dict[str, str] = {}
+    for project in sorted(ROOT.glob("*/pyproject.toml")):
+        found |= tomllib.loads(project.read_text())["project"].get("scripts", {})
     return found
 
 
