@@ -53,11 +53,11 @@ class AsynchronousSGD:
         self.server = _serve(shards, optimizer, mesh, staleness, self._connection) if mesh.island == 0 else None
 
     def begin_step(self) -> None:
-        """See `Outer.begin_step`."""
+        """See `OuterOptimizer.begin_step`."""
         self._load_parameters(self.server.read(0) if self.server else self._connection.request_parameters(_READ))
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Outer.update`."""
+        """See `OuterOptimizer.update`."""
         flat = flatten_tensors(gradients).cpu()
         if self.server:
             self.server.write(0, flat, rate)
@@ -67,7 +67,7 @@ class AsynchronousSGD:
             shard.parameter.grad = None
 
     def synchronize(self, *, stop: bool) -> bool:
-        """See `Outer.synchronize`."""
+        """See `OuterOptimizer.synchronize`."""
         if self.server:
             flat, stopping = self.server.synchronize(stop=stop)
         else:
@@ -77,20 +77,20 @@ class AsynchronousSGD:
         return stopping
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Outer.on_parameters_loaded`."""
+        """See `OuterOptimizer.on_parameters_loaded`."""
         if self.server:
             self.server.load(local_tensors(self._shards), step * self._connection.islands)
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """See `Outer.tensors`: nothing but the server's optimizer."""
+        """See `OuterOptimizer.tensors`: nothing but the server's optimizer."""
         return {}
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """See `Outer.checkpointed_optimizer`."""
+        """See `OuterOptimizer.checkpointed_optimizer`."""
         return (self.server.shards, self.server.optimizer) if self.server else None
 
     def close(self) -> None:
-        """See `Outer.close`."""
+        """See `OuterOptimizer.close`."""
         self._connection.close()
 
     def _load_parameters(self, flat: torch.Tensor) -> None:

@@ -43,14 +43,14 @@ class DiLoCo:
         self._momentum = [torch.zeros_like(local) for local in local_tensors(shards)]
 
     def begin_step(self) -> None:
-        """See `Outer.begin_step`."""
+        """See `OuterOptimizer.begin_step`."""
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Outer.update`."""
+        """See `OuterOptimizer.update`."""
         self._optimizer.step(gradients, rate)
 
     def synchronize(self, *, stop: bool) -> bool:
-        """See `Outer.synchronize`."""
+        """See `OuterOptimizer.synchronize`."""
         parameters = local_tensors(self._shards)
         with torch.no_grad():
             change = flatten_tensors(torch._foreach_sub(self._round_start, parameters)).mul_(self.weight)
@@ -63,21 +63,21 @@ class DiLoCo:
         return any_island_stops(stop, self._device, self._group)
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Outer.on_parameters_loaded`: checkpoints are taken between rounds."""
+        """See `OuterOptimizer.on_parameters_loaded`: checkpoints are taken between rounds."""
         self._start_round()
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """See `Outer.tensors`."""
+        """See `OuterOptimizer.tensors`."""
         return {
             (shard.name, "momentum"): momentum for shard, momentum in zip(self._shards, self._momentum, strict=True)
         }
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """See `Outer.checkpointed_optimizer`."""
+        """See `OuterOptimizer.checkpointed_optimizer`."""
         return self._shards, self._optimizer
 
     def close(self) -> None:
-        """See `Outer.close`."""
+        """See `OuterOptimizer.close`."""
 
     def _start_round(self) -> None:
         torch._foreach_copy_(self._round_start, local_tensors(self._shards))

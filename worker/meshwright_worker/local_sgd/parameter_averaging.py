@@ -38,30 +38,30 @@ class ParameterAveraging:
         self.weight = samples / float(total.item())
 
     def begin_step(self) -> None:
-        """See `Outer.begin_step`."""
+        """See `OuterOptimizer.begin_step`."""
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Outer.update`."""
+        """See `OuterOptimizer.update`."""
         self._optimizer.step(gradients, rate)
 
     def synchronize(self, *, stop: bool) -> bool:
-        """See `Outer.synchronize`."""
+        """See `OuterOptimizer.synchronize`."""
         average_over_islands(local_tensors(self._shards), self.weight, self._group, self._device)
         return any_island_stops(stop, self._device, self._group)
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Outer.on_parameters_loaded`: nothing is kept."""
+        """See `OuterOptimizer.on_parameters_loaded`: nothing is kept."""
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """See `Outer.tensors`: nothing is kept."""
+        """See `OuterOptimizer.tensors`: nothing is kept."""
         return {}
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """See `Outer.checkpointed_optimizer`."""
+        """See `OuterOptimizer.checkpointed_optimizer`."""
         return self._shards, self._optimizer
 
     def close(self) -> None:
-        """See `Outer.close`."""
+        """See `OuterOptimizer.close`."""
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ class OffloadedLayers:
         self._copies = copies
 
     def __call__(self, layers: Sequence[Block], x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
-        """See `in_turn`."""
+        """See `run_in_order`."""
         if not torch.is_grad_enabled():
             return self._inner(layers, x, token_metadata)
         page: _Page | None = None
