@@ -1,6 +1,6 @@
 """DiLoCo (arXiv 2311.08105): the mean change of a round is the gradient of an outer step with Nesterov momentum.
 
-With T the parameters that a round began with and T_i those that island i came to:
+With T the parameters at the start of a round and T_i those of island i at its end:
 
     D = mean of (T - T_i);  m = momentum m + D;  T = T - rate (D + momentum m).
 
@@ -24,11 +24,12 @@ from meshwright_worker.parallel.shards import ParameterShard
 
 
 class DiLoCo:
-    """Keeps where the round began, and the momentum: two numbers a parameter that this rank updates.
+    """Stores the parameters at the start of the round and the momentum: two numbers per parameter that this rank
+    updates.
 
     Args:
         shards: what this rank updates.
-        optimizer: the inner one, whose state each island keeps from round to round.
+        optimizer: the inner one; each island keeps its state from round to round.
         mesh: its `ISLAND` group.
         spec: outer learning rate and momentum.
     """
