@@ -63,7 +63,7 @@ def parallelize(
     zero_stage: int,
     seed: int,
 ) -> ParallelModule:
-    """Split and shard a module in place. See `OwnTrainer` for the arguments and what is raised. Collective."""
+    """Split and shard a module in place. See `CustomModuleTrainer` for the arguments and what is raised. Collective."""
     parts = check_plan(module, plan, mesh, zero_stage)
     module.to(mesh.device)
     # What an earlier backward pass has left would count in the first step.
