@@ -12,7 +12,9 @@ from meshwright.api.training import ActivationCheckpointing
 
 Text = Annotated[str, Field(max_length=1024)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
-Count = Annotated[int, Field(ge=0, le=9007199254740991)]
+MAX_SAFE_INTEGER = (1 << 53) - 1
+"""The largest integer that every JSON reader keeps exactly."""
+Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 
 MAX_APPLIED_SPEC = 131072
 MAX_RESTART_TIMES = 128
@@ -178,7 +180,7 @@ class RestartStatus(ApiModel):
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
-    observed_generation: Annotated[int, Field(ge=-1, le=9007199254740991)] = -1
+    observed_generation: Annotated[int, Field(ge=-1, le=MAX_SAFE_INTEGER)] = -1
     """The `metadata.generation` that the operator has acted on; -1 before it has seen the job."""
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra={"x-list-map-key": "type"})] = []
     """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended."""

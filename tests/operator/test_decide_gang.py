@@ -10,8 +10,8 @@ import pytest
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
-from meshwright_operator.coordinator.rendezvous import Agents, WaitingAgent
 from meshwright_operator.decide import gang
+from meshwright_operator.decide.agents import Agents, WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
@@ -149,10 +149,10 @@ def test_after_another_spec_no_incarnation_comes_again() -> None:
 def test_no_room_is_told_once_and_holds_nothing() -> None:
     decision = decide(observed([], NEW, received=Agents()))
     not_placed(decision, "short by 2 workers", blocked_by_kept_workers=False)
-    assert [note.reason for note in decision.notes] == ["PlacementFailed"]
+    assert [note.reason for note in decision.events] == ["PlacementFailed"]
     again = decide(observed([], decision.status, received=Agents()))
     not_placed(again, "short by 1 worker", blocked_by_kept_workers=False)
-    assert again.notes == []
+    assert again.events == []
     placed_condition = next(c for c in again.status.conditions if c.type == "Placed")
     assert (placed_condition.status, placed_condition.message) == ("False", "short by 1 worker")
     assert again.requeue_after == 15

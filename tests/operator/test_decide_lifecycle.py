@@ -9,7 +9,7 @@ import pytest
 from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import CheckpointCommit, Evaluation, Progress
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.rejected_job import rejected, unplannable
@@ -30,7 +30,7 @@ def test_a_generation_that_trains_is_ready() -> None:
     assert conditions(decision)["Ready"] == ("True", "Running")
     assert conditions(decision)["Reconciling"][0] == conditions(decision)["Stalled"][0] == "False"
     assert decision.status.ready_ranks == "8/8"
-    assert not decision.notes
+    assert not decision.events
     assert decide(observed(status=decision.status)).status == decision.status, "seen twice, it changes nothing"
 
 

@@ -14,7 +14,7 @@ from meshwright.planner.placement import place
 from meshwright.protocol.messages import FailureKind, RankProcess, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.controller.status_patch import is_urgent
-from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import encode_spec, running_spec
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
@@ -187,10 +187,10 @@ def test_an_edit_that_is_held_back_is_told_once_and_stops_nobody() -> None:
     assert conditions(first)["Stalled"] == ("True", "InvalidSpec")
     assert conditions(first)["Ready"][0] == conditions(first)["Reconciling"][0] == "False"
     assert (first.delete, first.status.ready_ranks, first.mesh.pending_cause) == ([], "8/8", "")
-    assert [note.reason for note in first.notes] == ["InvalidSpec"]
+    assert [note.reason for note in first.events] == ["InvalidSpec"]
     second = blocked_edit(status=first.status)
     assert second.status == first.status
-    assert second.notes == []
+    assert second.events == []
 
 
 def test_the_time_of_ranks_that_train_behind_a_held_edit_counts_as_training() -> None:
@@ -307,4 +307,4 @@ def test_sentences_count_right() -> None:
     decision = decide(observed([], ParallelTrainingJobStatus(), received=Agents(), **one))
     inventory = Inventory.from_objects([node("n0", "r0")], [])
     placed(decision, place(decision.observed.plan, inventory, {}))
-    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in decision.notes)
+    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in decision.events)

@@ -23,8 +23,8 @@ from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import place
 from meshwright.protocol.messages import FailureKind, MeshDocument, RankProcess, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide import placement_outcome
+from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document

@@ -108,7 +108,7 @@ def test_a_lost_pod_does_not_count_toward_the_limit() -> None:
     assert decision.mesh.generation == 1
     assert (decision.status.restart_count, decision.status.restarts_toward_limit) == (1, 0)
     assert decision.status.ready_ranks == "0/8"
-    assert [note.reason for note in decision.notes] == ["PodLost"]
+    assert [note.reason for note in decision.events] == ["PodLost"]
     assert not decision.create
     assert decision.place is None, "the pod still runs: no second one may start"
 

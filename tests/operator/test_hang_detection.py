@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.protocol.messages import Progress, RankProcess, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport
 from meshwright_operator.decide import hang_detection
+from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import Interruption
 from meshwright_operator.decide.hang_detection import diagnose, hang_timeout
@@ -95,7 +95,7 @@ def test_a_hang_starts_all_ranks_again_in_their_pods_and_counts() -> None:
     assert (decision.mesh.generation, decision.mesh.cause) == (2, "Hang")
     assert decision.status.restarts_toward_limit == 1
     assert not decision.delete
-    assert [note.reason for note in decision.notes][0] == "Hang"
+    assert [note.reason for note in decision.events][0] == "Hang"
 
 
 def test_hangs_use_up_the_limit() -> None:
@@ -188,7 +188,7 @@ def test_whose_doing_a_lost_pod_is_stands_in_its_cause(reason: str, cause: str) 
     decision = decide(observed([pod(0), pod(1), pod(2, deleting=True, disruption=reason), pod(3)]))
     assert decision.mesh.pending_cause == cause
     assert decision.status.restarts_toward_limit == 0
-    assert reason in decision.notes[0].message
+    assert reason in decision.events[0].message
 
 
 async def test_a_worker_leaves_a_cordoned_node_when_there_is_room_elsewhere() -> None:
@@ -234,4 +234,4 @@ def test_a_move_is_tried_only_when_nothing_is_lost_by_it(fields: dict[str, objec
         moved(decision)
         assert [p.name for p in decision.delete] == ["train-w1-0"]
         assert decision.mesh.pending_cause == "NodeDrained"
-        assert "worker 1 leaves n1: cordoned" in decision.notes[-1].message
+        assert "worker 1 leaves n1: cordoned" in decision.events[-1].message

@@ -25,8 +25,8 @@ from meshwright.planner.placement import place
 from meshwright.planner.plan import make_plan
 from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.coordinator.rendezvous import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide import placement_outcome as placing
+from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers

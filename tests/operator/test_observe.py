@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
-from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import encode_spec
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.revision import revision_of

@@ -23,6 +23,7 @@ from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import is_urgent, merge_diff
 from meshwright_operator.coordinator.tokens import KeyFileError, Tokens, load_key
 from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import (
     ApiError,
@@ -34,7 +35,7 @@ from meshwright_operator.kube.client import (
     resource_of,
 )
 from meshwright_operator.kube.pod_info import read_pod
-from meshwright_operator.kube.recorder import EventRecorder, Note
+from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -339,7 +340,7 @@ async def test_repeated_events_are_counted_up() -> None:
     async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", OperatorMetrics())
         for message in ("same", "same", "other"):
-            recorder.post(job, Note("PodLost", message))
+            recorder.post(job, JobEvent("PodLost", message))
         await recorder.flush(5)
 
     await with_cluster(server, post)

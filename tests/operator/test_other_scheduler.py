@@ -15,8 +15,8 @@ from meshwright.api import labels
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlacementStatus, WorkerPlacement
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import map_ranks
-from meshwright_operator.coordinator.rendezvous import WaitingAgent
 from meshwright_operator.decide import gang
+from meshwright_operator.decide.agents import WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import ranks_mapped

@@ -12,6 +12,7 @@ from email.utils import format_datetime
 import pytest
 
 from meshwright_operator import logging_config
+from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import (
     ApiError,
@@ -24,7 +25,7 @@ from meshwright_operator.kube.client import (
 )
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.leader_election import RENEW_DEADLINE_FRACTION, LeaderElector, LeaseLostError
-from meshwright_operator.kube.recorder import COMBINED_PREFIX, MAX_DISTINCT_MESSAGES, EventRecorder, Note
+from meshwright_operator.kube.recorder import COMBINED_PREFIX, MAX_DISTINCT_MESSAGES, EventRecorder
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -155,7 +156,7 @@ async def test_a_flood_of_similar_events_becomes_one() -> None:
     async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", metrics)
         for number in range(MAX_DISTINCT_MESSAGES + flood):
-            recorder.post(ASKED, Note("PodLost", f"pod {number} is gone"))
+            recorder.post(ASKED, JobEvent("PodLost", f"pod {number} is gone"))
         await recorder.flush(10)
 
     await with_cluster(server, post)
@@ -173,8 +174,8 @@ async def test_an_event_that_cannot_be_posted_is_counted_and_harms_nothing() -> 
 
     async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", metrics)
-        recorder.post(ASKED, Note("Placed", "one"))
-        recorder.post(ASKED, Note("Placed", "two"))
+        recorder.post(ASKED, JobEvent("Placed", "one"))
+        recorder.post(ASKED, JobEvent("Placed", "two"))
         await recorder.flush(5)
 
     await with_cluster(server, post)

@@ -25,10 +25,11 @@ from meshwright.protocol.messages import (
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import Cache, JobKey, key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.pod_info import Pod, read_pod
-from meshwright_operator.kube.recorder import EventRecorder, Note
+from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.watches import awaits_placement
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobsCollector
@@ -68,9 +69,9 @@ class Notes(EventRecorder):
     """Keeps notes instead of posting them."""
 
     def __init__(self) -> None:
-        self.notes: list[tuple[str, Note]] = []
+        self.notes: list[tuple[str, JobEvent]] = []
 
-    def post(self, job: Mapping[str, Any], note: Note) -> None:
+    def post(self, job: Mapping[str, Any], note: JobEvent) -> None:
         self.notes.append((job["metadata"]["name"], note))
 
     def reasons(self, job: str) -> list[str]:

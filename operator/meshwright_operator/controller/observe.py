@@ -17,8 +17,8 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plan, make_plans
 from meshwright.rules.validation import check_edit
-from meshwright_operator.coordinator.rendezvous import Agents
 from meshwright_operator.decide import lifecycle
+from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import running_spec
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.decide.observed import Observed, Rejection, Worker, has_started, observe_workers

@@ -26,6 +26,7 @@ from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, rejected_job
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.failure_detection import SPEC_CHANGED
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, Rejection, WorkerState
@@ -33,7 +34,7 @@ from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.rank_assignment import rank_zero_worker, uses_external_scheduler
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient, jobs_path
-from meshwright_operator.kube.recorder import WARNING, EventRecorder, Note
+from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.worker_pod import PodContext
 from meshwright_operator.metrics.job_metrics import JobsCollector
@@ -165,14 +166,14 @@ class Reconciler:
 
     async def _execute(self, key: JobKey, job: Object, rendezvous: Rendezvous, draft: Decision) -> None:
         observed = draft.observed
-        await self._writer.write(key, job, draft.status, bool(draft.notes))
+        await self._writer.write(key, job, draft.status, bool(draft.events))
         # What was refused is told and persisted now; the next refusal is another one.
         if observed.rejection is not None:
             self._rejections.pop(observed.uid, None)
         self._scheduler.avoid(observed.uid, draft.avoid)
         await self._publish(rendezvous, draft)
-        for note in [*draft.notes, *self._timeline(observed.uid).update(draft, time.monotonic())]:
-            self._events.post(job, note)
+        for event in [*draft.events, *self._timeline(observed.uid).update(draft, time.monotonic())]:
+            self._events.post(job, event)
         self._update_metrics(key, job, draft)
         if draft.delete_job:
             await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
@@ -235,14 +236,14 @@ class Reconciler:
         else:
             status = rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)
         uid = job["metadata"]["uid"]
-        note = Note("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
+        event = JobEvent("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
         try:
             if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
-                self._events.post(job, note)
+                self._events.post(job, event)
         except StatusRejectedError:
-            if self._events_without_status.get(uid) != note.message:
-                self._events_without_status[uid] = note.message
-                self._events.post(job, note)
+            if self._events_without_status.get(uid) != event.message:
+                self._events_without_status[uid] = event.message
+                self._events.post(job, event)
             raise
         finally:
             self._jobs.record(key, uid).put(status, None, time.monotonic())
@@ -255,11 +256,11 @@ class Reconciler:
         if isinstance(error, StatusRejectedError) and job["metadata"]["uid"] in self._events_without_status:
             return
         expected = isinstance(error, ApiError | ForeignObjectError)
-        note = Note("ActionRefused", str(error), WARNING)
+        event = JobEvent("ActionRefused", str(error), WARNING)
         if not expected:
-            note = Note("ReconcileFailed", f"tried again and again: {type(error).__name__}: {error}", WARNING)
+            event = JobEvent("ReconcileFailed", f"tried again and again: {type(error).__name__}: {error}", WARNING)
         with contextlib.suppress(Exception):
-            self._events.post(job, note)
+            self._events.post(job, event)
 
     async def _forget(self, key: JobKey) -> None:
         """Drops all that is remembered of a job that is gone."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from meshwright.api.conditions import READY, is_true
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.decide.rank_assignment import rank_zero_worker
-from meshwright_operator.kube.recorder import Note
 
 CHECKPOINT_NOTE_SECONDS = 60.0
 FIRST_STEP = "first-step"
@@ -35,11 +35,11 @@ class StartTimeline:
     checkpoint: int | None = None
     checkpoint_noted: float = field(default=float("-inf"))
 
-    def update(self, decision: Decision, clock: float) -> list[Note]:
+    def update(self, decision: Decision, clock: float) -> list[JobEvent]:
         """Takes in one decision at the moment `clock`; what is worth telling."""
         return [*self._update_start(decision, clock), *self._update_checkpoint(decision, clock)]
 
-    def _update_start(self, decision: Decision, clock: float) -> list[Note]:
+    def _update_start(self, decision: Decision, clock: float) -> list[JobEvent]:
         before, after = decision.observed.mesh, decision.mesh
         forming = bool(after.pending_cause)
         formed_at = after.generation > before.generation
@@ -59,7 +59,7 @@ class StartTimeline:
             return self._finish(decision, start, start.formed_at, clock)
         return []
 
-    def _finish(self, decision: Decision, start: _Start, formed_at: float, clock: float) -> list[Note]:
+    def _finish(self, decision: Decision, start: _Start, formed_at: float, clock: float) -> list[JobEvent]:
         received = decision.observed.agents.reports.get(rank_zero_worker(decision.observed))
         if received is None or received.report.generation != start.generation:
             return []
@@ -77,9 +77,9 @@ class StartTimeline:
         total = formed_at - start.failed_at + sum(phases.values())
         text = ", ".join(f"{name.replace('-', ' ')} {max(0.0, seconds):.1f}" for name, seconds in parts.items())
         word, reason = ("started", "Started") if first else ("recovered", "Recovered")
-        return [Note(reason, f"{word} in {total:.1f} s: {text} (generation {start.generation}, {cause})")]
+        return [JobEvent(reason, f"{word} in {total:.1f} s: {text} (generation {start.generation}, {cause})")]
 
-    def _update_checkpoint(self, decision: Decision, clock: float) -> list[Note]:
+    def _update_checkpoint(self, decision: Decision, clock: float) -> list[JobEvent]:
         checkpoint = decision.status.checkpoint
         if checkpoint is None or checkpoint.step == self.checkpoint:
             return []
@@ -90,7 +90,7 @@ class StartTimeline:
         if seen_first:
             return []
         self.checkpoint_noted = clock
-        return [Note("CheckpointSaved", f"the checkpoint of step {checkpoint.step} is complete")]
+        return [JobEvent("CheckpointSaved", f"the checkpoint of step {checkpoint.step} is complete")]
 
 
 def _parts(start: _Start, formed_at: float, *, recovering: bool) -> dict[str, float]:

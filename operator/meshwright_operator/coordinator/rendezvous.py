@@ -11,48 +11,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshwright.protocol.messages import MeshDocument, MeshRequest, ReportReply, WorkerReport, WorkerState
 from meshwright_operator.coordinator.rate_limit import RateLimiter
+from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 
 # An agent whose poll ended is expected back at once; after this long it counts as away.
 AWAY_SECONDS = 10.0
 LARGEST_GENERATION = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingAgent:
-    """An agent that waits for the next generation."""
-
-    incarnation: int
-    address: str
-    store_port: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedReport:
-    """A worker's last report."""
-
-    report: WorkerReport
-    age: float
-    """Seconds since it arrived."""
-    halted_seconds: float
-    """Seconds since the first report that the ranks of this generation failed or paused; 0 in other states."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agents:
-    """What is known of a job's agents at one moment."""
-
-    waiting_agents: Mapping[int, WaitingAgent] = field(default_factory=dict)
-    """By worker index: present and free to start a new generation."""
-    reports: Mapping[int, ReceivedReport] = field(default_factory=dict)
-    """By worker index, of every generation."""
-    newest_generation: int = 0
-    """The highest generation any agent ever named."""
-    listening_seconds: float = 0.0
-    """Seconds for which agents of this job could have been heard: an agent not heard since is silent for so long."""
 
 
 @dataclass(slots=True)

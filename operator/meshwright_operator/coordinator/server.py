@@ -83,10 +83,6 @@ class Coordinator:
         if (rendezvous := self._rendezvous_by_uid.pop(uid, None)) is not None:
             await rendezvous.publish(None, {}, closed=True)
 
-    def known(self) -> list[str]:
-        """The uids of jobs with a board."""
-        return list(self._rendezvous_by_uid)
-
     def application(self) -> web.Application:
         """The web application."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)

@@ -24,9 +24,9 @@ from meshwright_operator.decide import (
 from meshwright_operator.decide.applied_spec import encode_spec
 from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, WorkerState, has_started
-from meshwright_operator.kube.recorder import WARNING
 from meshwright_operator.text import counted
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -118,7 +118,7 @@ def _suspend(decision: Decision) -> None:
         decision.job_state("Suspending", f"waiting for {live} {'pod' if live == 1 else 'pods'} to save and end")
         return
     if not is_true(observed.status.conditions, names.SUSPENDED):
-        decision.note("Suspended", _suspended_message(decision))
+        decision.add_event("Suspended", _suspended_message(decision))
     decision.condition(names.SUSPENDED, True, "SuspendedByUser")
     decision.condition(names.PLACED, False, "Suspended")
     decision.job_state("Suspended", "spec.suspend is true", ready=True)
@@ -133,7 +133,7 @@ def _resume(decision: Decision) -> None:
     if is_true(decision.observed.status.conditions, names.SUSPENDED):
         placement_outcome.reset_attempts(decision)
         decision.condition(names.SUSPENDED, False, "Resumed")
-        decision.note("Resumed", "spec.suspend is false again")
+        decision.add_event("Resumed", "spec.suspend is false again")
 
 
 def _advance_generation(decision: Decision) -> None:
@@ -172,7 +172,7 @@ def _end_generation(decision: Decision, verdict: failure_detection.Interruption)
     event = {failure_detection.RANK_FAILURE: "RankFailed", failure_detection.SPEC_CHANGED: "SpecChanged"}.get(
         verdict.cause, verdict.cause
     )
-    decision.note(event, verdict.message, WARNING if verdict.cause != failure_detection.SPEC_CHANGED else "Normal")
+    decision.add_event(event, verdict.message, WARNING if verdict.cause != failure_detection.SPEC_CHANGED else NORMAL)
     if exit_policy.run_rejected(decision.observed, verdict.cause):
         decision.fail("RunRefused", verdict.message)
         return
@@ -202,7 +202,7 @@ def _fail_on_restart_limit(decision: Decision, message: str) -> None:
     limit = decision.observed.spec.recovery.max_restarts
     window = decision.observed.spec.recovery.restart_window_seconds
     spent = counted(limit, "restart") + (f" within {window} s" if window is not None else "")
-    decision.note("RestartLimitReached", f"{spent} allowed (recovery.maxRestarts), and used up", WARNING)
+    decision.add_event("RestartLimitReached", f"{spent} allowed (recovery.maxRestarts), and used up", WARNING)
     decision.fail("RestartLimitReached", f"after {spent}: {message}")
 
 
@@ -213,7 +213,7 @@ def _report_blocked_edit(decision: Decision) -> None:
         return
     ready = find(decision.observed.status.conditions, names.READY)
     if ready is None or ready.reason != blocked_edit.reason or blocked_edit.message not in ready.message:
-        decision.note(blocked_edit.reason, blocked_edit.message, WARNING)
+        decision.add_event(blocked_edit.reason, blocked_edit.message, WARNING)
     if blocked_edit.retryable:
         decision.requeue_within(placement_outcome.RETRY_PLACEMENT_SECONDS)
 
@@ -246,7 +246,9 @@ def _start_generation(decision: Decision) -> None:
             placement_outcome.give_up(decision, step)
         case gang.Ungate(pods):
             decision.ungate += pods
-            decision.note("GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}")
+            decision.add_event(
+                "GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}"
+            )
             decision.starting("the gang starts")
         case gang.FormGeneration():
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
@@ -257,9 +259,9 @@ def _start_generation(decision: Decision) -> None:
 def _announce(decision: Decision) -> None:
     mesh, checkpoint = decision.mesh, decision.status.checkpoint
     number, layout = mesh.generation, decision.observed.plan.summary
-    decision.note("MeshFormed", f"generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
+    decision.add_event("MeshFormed", f"generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
     if checkpoint is not None and number > 1:
-        decision.note(
+        decision.add_event(
             "RestartingFromCheckpoint", f"generation {number} goes on from the checkpoint of step {checkpoint.step}"
         )
 

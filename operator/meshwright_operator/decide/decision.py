@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
 from meshwright_operator.decide import conditions, failure_detection, lifecycle, restart_budget
 from meshwright_operator.decide.blocked_edit import blocked_job_state
+from meshwright_operator.decide.events import NORMAL, WARNING, JobEvent
 from meshwright_operator.decide.gang import MapRanks, Place
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.kube.recorder import WARNING, Note
 from meshwright_operator.timestamps import format_time
 
 
@@ -20,7 +20,7 @@ class Decision:
 
     observed: Observed
     status: ParallelTrainingJobStatus
-    notes: list[Note] = field(default_factory=list)
+    events: list[JobEvent] = field(default_factory=list)
     """Events to post."""
     delete: list[Pod] = field(default_factory=list)
     """Pods to delete."""
@@ -76,9 +76,9 @@ class Decision:
             self.status, kind, str(value), reason, message, self.observed.generation, self.observed.now
         )
 
-    def note(self, reason: str, message: str, kind: str = "Normal") -> None:
+    def add_event(self, reason: str, message: str, event_type: str = NORMAL) -> None:
         """Adds an event."""
-        self.notes.append(Note(reason, message, kind))
+        self.events.append(JobEvent(reason, message, event_type))
 
     def requeue_within(self, seconds: float | None) -> None:
         """Looks again after `seconds` at the latest."""
@@ -109,7 +109,7 @@ class Decision:
         self.condition("Failed", True, reason, message)
         self.job_state(reason, message, stalled=True, final=True)
         self._finish()
-        self.note("Failed", f"{reason}: {message}", WARNING)
+        self.add_event("Failed", f"{reason}: {message}", WARNING)
         self.delete_live_pods()
 
     def complete(self, message: str) -> None:
@@ -117,7 +117,7 @@ class Decision:
         self.condition("Complete", True, "Completed", message)
         self.job_state("Completed", message, ready=True, final=True)
         self._finish()
-        self.note("Completed", message)
+        self.add_event("Completed", message)
         self.delete_live_pods()
 
     def _finish(self) -> None:

@@ -36,7 +36,7 @@ def create_unbound_pods(decision: Decision, step: Place) -> None:
     pods = counted(len(new), "pod")
     text = f"scheduler {observed.spec.workers.scheduler_name} is to find nodes for {pods}"
     decision.condition(names.PLACED, False, WAITS_FOR_SCHEDULER, text)
-    decision.note(WAITS_FOR_SCHEDULER, text)
+    decision.add_event(WAITS_FOR_SCHEDULER, text)
     decision.starting(f"making {pods}")
 
 
@@ -56,7 +56,7 @@ def ranks_mapped(decision: Decision, placement: Placement, slots: Mapping[int, i
     status.placement = placement.to_status(observed.name, incarnations, slots)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, placement.notes))
-    decision.note("RanksMapped", f"scheduler {observed.spec.workers.scheduler_name} placed {text}")
+    decision.add_event("RanksMapped", f"scheduler {observed.spec.workers.scheduler_name} placed {text}")
     decision.starting("ranks are mapped onto the nodes")
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from meshwright.protocol.messages import FailureKind
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.coordinator.rendezvous import ReceivedReport
+from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
 from meshwright_operator.kube.pod_info import EVICTIONS, PREEMPTIONS, Pod
 from meshwright_operator.timestamps import parse_time

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshwright.protocol.messages import RankProcess
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.coordinator.rendezvous import ReceivedReport
+from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.failure_detection import HANG, POD_LOST, Interruption, reports_with_state
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
 from meshwright_operator.decide.rank_assignment import rank_zero_worker

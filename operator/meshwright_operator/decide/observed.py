@@ -10,7 +10,7 @@ from enum import StrEnum
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
-from meshwright_operator.coordinator.rendezvous import Agents
+from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.kube.pod_info import Pod
 

@@ -15,10 +15,10 @@ from meshwright.api.status import PlacementStatus
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide import exit_policy, failure_detection, lifecycle
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang import GiveUp
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState, has_started
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.kube.recorder import WARNING
 from meshwright_operator.text import counted, with_warnings
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
@@ -55,7 +55,7 @@ def placed(decision: Decision, placement: Placement, warnings: Sequence[str] = (
     lifecycle.begin(status, observed.now)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, warnings))
-    decision.note("Placed", text)
+    decision.add_event("Placed", text)
     decision.starting(f"making {counted(len(decision.create), 'pod')}")
 
 
@@ -70,7 +70,7 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     if crashed:
         counts_toward_limit = exit_policy.counts_toward_limit(observed.spec, exit_policy.worker_exit_codes(crashed))
         decision.count_restart(failure_detection.POD_FAILED, counted=counts_toward_limit)
-        decision.note("PodFailed", failure_detection.crash_message(crashed), WARNING)
+        decision.add_event("PodFailed", failure_detection.crash_message(crashed), WARNING)
     if crashed or decision.mesh.pending_since is None:
         decision.mesh.pending_since = format_time(observed.now)
     decision.mesh.retry_time = None
@@ -100,7 +100,7 @@ def not_placed(
     reason = WAITS_FOR_TURN if waits_for_turn else DOES_NOT_FIT
     old = find(observed.status.conditions, names.PLACED)
     if old is None or old.status != "False" or old.reason not in (WAITS_FOR_TURN, DOES_NOT_FIT):
-        decision.note("PlacementFailed", message, WARNING)
+        decision.add_event("PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
     decision.job_state("Placing", message)
     if not observed.live_pods:
@@ -121,7 +121,7 @@ def give_up(decision: Decision, step: GiveUp) -> None:
     if mesh.pending_since is None:
         mesh.pending_since = format_time(observed.now)
     text = f"{step.message}; attempt {mesh.attempts} was given up, the next comes at {mesh.retry_time}"
-    decision.note("GangReleased" if observed.live_pods else "PlacementFailed", text, WARNING)
+    decision.add_event("GangReleased" if observed.live_pods else "PlacementFailed", text, WARNING)
     decision.condition(names.PLACED, False, step.reason, text)
     decision.job_state(step.reason, text, stalled=step.reason in NEEDS_USER_ACTION)
     decision.avoid |= step.avoid
@@ -198,7 +198,7 @@ def moved(decision: Decision) -> None:
     moves = "; ".join(f"worker {w.index} leaves {w.node}: {w.node_drain_reason}" for w in workers[:3])
     more = f" and {len(workers) - 3} more" if len(workers) > 3 else ""
     message = f"{moves}{more}; a checkpoint is saved first"
-    decision.note(failure_detection.NODE_DRAINED, message)
+    decision.add_event(failure_detection.NODE_DRAINED, message)
     decision.count_restart(failure_detection.NODE_DRAINED)
     decision.mesh.pending_cause = failure_detection.NODE_DRAINED
     decision.mesh.pending_since = format_time(decision.observed.now)

@@ -10,15 +10,13 @@ import math
 
 from pydantic import ValidationError
 
-from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
+from meshwright.api.status import MAX_SAFE_INTEGER, CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import Evaluation, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.observed import Observed, WorkerState
 from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.timestamps import format_time, parse_time
-
-MAX_SAFE_INTEGER = (1 << 53) - 1
 
 THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
 """Fields of status that only tell progress: written at most every few seconds."""

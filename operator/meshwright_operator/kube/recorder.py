@@ -16,12 +16,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
+from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.kube.client import ApiError, KubeClient, core_path
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_micro_time, format_time, utc_now
-
-NORMAL = "Normal"
-WARNING = "Warning"
 
 AGGREGATION_WINDOW = timedelta(minutes=10)
 CACHE_SIZE = 2048
@@ -35,23 +33,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Something worth telling about a job."""
-
-    reason: str
-    """CamelCase, from a small set."""
-    message: str
-    kind: str = NORMAL
-
-
-@dataclass(frozen=True, slots=True)
 class _QueuedEvent:
-    """A note as it waits to be posted: with the little of the job that an event needs."""
+    """An event in the queue, with the few fields of the job that its object needs."""
 
     namespace: str
     name: str
     uid: str
-    note: Note
+    event: JobEvent
     moment: datetime
 
 
@@ -71,7 +59,7 @@ class _Aggregate:
 
 
 class EventRecorder:
-    """Posts notes about jobs, one after the other."""
+    """Posts events about jobs, one after the other."""
 
     def __init__(self, cluster: KubeClient, instance: str, metrics: OperatorMetrics) -> None:
         self._client = cluster
@@ -81,14 +69,14 @@ class EventRecorder:
         self._posted: OrderedDict[str, _Posted] = OrderedDict()
         self._aggregates: OrderedDict[str, _Aggregate] = OrderedDict()
 
-    def post(self, job: Mapping[str, Any], note: Note) -> None:
-        """Queues the note about this job object; drops it when far too many wait."""
+    def post(self, job: Mapping[str, Any], event: JobEvent) -> None:
+        """Queues the event about this job object; drops it when the queue is full."""
         metadata = job["metadata"]
         queued = _QueuedEvent(
-            metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), note, utc_now()
+            metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), event, utc_now()
         )
-        about = {"job": f"{queued.namespace}/{queued.name}", "reason": note.reason}
-        log.log(logging.WARNING if note.kind == WARNING else logging.INFO, note.message, extra=about)
+        about = {"job": f"{queued.namespace}/{queued.name}", "reason": event.reason}
+        log.log(logging.WARNING if event.type == WARNING else logging.INFO, event.message, extra=about)
         try:
             self._queue.put_nowait(queued)
         except asyncio.QueueFull:
@@ -114,18 +102,18 @@ class EventRecorder:
             await self._post(queued)
         except ApiError as error:
             self._metrics.events.labels("failed").inc()
-            log.warning("an event could not be posted", extra={"reason": queued.note.reason, "error": str(error)})
+            log.warning("an event could not be posted", extra={"reason": queued.event.reason, "error": str(error)})
         else:
             self._metrics.events.labels("posted").inc()
 
     async def _post(self, queued: _QueuedEvent) -> None:
-        note, moment = queued.note, queued.moment
-        kind = "\0".join((queued.uid, note.reason, note.kind))
-        identity = f"{kind}\0{note.message}"
+        event, moment = queued.event, queued.moment
+        kind = "\0".join((queued.uid, event.reason, event.type))
+        identity = f"{kind}\0{event.message}"
         known = self._recent_event(identity, moment)
-        message = note.message
+        message = event.message
         if known is None and self._exceeds_limit(kind, moment):
-            identity, message = kind, f"{COMBINED_PREFIX}{note.message}"
+            identity, message = kind, f"{COMBINED_PREFIX}{event.message}"
             known = self._recent_event(identity, moment)
         if known is not None:
             patch = {
@@ -163,7 +151,7 @@ class EventRecorder:
         return aggregate.count > MAX_DISTINCT_MESSAGES
 
     def _body(self, queued: _QueuedEvent, name: str, message: str) -> dict[str, Any]:
-        note, moment = queued.note, queued.moment
+        event, moment = queued.event, queued.moment
         return {
             "apiVersion": "v1",
             "kind": "Event",
@@ -175,14 +163,14 @@ class EventRecorder:
                 "namespace": queued.namespace,
                 "uid": queued.uid,
             },
-            "reason": note.reason,
+            "reason": event.reason,
             "message": message[:MESSAGE_LIMIT],
-            "type": note.kind,
+            "type": event.type,
             "count": 1,
             "firstTimestamp": format_time(moment),
             "lastTimestamp": format_time(moment),
             "eventTime": format_micro_time(moment),
-            "action": note.reason,
+            "action": event.reason,
             "source": {"component": FIELD_MANAGER},
             "reportingComponent": FIELD_MANAGER,
             "reportingInstance": self._instance[:128],

@@ -13,9 +13,8 @@ from prometheus_client.registry import Collector
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import MAX_SAFE_INTEGER, ParallelTrainingJobStatus
 from meshwright.protocol.messages import Progress
-from meshwright_operator.decide.progress import MAX_SAFE_INTEGER
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.timestamps import parse_time
 

@@ -13,10 +13,11 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.kube.recorder import EventRecorder, Note
+from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.golden.operator.agents import Worker
@@ -79,9 +80,9 @@ class Machine(World):
         self.recorders[id(operator)] = recorder
         keep = operator.notes.post
 
-        def post(job: Any, note: Note) -> None:
+        def post(job: Any, note: JobEvent) -> None:
             keep(job, note)
-            self.record.noted(self.seconds(), job["metadata"]["name"], note.reason, note.kind, note.message)
+            self.record.noted(self.seconds(), job["metadata"]["name"], note.reason, note.type, note.message)
             recorder.post(job, note)
 
         operator.notes.post = post  # type: ignore[method-assign]

@@ -1,0 +1,45 @@
+"""The state of a job's agents at one moment, as a decision reads it. The coordinator builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.protocol.messages import WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingAgent:
+    """An agent that waits for the next generation."""
+
+    incarnation: int
+    address: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedReport:
+    """A worker's last report."""
+
+    report: WorkerReport
+    age: float
+    """Seconds since it arrived."""
+    halted_seconds: float
+    """Seconds since the first report that the ranks of this generation failed or paused; 0 in other states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """What the coordinator knows of a job's agents at one moment."""
+
+    waiting_agents: Mapping[int, WaitingAgent] = field(default_factory=dict)
+    """By worker index: present and free to start a new generation."""
+    reports: Mapping[int, ReceivedReport] = field(default_factory=dict)
+    """By worker index, of every generation."""
+    newest_generation: int = 0
+    """The highest generation any agent ever named."""
+    listening_seconds: float = 0.0
+    """Seconds for which the coordinator could have received reports of this job.
+
+    An agent without a report since then has been silent for this long.
+    """
