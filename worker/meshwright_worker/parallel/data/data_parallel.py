@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import WHOLE_BACKWARD
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
@@ -61,7 +61,7 @@ def build_data_parallel(run: RunConfig, shards: Sequence[ParameterShard], mesh: 
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
         return NoReduction(shards)
     # Other schedules compute gradients of weights apart, past autograd's hooks, or a part of them on another rank.
-    hooks = run.pipeline == 1 or run.parallelism.order in WHOLE_BACKWARD
+    hooks = run.pipeline == 1 or kind_of(run.parallelism.order).whole_backward
     if engine is DataParallelEngine.FLAT:
         return ZeroShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
     spec = run.parallelism.data_parallel
