@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.strategy import Numbers, Recompute, Schedule, Strategy, Workload
+from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy, Workload
 
 Row = dict[str, Any]
 GIB = float(1 << 30)
@@ -200,7 +201,7 @@ def _megatron(row: Row, table: str, seconds: float) -> Case:
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
-        schedule=Schedule.INTERLEAVED if interleaved > 1 else Schedule.ONE_F_ONE_B,
+        schedule=PipelineSchedule.INTERLEAVED if interleaved > 1 else PipelineSchedule.ONE_F_ONE_B,
         virtual_stages=interleaved,
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
@@ -230,10 +231,10 @@ def korthikanti_time(row: Row) -> Case:
 
 
 ZERO_BUBBLE = {
-    "1f1b": Schedule.ONE_F_ONE_B,
-    "1f1b-interleaved": Schedule.INTERLEAVED,
-    "zb-1p": Schedule.ZB_H1,
-    "zb-2p": Schedule.ZB_H2,
+    "1f1b": PipelineSchedule.ONE_F_ONE_B,
+    "1f1b-interleaved": PipelineSchedule.INTERLEAVED,
+    "zb-1p": PipelineSchedule.ZB_H1,
+    "zb-2p": PipelineSchedule.ZB_H2,
 }
 
 
@@ -247,7 +248,7 @@ def zero_bubble(row: Row) -> Case:
     choices = Strategy(
         pipeline=ranks,
         schedule=schedule,
-        virtual_stages=each if schedule is Schedule.INTERLEAVED else 1,
+        virtual_stages=each if schedule is PipelineSchedule.INTERLEAVED else 1,
         layer_split=split,
         micro_batch_size=int(row["mbs"]),
         micro_batches=int(row["microbatches"]),

@@ -18,11 +18,12 @@ from _published import (
     zero_bubble,
 )
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.models.counts import training_flops
 from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.fabric import Fabric
-from meshwright.planner.cost.strategy import Numbers, Recompute, Schedule, Strategy, Workload
+from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy, Workload
 
 LLAMA_31 = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "405B": "llama-3.1-405b"}
 
@@ -42,7 +43,7 @@ def torchtitan(row: Row) -> Case:
         pipeline=pipeline,
         data=int(row["fsdp"]),
         zero_stage=int(row.get("zero") or 3),
-        schedule=Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B,
+        schedule=PipelineSchedule.INTERLEAVED if chunks > 1 else PipelineSchedule.ONE_F_ONE_B,
         virtual_stages=chunks,
         micro_batch_size=whole(local, micro_batches, "local batch"),
         micro_batches=micro_batches,

@@ -21,10 +21,8 @@ from benchmarks._pipeline_ranks import bubble, measure
 from benchmarks._report import table, write_json
 from benchmarks._torch_pipeline import measure_torch
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.automatic import automatic
-from meshwright.schedules.closed_forms import StageTimes, automatic_bubble
-from meshwright.schedules.closed_forms import bubble as closed_form
-from meshwright.schedules.registry import NAMES, generate
+from meshwright.schedules.registry import NAMES, named
+from meshwright.schedules.schedule import PipelineShape, StageTimes
 from meshwright.schedules.simulator import ActionCosts, simulate
 
 LIMIT = 0.03
@@ -43,19 +41,15 @@ def room(ranks: int) -> int:
 
 def schedule_of(name: str, ranks: int, micro_batches: int) -> Schedule:
     """The schedule called `name`."""
-    if name == "automatic":
-        return automatic(ranks, micro_batches, room(ranks), COSTS)
-    return generate(name, ranks, micro_batches, 2 if name in CHUNKED else 1)
+    chunks = 2 if name in CHUNKED else 1
+    return named(name).generate(PipelineShape(ranks, micro_batches, chunks, room(ranks)), COSTS)
 
 
 def predicted(name: str, ranks: int, micro_batches: int) -> dict[str, float]:
     """The bubble by simulation and by closed form."""
     parts = 2 if name in TWO_A_RANK else 1
     times = StageTimes(UNIT * parts, UNIT * parts, UNIT * parts)
-    if name == "automatic":
-        idle = automatic_bubble(ranks, micro_batches, room(ranks), times)
-    else:
-        idle = closed_form(name, ranks, micro_batches, parts, times)
+    idle = named(name).bubble(PipelineShape(ranks, micro_batches, parts, room(ranks)), times)
     return {
         "simulated": simulate(schedule_of(name, ranks, micro_batches).serialized(), COSTS).bubble,
         "closed form": idle / (idle + micro_batches * times.total),

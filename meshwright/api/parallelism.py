@@ -28,6 +28,27 @@ class PipelineSchedule(StrEnum):
     PIPEDREAM = "PipeDream"
     PIPEDREAM_2BW = "PipeDream2BW"
 
+    @classmethod
+    def named(cls, name: str) -> PipelineSchedule:
+        """The value called `name`. A schedule from outside of this package, which has none, gets a new one here:
+        `parallelism.schedule` accepts it, and the CRD, which lists the values above, does not.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            pass
+        value = str.__new__(cls, name)
+        value._name_, value._value_ = name, name
+        _ADDED_SCHEDULES[name] = value
+        return value
+
+    @classmethod
+    def _missing_(cls, value: object) -> PipelineSchedule | None:
+        return _ADDED_SCHEDULES.get(value) if isinstance(value, str) else None
+
+
+_ADDED_SCHEDULES: dict[str, PipelineSchedule] = {}
+
 
 class StageBalance(StrEnum):
     """What is dealt evenly to the stages of a pipeline."""

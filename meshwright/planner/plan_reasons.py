@@ -13,7 +13,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.search.degree_search import MICRO_BATCHES_PER_STAGE, Candidate, DegreeSearch
 from meshwright.planner.search.explain import step_text
 from meshwright.planner.search.search_space import checkpointing_options, context_degrees
-from meshwright.schedules.pipeline_layout import accepts_micro_batches
+from meshwright.schedules.registry import kind_of
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -112,7 +112,7 @@ def _schedule_reason(search: DegreeSearch, chosen: Candidate) -> str:
     plain = search.with_savings(chosen.layout.context, chosen.checkpointing).with_schedule(PipelineSchedule.ONE_F_ONE_B)
     if chosen.schedule is PipelineSchedule.ONE_F_ONE_B:
         return f"schedule {name}: no other is estimated to be faster by more than 2 %, and fits"
-    if not accepts_micro_batches(PipelineSchedule.ONE_F_ONE_B, chosen.layout.pipeline, chosen.micro_batches):
+    if not kind_of(PipelineSchedule.ONE_F_ONE_B).accepts(chosen.layout.pipeline, chosen.micro_batches):
         return f"schedule {name}: the fastest that fits"
     seconds = search.seconds(replace(chosen, schedule=PipelineSchedule.ONE_F_ONE_B))
     memory = plain.job.memory(chosen.layout, chosen.micro_batches)

@@ -18,8 +18,8 @@ from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.memory_options import MemoryOptions
-from meshwright.planner.cost.strategy import Numbers, Offload, Recompute, Schedule, Strategy, Workload
-from meshwright.schedules.pipeline_layout import SCHEDULE_NAMES, layers_of_stages, stages_per_rank
+from meshwright.planner.cost.strategy import Numbers, Offload, Recompute, Strategy, Workload
+from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
 
 _NUMBERS = {
     Precision.FP32: Numbers.FP32,
@@ -27,13 +27,6 @@ _NUMBERS = {
     Precision.FP16: Numbers.FP16,
     Precision.FP64: Numbers.FP64,
 }
-SCHEDULES = {
-    **{schedule: Schedule(name) for schedule, name in SCHEDULE_NAMES.items()},
-    PipelineSchedule.AUTOMATIC: Schedule.AUTOMATIC,
-    PipelineSchedule.PIPEDREAM: Schedule.PIPEDREAM,
-    PipelineSchedule.PIPEDREAM_2BW: Schedule.PIPEDREAM_2BW,
-}
-"""The API's names in the cost model's."""
 CHECKPOINTING = {
     ActivationCheckpointing.NONE: Recompute.NONE,
     ActivationCheckpointing.SELECTIVE: Recompute.SELECTIVE,
@@ -115,7 +108,7 @@ class TrainingJob:
             context_method=parallelism_spec.context_method,
             ulysses=parallelism_spec.ulysses or 1,
             pipeline=layout.pipeline,
-            schedule=SCHEDULES[parallelism_spec.order] if has_pipeline else Schedule.ONE_F_ONE_B,
+            schedule=parallelism_spec.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
             virtual_stages=stages_per_rank(parallelism_spec, layout.pipeline),
             layer_split=layer_split(parallelism_spec, layout.pipeline, self.architecture, training.sequence_length),
             expert=layout.expert,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.rules.rule import Rule, divides
+from meshwright.schedules.registry import cel_list, kind_of, schedules_where
 
 MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024
@@ -17,11 +17,9 @@ _WORLD_SIZE = (
 _WORLD_SIZE_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
 
 
-ALLOW_FEWER_MICRO_BATCHES_THAN_STAGES = (PipelineSchedule.NAIVE, PipelineSchedule.PIPEDREAM)
-"""Schedules that do with fewer micro-batches than stages."""
-ASYNCHRONOUS = (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
-"""Schedules that update weights without draining the pipeline."""
-_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES = "self.parallelism.schedule in ['Naive', 'PipeDream']"
+_NEEDS_NO_MICRO_BATCH_PER_STAGE = schedules_where(lambda kind: kind.micro_batches_per_rank == 0)
+_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES = f"self.parallelism.schedule in {cel_list(_NEEDS_NO_MICRO_BATCH_PER_STAGE)}"
+_ASYNCHRONOUS = cel_list(schedules_where(lambda kind: kind.asynchronous))
 
 
 def least_world_size(spec: Spec) -> int:
@@ -70,7 +68,7 @@ def _vocabulary_splits(spec: Spec) -> bool:
 def _stages_have_micro_batches(spec: Spec) -> bool:
     count, pipeline = spec.parallelism.micro_batches, spec.parallelism.pipeline
     return (
-        spec.parallelism.order in ALLOW_FEWER_MICRO_BATCHES_THAN_STAGES
+        kind_of(spec.parallelism.order).micro_batches_per_rank == 0
         or count is None
         or pipeline is None
         or count >= pipeline
@@ -78,7 +76,7 @@ def _stages_have_micro_batches(spec: Spec) -> bool:
 
 
 def _stages_have_sequences(spec: Spec) -> bool:
-    if spec.training is None or spec.parallelism.order in ALLOW_FEWER_MICRO_BATCHES_THAN_STAGES:
+    if spec.training is None or kind_of(spec.parallelism.order).micro_batches_per_rank == 0:
         return True
     return spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
 
@@ -86,7 +84,7 @@ def _stages_have_sequences(spec: Spec) -> bool:
 def _tied_on_one_stage(spec: Spec) -> bool:
     tied = spec.model is not None and bool(spec.model.tie_embeddings)
     one_stage = (spec.parallelism.pipeline or 1) == 1
-    return not tied or one_stage or spec.parallelism.order not in ASYNCHRONOUS
+    return not tied or one_stage or not kind_of(spec.parallelism.order).asynchronous
 
 
 def _sequence_splits(spec: Spec) -> bool:
@@ -202,7 +200,7 @@ PARALLELISM_RULES = (
         "model.tieEmbeddings",
         "needs `parallelism.pipeline: 1` with `PipeDream` and `PipeDream2BW`: the ends would have different weights",
         "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
-        " || !(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW'])"
+        f" || !(self.parallelism.schedule in {_ASYNCHRONOUS})"
         " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1",
         _tied_on_one_stage,
     ),

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from meshwright.api.parallelism import PipelineSchedule
+from collections.abc import Callable
+
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.rules.rule import Rule
+from meshwright.schedules.pipeline_layout import stages_per_rank
+from meshwright.schedules.registry import cel_list, kind_of, schedules_where
+from meshwright.schedules.schedule import PipelineScheduleKind
 
-_WITH_VIRTUAL_STAGES = (PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS)
-_V_SHAPED = (PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V)
-_DUAL_PIPES = (PipelineSchedule.DUAL_PIPE, PipelineSchedule.DUAL_PIPE_V)
-_ASYNCHRONOUS = (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
+_SCHEDULE = "self.parallelism.schedule"
+
+
+def _is_one_of(condition: Callable[[PipelineScheduleKind], bool]) -> str:
+    """In CEL, that the schedule meets a condition, which one does at least."""
+    orders = schedules_where(condition)
+    return f"{_SCHEDULE} == {orders[0].value!r}" if len(orders) == 1 else f"{_SCHEDULE} in {cel_list(orders)}"
+
+
+def _is_none_of(condition: Callable[[PipelineScheduleKind], bool]) -> str:
+    """In CEL, that the schedule does not meet a condition."""
+    orders = schedules_where(condition)
+    return f"{_SCHEDULE} != {orders[0].value!r}" if len(orders) == 1 else f"!({_SCHEDULE} in {cel_list(orders)})"
+
 
 _HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
 _HAS_MICRO_BATCHES = f"{_HAS_PIPELINE} && has(self.parallelism.microBatches)"
@@ -20,22 +34,20 @@ def _ranks(spec: Spec) -> int:
     return spec.parallelism.pipeline or 1
 
 
+def _kind(spec: Spec) -> PipelineScheduleKind:
+    return kind_of(spec.parallelism.order)
+
+
 def _virtual_stages_belong(spec: Spec) -> bool:
-    return spec.parallelism.virtual_stages is None or spec.parallelism.order in _WITH_VIRTUAL_STAGES
+    return spec.parallelism.virtual_stages is None or _kind(spec).virtual_stages
 
 
 def _activation_limit_belongs(spec: Spec) -> bool:
-    p = spec.parallelism
-    return p.activation_limit is None or p.order is PipelineSchedule.AUTOMATIC
+    return spec.parallelism.activation_limit is None or _kind(spec).takes_activation_limit
 
 
 def _stages(spec: Spec) -> int:
-    p = spec.parallelism
-    if _ranks(spec) == 1:
-        return 1
-    if p.order in _WITH_VIRTUAL_STAGES:
-        return _ranks(spec) * (p.virtual_stages or 2)
-    return _ranks(spec) * (2 if p.order in _V_SHAPED else 1)
+    return _ranks(spec) * stages_per_rank(spec.parallelism, _ranks(spec))
 
 
 def _layer_split_covers_stages(spec: Spec) -> bool:
@@ -55,63 +67,62 @@ def _stages_have_layers(spec: Spec) -> bool:
 
 def _micro_batches_fill_rounds(spec: Spec) -> bool:
     p, ranks = spec.parallelism, _ranks(spec)
-    return p.order is not PipelineSchedule.INTERLEAVED or p.micro_batches is None or p.micro_batches % ranks == 0
+    return not _kind(spec).whole_rounds or p.micro_batches is None or p.micro_batches % ranks == 0
 
 
 def _dual_pipe_ranks_even(spec: Spec) -> bool:
-    return spec.parallelism.order is not PipelineSchedule.DUAL_PIPE or _ranks(spec) == 1 or _ranks(spec) % 2 == 0
+    return not _kind(spec).even or _ranks(spec) == 1 or _ranks(spec) % 2 == 0
 
 
 def _dual_pipe_micro_batches(spec: Spec) -> bool:
-    p, ranks = spec.parallelism, _ranks(spec)
-    if ranks == 1 or p.micro_batches is None or p.order not in _DUAL_PIPES:
+    count, ranks, kind = spec.parallelism.micro_batches, _ranks(spec), _kind(spec)
+    if ranks == 1 or count is None or kind.micro_batches_per_rank < 2:
         return True
-    even = p.order is not PipelineSchedule.DUAL_PIPE or p.micro_batches % 2 == 0
-    return even and p.micro_batches >= 2 * ranks
+    return (not kind.even or count % 2 == 0) and count >= 2 * ranks
 
 
 def _pipedream_one_micro_batch(spec: Spec) -> bool:
     p = spec.parallelism
-    return p.order is not PipelineSchedule.PIPEDREAM or _ranks(spec) == 1 or p.micro_batches in (None, 1)
+    return not _kind(spec).single_micro_batch or _ranks(spec) == 1 or p.micro_batches in (None, 1)
 
 
 def _asynchronous_without_clipping(spec: Spec) -> bool:
-    if spec.training is None or _ranks(spec) == 1 or spec.parallelism.order not in _ASYNCHRONOUS:
+    if spec.training is None or _ranks(spec) == 1 or not _kind(spec).asynchronous:
         return True
     return spec.training.optimizer.gradient_clip == 0
 
 
 def _asynchronous_without_rematerialization(spec: Spec) -> bool:
-    return spec.parallelism.order not in _ASYNCHRONOUS or not spec.parallelism.rematerialize
+    return not _kind(spec).asynchronous or not spec.parallelism.rematerialize
 
 
 def _asynchronous_without_mixture(spec: Spec) -> bool:
     mixed = spec.model is not None and spec.model.mixture is not None
-    return not mixed or spec.parallelism.order not in _ASYNCHRONOUS
+    return not mixed or not _kind(spec).asynchronous
 
 
 def _asynchronous_without_zero(spec: Spec) -> bool:
-    return spec.parallelism.order not in _ASYNCHRONOUS or spec.parallelism.zero_stage == 0
+    return not _kind(spec).asynchronous or spec.parallelism.zero_stage == 0
 
 
 _STAGES_CEL = (
     "(self.parallelism.pipeline == 1 ? 1 : self.parallelism.pipeline"
-    " * (self.parallelism.schedule in ['Interleaved1F1B', 'LoopedBFS']"
+    f" * ({_is_one_of(lambda kind: kind.virtual_stages)}"
     " ? (has(self.parallelism.virtualStages) ? self.parallelism.virtualStages : 2)"
-    " : (self.parallelism.schedule in ['ZBV', 'DualPipeV'] ? 2 : 1)))"
+    f" : ({_is_one_of(lambda kind: kind.v_shaped)} ? 2 : 1)))"
 )
 
 PIPELINE_RULES = (
     Rule(
         "parallelism.virtualStages",
         "needs `schedule: Interleaved1F1B` or `LoopedBFS`: leave it out with others",
-        "!has(self.parallelism.virtualStages) || self.parallelism.schedule in ['Interleaved1F1B', 'LoopedBFS']",
+        f"!has(self.parallelism.virtualStages) || {_is_one_of(lambda kind: kind.virtual_stages)}",
         _virtual_stages_belong,
     ),
     Rule(
         "parallelism.activationLimit",
         "needs `schedule: Automatic`: the memory of other schedules follows from their order",
-        "!has(self.parallelism.activationLimit) || self.parallelism.schedule == 'Automatic'",
+        f"!has(self.parallelism.activationLimit) || {_is_one_of(lambda kind: kind.takes_activation_limit)}",
         _activation_limit_belongs,
     ),
     Rule(
@@ -138,53 +149,54 @@ PIPELINE_RULES = (
     Rule(
         "parallelism.microBatches",
         "must be a multiple of `parallelism.pipeline` with `Interleaved1F1B`, which takes whole rounds of its ranks",
-        f"self.parallelism.schedule != 'Interleaved1F1B' || !({_HAS_MICRO_BATCHES})"
+        f"{_is_none_of(lambda kind: kind.whole_rounds)} || !({_HAS_MICRO_BATCHES})"
         " || self.parallelism.microBatches % self.parallelism.pipeline == 0",
         _micro_batches_fill_rounds,
     ),
     Rule(
         "parallelism.pipeline",
         "must be even with `DualPipe`, whose two directions meet in the middle; or use `DualPipeV`",
-        f"self.parallelism.schedule != 'DualPipe' || !({_HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
+        f"{_is_none_of(lambda kind: kind.even)} || !({_HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
         _dual_pipe_ranks_even,
     ),
     Rule(
         "parallelism.microBatches",
         "must be at least twice `parallelism.pipeline` with `DualPipe` and `DualPipeV`, and even with `DualPipe`",
-        f"!(self.parallelism.schedule in ['DualPipe', 'DualPipeV']) || !({_HAS_MICRO_BATCHES})"
+        f"{_is_none_of(lambda kind: kind.micro_batches_per_rank > 1)} || !({_HAS_MICRO_BATCHES})"
         " || (self.parallelism.microBatches >= 2 * self.parallelism.pipeline"
-        " && (self.parallelism.schedule != 'DualPipe' || self.parallelism.microBatches % 2 == 0))",
+        f" && ({_is_none_of(lambda kind: kind.even)} || self.parallelism.microBatches % 2 == 0))",
         _dual_pipe_micro_batches,
     ),
     Rule(
         "parallelism.microBatches",
         "must be 1 with `PipeDream`, which updates weights after each; use `PipeDream2BW` for several",
-        f"self.parallelism.schedule != 'PipeDream' || !({_HAS_MICRO_BATCHES}) || self.parallelism.microBatches == 1",
+        f"{_is_none_of(lambda kind: kind.single_micro_batch)} || !({_HAS_MICRO_BATCHES})"
+        " || self.parallelism.microBatches == 1",
         _pipedream_one_micro_batch,
     ),
     Rule(
         "training.optimizer.gradientClip",
         "must be 0 with `PipeDream` and `PipeDream2BW`: no moment exists when a step's gradients are known everywhere",
-        f"!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !has(self.training) || !({_HAS_PIPELINE})"
+        f"{_is_none_of(lambda kind: kind.asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
         " || self.training.optimizer.gradientClip == 0.0",
         _asynchronous_without_clipping,
     ),
     Rule(
         "parallelism.zeroStage",
         "must be 0 with `PipeDream` and `PipeDream2BW`: they keep several versions of a stage's weights",
-        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || self.parallelism.zeroStage == 0",
+        f"{_is_none_of(lambda kind: kind.asynchronous)} || self.parallelism.zeroStage == 0",
         _asynchronous_without_zero,
     ),
     Rule(
         "model.mixture",
         "needs another `parallelism.schedule` than `PipeDream` and `PipeDream2BW`: which have no common step",
-        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !has(self.model) || !has(self.model.mixture)",
+        f"{_is_none_of(lambda kind: kind.asynchronous)} || !has(self.model) || !has(self.model.mixture)",
         _asynchronous_without_mixture,
     ),
     Rule(
         "parallelism.rematerialize",
         "must be false with `PipeDream` and `PipeDream2BW`",
-        "!(self.parallelism.schedule in ['PipeDream', 'PipeDream2BW']) || !self.parallelism.rematerialize",
+        f"{_is_none_of(lambda kind: kind.asynchronous)} || !self.parallelism.rematerialize",
         _asynchronous_without_rematerialization,
     ),
 )

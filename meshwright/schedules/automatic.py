@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.schedules.actions import ActionKind, Schedule, Slot, check_counts, one
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape, StageTimes
 from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts, simulate
-from meshwright.schedules.zero_bubble import zb_h1, zb_h2
+from meshwright.schedules.zero_bubble import ZeroBubbleH1, zb_h1, zb_h2
 
 WARMUP_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 PATIENCE = (0.0, 0.5, 1.0)
@@ -176,3 +178,38 @@ class _Rank:
         self._in_flight += (kind is ActionKind.FORWARD) - (kind is ActionKind.WEIGHT)
         self._forwards += kind is ActionKind.FORWARD
         self._backwards += kind is ActionKind.INPUT
+
+
+class Automatic(PipelineScheduleKind):
+    """The order that a search finds under a limit."""
+
+    name = PipelineSchedule.AUTOMATIC
+    short_name = "automatic"
+    splits_backward = True
+    takes_activation_limit = True
+    own_order = False
+    searched = False
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `automatic`."""
+        return automatic(shape.ranks, shape.micro_batches, shape.limit, costs)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """Up to the limit."""
+        return float(min(shape.micro_batches, shape.limit)) if shape.ranks > 1 else 1.0
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        """With ranks meeting at a step's end, whatever the costs of single stages.
+
+        With room for as many micro-batches as there are stages it is ZB-H1's, and each further one puts one more
+        gradient of weights into the wait; with less room a rank's micro-batches go to the last stage and back before
+        others may start. The last stage always waits for the first forward passes. Within 5 % of a step of what the
+        search finds from as many as `ranks` on, within 15 % below, where the search itself is no more than good.
+        """
+        room = min(shape.limit, shape.micro_batches)
+        round_trip = times.forward + times.backward_input
+        minimum = (shape.ranks - 1) * times.forward
+        if room >= shape.ranks:
+            return max(minimum, ZeroBubbleH1().bubble(shape, times) - (room - shape.ranks) * times.backward_weight)
+        fill_time = (room - 1) * max(round_trip - times.backward_weight, 0.0)
+        return max(minimum, shape.micro_batches * (shape.ranks / room - 1) * round_trip + fill_time)

@@ -1,8 +1,17 @@
-"""Schedules with whole backward passes: naive, GPipe, 1F1B, interleaved 1F1B, looped breadth-first."""
+"""Schedules with whole backward passes: naive, GPipe, 1F1B, interleaved 1F1B, looped breadth-first.
+
+Bubbles of GPipe and 1F1B are (p-1)(F+B) (PipeDream-Flush, arXiv 2006.09503), interleaved over v chunks a v-th of it
+(arXiv 2104.04473, section 2.2), and so is looped breadth-first's (arXiv 2211.05953).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.schedules.actions import ActionKind, Schedule, Slot, check_counts, one
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape, StageTimes
+from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
 
 
 def naive(ranks: int, micro_batches: int) -> Schedule:
@@ -86,3 +95,105 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int) -> Schedule:
         slots += [one(ActionKind.BACKWARD, stage, m) for stage in reversed(stages) for m in range(micro_batches)]
         rank_slots.append(tuple(slots))
     return Schedule("looped-bfs", ranks * chunks, micro_batches, tuple(rank_slots))
+
+
+class Naive(PipelineScheduleKind):
+    """One micro-batch at a time."""
+
+    name = PipelineSchedule.NAIVE
+    short_name = "naive"
+    micro_batches_per_rank = 0
+    searched = False
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `naive`."""
+        return naive(shape.ranks, shape.micro_batches)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """One."""
+        return 1.0
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return (shape.ranks - 1) * shape.micro_batches * times.total
+
+
+class GPipe(PipelineScheduleKind):
+    """All forward passes, then all backward passes."""
+
+    name = PipelineSchedule.GPIPE
+    short_name = "gpipe"
+    forwards_first = True
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `gpipe`."""
+        return gpipe(shape.ranks, shape.micro_batches)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """All of them."""
+        return float(shape.micro_batches)
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return (shape.ranks - 1) * times.total
+
+
+class OneForwardOneBackward(PipelineScheduleKind):
+    """1F1B: what a pipeline runs that names no schedule."""
+
+    name = PipelineSchedule.ONE_F_ONE_B
+    short_name = "1f1b"
+    candidate_rank = 0
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `one_f_one_b`."""
+        return one_f_one_b(shape.ranks, shape.micro_batches)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """As many as reach the last stage."""
+        return float(min(shape.micro_batches, shape.ranks - rank))
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return (shape.ranks - 1) * times.total
+
+
+class Interleaved(PipelineScheduleKind):
+    """1F1B over several stages a rank."""
+
+    name = PipelineSchedule.INTERLEAVED
+    short_name = "interleaved"
+    virtual_stages = True
+    whole_rounds = True
+    candidate_rank = 1
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `interleaved`."""
+        return interleaved(shape.ranks, shape.micro_batches, shape.chunks)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """Its warm-up and one more."""
+        if shape.ranks == 1:
+            return float(min(shape.micro_batches, 1))
+        warmup = 2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * shape.ranks + 1
+        return min(float(shape.micro_batches), warmup / shape.chunks)
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return (shape.ranks - 1) * times.total / shape.chunks
+
+
+class LoopedBreadthFirst(PipelineScheduleKind):
+    """Every micro-batch through one chunk before the next chunk begins."""
+
+    name = PipelineSchedule.LOOPED_BFS
+    short_name = "looped-bfs"
+    virtual_stages = True
+    forwards_first = True
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `looped_bfs`."""
+        return looped_bfs(shape.ranks, shape.micro_batches, shape.chunks)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """All of them."""
+        return float(shape.micro_batches)
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return (shape.ranks - 1) * times.total / shape.chunks

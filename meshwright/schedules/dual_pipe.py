@@ -2,15 +2,19 @@
 
 DualPipe feeds micro-batches from both ends of the pipeline, so every rank holds a stage of either direction and every
 parameter lies on two ranks. DualPipeV folds it: two chunks a rank, the second running back, each parameter once. Both
-follow the same eight phases, with a direction or a chunk as the `side`.
+follow the same eight phases, with a direction or a chunk as the `side`. In the bubbles (table 2 there) an overlapped
+pair costs F+B; they are exact for F = B = W and otherwise close.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.schedules.actions import Action, ActionKind, Schedule, Slot, check_counts
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape, StageTimes
+from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
 
 StageOfPass = Callable[[int, int], tuple[int, int]]
 """(side, number of the side's pass) -> (stage, micro-batch)."""
@@ -146,3 +150,53 @@ def _draining(rank: _RankBuilder, outer: int, inner: int) -> None:
         rank.backward(0, split=True)
     for _ in range(outer + 1):
         rank.weight()
+
+
+class DualPipe(PipelineScheduleKind):
+    """Micro-batches from both ends."""
+
+    name = PipelineSchedule.DUAL_PIPE
+    short_name = "dualpipe"
+    bidirectional = True
+    splits_backward = True
+    micro_batches_per_rank = 2
+    even = True
+    candidate_rank = 6
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `dual_pipe`."""
+        return dual_pipe(shape.ranks, shape.micro_batches)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """Of both directions together."""
+        return float(min(shape.micro_batches, shape.ranks + 1))
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return max(shape.ranks / 2 - 1, 0.0) * _phase_seconds(times)
+
+
+class DualPipeV(PipelineScheduleKind):
+    """DualPipe folded: each parameter on one rank."""
+
+    name = PipelineSchedule.DUAL_PIPE_V
+    short_name = "dualpipe-v"
+    v_shaped = True
+    splits_backward = True
+    micro_batches_per_rank = 2
+    candidate_rank = 5
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `dual_pipe_v`."""
+        return dual_pipe_v(shape.ranks, shape.micro_batches)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """Of both chunks together."""
+        return min(float(shape.micro_batches), shape.ranks + 0.5)
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        return (shape.ranks - 1) * _phase_seconds(times) / 2
+
+
+def _phase_seconds(times: StageTimes) -> float:
+    """What a rank waits for each rank of a half pipeline."""
+    return max(times.forward + 2 * times.backward_input - times.backward_weight, 0.0)

@@ -14,41 +14,12 @@ from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.automatic import automatic
 from meshwright.schedules.flop_costs import layer_costs, output_costs, stage_costs
 from meshwright.schedules.multi_stage_partition import partition_over_ranks
-from meshwright.schedules.registry import generate
+from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineShape
 from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
 
-SCHEDULE_NAMES = {
-    PipelineSchedule.NAIVE: "naive",
-    PipelineSchedule.GPIPE: "gpipe",
-    PipelineSchedule.ONE_F_ONE_B: "1f1b",
-    PipelineSchedule.INTERLEAVED: "interleaved",
-    PipelineSchedule.LOOPED_BFS: "looped-bfs",
-    PipelineSchedule.ZB_H1: "zb-h1",
-    PipelineSchedule.ZB_H2: "zb-h2",
-    PipelineSchedule.ZB_V: "zb-v",
-    PipelineSchedule.DUAL_PIPE: "dualpipe",
-    PipelineSchedule.DUAL_PIPE_V: "dualpipe-v",
-}
-"""Names in `meshwright.schedules.registry`."""
-WITH_VIRTUAL_STAGES = frozenset({PipelineSchedule.INTERLEAVED, PipelineSchedule.LOOPED_BFS})
-"""Schedules where `parallelism.virtualStages` says how many stages a rank holds."""
-V_SHAPED = frozenset({PipelineSchedule.ZB_V, PipelineSchedule.DUAL_PIPE_V})
-"""Schedules whose ranks hold two stages each, the second on the way back."""
-WHOLE_BACKWARD = frozenset(
-    {
-        PipelineSchedule.NAIVE,
-        PipelineSchedule.GPIPE,
-        PipelineSchedule.ONE_F_ONE_B,
-        PipelineSchedule.INTERLEAVED,
-        PipelineSchedule.LOOPED_BFS,
-    }
-)
-"""Schedules whose backward passes come in one piece, one at a time, on the rank that updates what they belong to."""
-ASYNCHRONOUS = frozenset({PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW})
-"""Schedules that never drain between steps: what they train differs from one process by design."""
 DEFAULT_VIRTUAL_STAGES = 2
 
 
@@ -56,9 +27,7 @@ def stages_per_rank(parallelism: ParallelismSpec, ranks: int) -> int:
     """How many of the model's stages, each with layers of its own, fall to one of so many pipeline ranks on average."""
     if ranks == 1:
         return 1
-    if parallelism.order in WITH_VIRTUAL_STAGES:
-        return parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES
-    return 2 if parallelism.order in V_SHAPED else 1
+    return kind_of(parallelism.order).stages_per_rank(parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES)
 
 
 def stage_ranks(parallelism: ParallelismSpec, ranks: int) -> list[int]:
@@ -66,24 +35,9 @@ def stage_ranks(parallelism: ParallelismSpec, ranks: int) -> list[int]:
     stages, the first.
     """
     stages = ranks * stages_per_rank(parallelism, ranks)
-    if parallelism.order in V_SHAPED or parallelism.order is PipelineSchedule.DUAL_PIPE:
+    if kind_of(parallelism.order).folded:
         return [min(stage, stages - 1 - stage) for stage in range(stages)]
     return [stage % ranks for stage in range(stages)]
-
-
-def accepts_micro_batches(schedule: PipelineSchedule, ranks: int, count: int) -> bool:
-    """Whether a schedule of so many ranks can be made for so many micro-batches, with none of its stages left out."""
-    if ranks == 1:
-        return True
-    if schedule is PipelineSchedule.PIPEDREAM:
-        return count == 1
-    if schedule is PipelineSchedule.NAIVE:
-        return count >= 1
-    if schedule is PipelineSchedule.INTERLEAVED:
-        return count % ranks == 0
-    if schedule is PipelineSchedule.DUAL_PIPE:
-        return ranks % 2 == 0 and count % 2 == 0 and count >= 2 * ranks
-    return count >= (2 * ranks if schedule is PipelineSchedule.DUAL_PIPE_V else ranks)
 
 
 def activation_limit(parallelism: ParallelismSpec, ranks: int) -> int:
@@ -97,22 +51,20 @@ def schedule_of(
     micro_batches: int,
     costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS,
 ) -> Schedule:
-    """The order of one step. The asynchronous schedules' is that of 1F1B, which they run on without draining.
+    """The order of one step.
 
     Args:
         parallelism: names the schedule.
         ranks: pipeline ranks.
         micro_batches: of one step.
-        costs: of every stage alike, or one for each: what `Automatic` searches with. Others do not depend on them.
+        costs: of every stage alike, or one for each, for schedules that are searched.
 
     Raises:
         ValueError: there is none for these numbers; the text says why.
     """
-    kind = parallelism.order if ranks > 1 else PipelineSchedule.ONE_F_ONE_B
-    if kind is PipelineSchedule.AUTOMATIC:
-        return automatic(ranks, micro_batches, activation_limit(parallelism, ranks), costs)
-    name = "1f1b" if kind in ASYNCHRONOUS else SCHEDULE_NAMES[kind]
-    return generate(name, ranks, micro_batches, stages_per_rank(parallelism, ranks))
+    kind = kind_of(parallelism.order if ranks > 1 else PipelineSchedule.ONE_F_ONE_B)
+    chunks = stages_per_rank(parallelism, ranks)
+    return kind.generate(PipelineShape(ranks, micro_batches, chunks, parallelism.activation_limit), costs)
 
 
 def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> list[range]:

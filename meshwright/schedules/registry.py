@@ -1,41 +1,58 @@
-"""Schedules by name."""
+"""Pipeline schedules by name. The modules imported here hold this package's schedules, which register themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+import meshwright.schedules.automatic
+import meshwright.schedules.classic
+import meshwright.schedules.dual_pipe
+import meshwright.schedules.pipedream
+import meshwright.schedules.zero_bubble  # noqa: F401
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.classic import gpipe, interleaved, looped_bfs, naive, one_f_one_b
-from meshwright.schedules.dual_pipe import dual_pipe, dual_pipe_v
-from meshwright.schedules.zero_bubble import zb_h1, zb_h2, zb_v
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape, registered, registered_kind
 
-NAMES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
+kind_of = registered_kind
+"""The class of a value of `parallelism.schedule`."""
 
 
-def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule called `name`.
+def schedules_where(condition: Callable[[PipelineScheduleKind], bool]) -> tuple[PipelineSchedule, ...]:
+    """The schedules that meet a condition, in the order of the API's values."""
+    return tuple(kind.order for kind in registered() if condition(kind))
+
+
+def cel_list(orders: Iterable[PipelineSchedule]) -> str:
+    """Schedules as a list in CEL."""
+    return f"[{', '.join(repr(order.value) for order in orders)}]"
+
+
+NAMES = tuple(kind.short_name for kind in registered() if kind.own_order)
+"""Short names of the schedules whose order follows from their numbers."""
+
+
+def named(short_name: str) -> PipelineScheduleKind:
+    """The schedule with a short name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for kind in registered():
+        if kind.short_name == short_name:
+            return kind
+    raise ValueError(f"no schedule is called `{short_name}`: known are {', '.join(k.short_name for k in registered())}")
+
+
+def generate(short_name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The order of a schedule.
 
     Args:
-        name: one of `NAMES`.
+        short_name: one of `NAMES`.
         ranks: pipeline ranks.
         micro_batches: of one step.
-        chunks: stages of one rank, where the schedule lets one choose: `interleaved` and `looped-bfs`.
+        chunks: stages of one rank, where the schedule lets one choose.
 
     Raises:
         ValueError: the name is not known, or the schedule cannot be made for these numbers; the text says why.
     """
-    simple = {
-        "naive": naive,
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "zb-h1": zb_h1,
-        "zb-h2": zb_h2,
-        "zb-v": zb_v,
-        "dualpipe": dual_pipe,
-        "dualpipe-v": dual_pipe_v,
-    }
-    if name in simple:
-        return simple[name](ranks, micro_batches)
-    if name == "interleaved":
-        return interleaved(ranks, micro_batches, chunks)
-    if name == "looped-bfs":
-        return looped_bfs(ranks, micro_batches, chunks)
-    raise ValueError(f"no schedule is called `{name}`: known are {', '.join(NAMES)}")
+    return named(short_name).generate(PipelineShape(ranks, micro_batches, chunks))

@@ -1,12 +1,19 @@
 """Zero-bubble schedules: backward in halves, weights' gradients put where a rank would wait.
 
 Handcrafted ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2) and ZB-V (arXiv 2405.15362), whose second chunk runs back
-over the ranks, so that the first rank holds the model's beginning and its end.
+over the ranks, so that the first rank holds the model's beginning and its end. ZB-V's bubble is exact for F = B = W and
+otherwise close. ZB-H2's and ZB-V's hold where ranks need not meet at a step's end (arXiv 2401.10241, section 4).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.schedules.actions import Action, ActionKind, Schedule, Slot, check_counts, one
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape, StageTimes
+from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
@@ -103,3 +110,73 @@ def _v_draining(builder: _SlotBuilder, ranks: int, rank: int) -> None:
     for chunk in (1, 0):
         while builder.done[ActionKind.WEIGHT, chunk] < builder.done[ActionKind.INPUT, chunk]:
             builder.add(ActionKind.WEIGHT, chunk)
+
+
+class _Handcrafted(PipelineScheduleKind):
+    """What ZB-H1 and ZB-H2 have in common."""
+
+    splits_backward = True
+    splits_at_peak = True
+    defers_weights_at_peak = True
+    depth: ClassVar[int]
+    """Weight gradients that a rank defers for each rank before it."""
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `zb_h1` and `zb_h2`."""
+        return _handcrafted(self.short_name, shape.ranks, shape.micro_batches, extra=self.depth - 1)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """As many as reach the last stage, `depth` times over."""
+        return float(min(shape.micro_batches, self.depth * (shape.ranks - 1) + 1))
+
+    def pending_weight_gradients(self, shape: PipelineShape, rank: int) -> float:
+        """Those that the rank defers, of the micro-batches that there are."""
+        if shape.ranks == 1:
+            return 0.0
+        started = min(shape.micro_batches, self.depth * (shape.ranks - rank - 1) + 1)
+        return float(min(self.depth * rank, shape.micro_batches - started))
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        waiting = times.forward + times.backward_input - self.depth * times.backward_weight
+        return (shape.ranks - 1) * max(waiting, 0.0)
+
+
+class ZeroBubbleH1(_Handcrafted):
+    """ZB-H1: 1F1B's memory, a third of its bubble."""
+
+    name = PipelineSchedule.ZB_H1
+    short_name = "zb-h1"
+    candidate_rank = 2
+    depth = 1
+
+
+class ZeroBubbleH2(_Handcrafted):
+    """ZB-H2: twice 1F1B's memory, no bubble."""
+
+    name = PipelineSchedule.ZB_H2
+    short_name = "zb-h2"
+    candidate_rank = 4
+    depth = 2
+
+
+class ZeroBubbleV(PipelineScheduleKind):
+    """ZB-V: 1F1B's memory, no bubble where F, B and W take equally long."""
+
+    name = PipelineSchedule.ZB_V
+    short_name = "zb-v"
+    v_shaped = True
+    splits_backward = True
+    splits_at_peak = True
+    candidate_rank = 3
+
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """As `zb_v`."""
+        return zb_v(shape.ranks, shape.micro_batches)
+
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """1F1B's on its first rank."""
+        return float(min(shape.micro_batches, shape.ranks))
+
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        longest = max(times.forward, times.backward_input, times.backward_weight)
+        return (shape.ranks - 1) * (longest - times.backward_weight)

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.api.precision import Precision
 from meshwright.api.training import OuterMethod
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS
+from meshwright.schedules.registry import kind_of
 from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import can_be_kept
 
@@ -50,7 +50,7 @@ class Case:
     @property
     def defined_by_layout(self) -> bool:
         """Whether the layout decides what one process has to compute, as where weights are stale or islands apart."""
-        return self.run().parallelism.order in ASYNCHRONOUS or "outer" in self.layout
+        return kind_of(self.run().parallelism.order).asynchronous or "outer" in self.layout
 
     @property
     def asynchronous(self) -> bool:

@@ -17,7 +17,8 @@ from torch import nn
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import OuterMethod, OuterSpec
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS, layers_of_stages
+from meshwright.schedules.pipeline_layout import layers_of_stages
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.local_sgd.outer_optimizer import RoundSchedule
@@ -47,7 +48,7 @@ def as_defined(
             assert events is not None
             return _replayed(islands, run, outer, steps, events)
         return _in_rounds(islands, run, outer, steps)
-    if definition.pipeline > 1 and definition.parallelism.order in ASYNCHRONOUS:
+    if definition.pipeline > 1 and kind_of(definition.parallelism.order).asynchronous:
         late = Late(run, mesh, _late(definition))
         for number in range(1, steps + 1):
             late.step(number)

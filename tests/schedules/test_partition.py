@@ -16,7 +16,7 @@ from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageB
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.workload import SCHEDULES, layer_split
+from meshwright.planner.workload import layer_split
 from meshwright.schedules.flop_costs import stage_costs
 from meshwright.schedules.multi_stage_partition import partition_over_ranks
 from meshwright.schedules.partition import partition_layers
@@ -174,7 +174,7 @@ def test_the_planner_counts_the_layers_that_ranks_hold(
     division = pipeline_layout(parallelism, ranks, 1 if schedule is PipelineSchedule.PIPEDREAM else 16, model, LENGTH)
     choices = Strategy(
         pipeline=ranks,
-        schedule=SCHEDULES[schedule],
+        schedule=schedule,
         virtual_stages=stages_per_rank(parallelism, ranks),
         layer_split=layer_split(parallelism, ranks, model, LENGTH),
     )

@@ -14,11 +14,11 @@ from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright.schedules.automatic import _search, automatic
-from meshwright.schedules.closed_forms import StageTimes, automatic_bubble, bubble, in_flight, pending_weight_gradients
 from meshwright.schedules.flop_costs import stage_costs
 from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
 from meshwright.schedules.pipeline_layout import pipeline_layout, schedule_of
-from meshwright.schedules.registry import NAMES, generate
+from meshwright.schedules.registry import NAMES, generate, named
+from meshwright.schedules.schedule import PipelineShape, StageTimes
 from meshwright.schedules.simulator import ActionCosts, idle_intervals, simulate
 from meshwright.schedules.validate import schedule_problems
 
@@ -57,7 +57,7 @@ def test_steps_of_few_micro_batches_run_too(name: str, ranks: int) -> None:
         peak_memory = simulate(schedule).in_flight
         chunks = {"zb-v": 2, "interleaved": 3, "looped-bfs": 3}.get(name, 1)
         for rank, peak in enumerate(peak_memory):
-            assert peak / chunks <= in_flight(name, ranks, micro_batches, chunks, rank) + 1e-9
+            assert peak / chunks <= named(name).in_flight(PipelineShape(ranks, micro_batches, chunks), rank) + 1e-9
 
 
 @given(shapes)
@@ -65,7 +65,8 @@ def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> No
     name, ranks, rounds = shape
     schedule, chunks = made(*shape)
     peak_memory = simulate(schedule).in_flight
-    expected = [in_flight(name, ranks, schedule.micro_batches, chunks, rank) for rank in range(ranks)]
+    numbers = PipelineShape(ranks, schedule.micro_batches, chunks)
+    expected = [named(name).in_flight(numbers, rank) for rank in range(ranks)]
     # ZB-V's and DualPipe's closed forms are those of the worst rank.
     held = [peak / held_chunks(name) for peak in peak_memory]
     if name in ("zb-v", "dualpipe", "dualpipe-v"):
@@ -78,8 +79,9 @@ def test_ranks_hold_what_the_closed_form_says(shape: tuple[str, int, int]) -> No
 def test_what_is_left_between_halves_has_a_closed_form(name: str, ranks: int, micro_batches: int, left: float) -> None:
     held = peak_memory(generate(name, ranks, micro_batches), SavedPerStage(1.0, left))
     for rank, most in enumerate(held):
-        half = pending_weight_gradients(name, ranks, micro_batches, rank)
-        whole = in_flight(name, ranks, micro_batches, 1, rank) - half
+        numbers = PipelineShape(ranks, micro_batches)
+        half = named(name).pending_weight_gradients(numbers, rank)
+        whole = named(name).in_flight(numbers, rank) - half
         # Where the first half of a backward pass leaves more than was kept, the peak is behind one.
         if left <= 1.0 or micro_batches >= 2 * ranks:
             assert most == pytest.approx(whole + half * left + max(0.0, left - 1.0))
@@ -115,7 +117,7 @@ def test_ranks_wait_as_long_as_the_closed_form_says(shape: tuple[str, int, int])
     schedule, chunks = made(*shape)
     parts = held_chunks(name)
     run = simulate(schedule, ActionCosts(1 / parts, 1 / parts, 1 / parts))
-    expected = bubble(name, ranks, schedule.micro_batches, chunks, StageTimes(1.0, 1.0, 1.0))
+    expected = named(name).bubble(PipelineShape(ranks, schedule.micro_batches, chunks), StageTimes(1.0, 1.0, 1.0))
     assert run.longest - 3 * schedule.micro_batches == pytest.approx(expected, abs=1e-9)
 
 
@@ -135,7 +137,8 @@ def test_closed_forms_hold_for_unequal_halves(
     run = simulate(schedule, ActionCosts(forward / parts, backward / parts, weight / parts))
     times = StageTimes(forward, backward, weight)
     waited = run.longest - schedule.micro_batches * times.total
-    assert waited == pytest.approx(bubble(name, ranks, schedule.micro_batches, chunks, times), rel=1e-6)
+    expected = named(name).bubble(PipelineShape(ranks, schedule.micro_batches, chunks), times)
+    assert waited == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 8), (8, 64), (16, 32)])
@@ -152,7 +155,7 @@ def test_other_closed_forms_are_close(name: str, costs: tuple[float, float, floa
     schedule, chunks = made(name, ranks, 4)
     run = simulate(schedule, ActionCosts(*(seconds / parts for seconds in costs)))
     work = schedule.micro_batches * sum(costs)
-    expected = work + bubble(name, ranks, schedule.micro_batches, chunks, StageTimes(*costs))
+    expected = work + named(name).bubble(PipelineShape(ranks, schedule.micro_batches, chunks), StageTimes(*costs))
     assert run.longest == pytest.approx(expected, rel=0.03)
 
 
@@ -320,7 +323,8 @@ def test_the_automatic_schedule_waits_as_its_closed_form_says(
     times = StageTimes(costs.forward, costs.backward_input, costs.backward_weight)
     for limit in range(1, 2 * ranks + 1):
         found = simulate(automatic(ranks, micro_batches, limit, costs), costs).makespan
-        expected = micro_batches * costs.total + automatic_bubble(ranks, micro_batches, limit, times)
+        numbers = PipelineShape(ranks, micro_batches, activation_limit=limit)
+        expected = micro_batches * costs.total + named("automatic").bubble(numbers, times)
         assert expected == pytest.approx(found, rel=0.05 if limit >= ranks else 0.15)
 
 

@@ -30,7 +30,7 @@ from meshwright.planner.search.request import (
 )
 from meshwright.planner.search.spec_request import apply_strategy, search_request
 from meshwright.planner.search.what_if import WhatIf, what_ifs
-from meshwright.planner.workload import CHECKPOINTING, SCHEDULES
+from meshwright.planner.workload import CHECKPOINTING
 
 MAX_NAMED = 8
 """Nodes to free that are named."""
@@ -176,7 +176,7 @@ def _pins_of(spec: ParallelTrainingJobSpec) -> Pins:
         zero_stage=requested.zero_stage,
         context=requested.context,
         context_method=requested.context_method,
-        schedule=SCHEDULES[requested.schedule] if requested.schedule is not None else None,
+        schedule=requested.schedule,
         recompute=CHECKPOINTING[again] if again is not None else None,
     )
 

@@ -73,7 +73,7 @@ def _found(found: Candidate) -> dict[str, Any]:
     after = found.seconds_after_node_loss
     return {
         "summary": found.summary,
-        "choices": asdict(found.choices),
+        "choices": {**asdict(found.choices), "schedule": found.choices.schedule_kind.short_name},
         "estimate": _estimate(found.estimate),
         "stepSecondsAfterALostNode": after if after < float("inf") else None,
     }

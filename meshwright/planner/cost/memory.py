@@ -20,7 +20,6 @@ from meshwright.planner.cost.activations import (
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.model_states import FP32, States, states_of
 from meshwright.planner.cost.schedule_cost import (
-    PENDING_AT_PEAK,
     in_flight_bytes,
     micro_batches_in_flight,
     pending_losses,
@@ -157,7 +156,7 @@ def _candidates(work: Workload, choices: Strategy) -> tuple[Stage, ...]:
     and more of the other, so that any may be.
     """
     stages = stages_of(work.model, choices)
-    return stages.every if choices.schedule in PENDING_AT_PEAK else stages.heaviest
+    return stages.every if choices.schedule_kind.defers_weights_at_peak else stages.heaviest
 
 
 @lru_cache(maxsize=65536)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.memory_options import MemoryOptions
-from meshwright.planner.cost.schedule_cost import extra_weight_versions, splits_backward
+from meshwright.planner.cost.schedule_cost import extra_weight_versions
 from meshwright.planner.cost.stages import Stage, StageParameters
-from meshwright.planner.cost.strategy import Numbers, Offload, Schedule, Strategy
+from meshwright.planner.cost.strategy import Numbers, Offload, Strategy
+from meshwright.schedules.registry import kind_of
 
-BIDIRECTIONAL = frozenset({Schedule.DUAL_PIPE})
-"""Schedules that hold every parameter on two ranks."""
 FP32 = 4.0
 
 
@@ -47,7 +47,7 @@ class StateKey(NamedTuple):
     data: int
     expert: int
     pipeline: int
-    schedule: Schedule
+    schedule: PipelineSchedule
     accumulates: bool
     """Whether gradients add up over several micro-batches."""
     offloaded: bool
@@ -89,7 +89,7 @@ def _framework_states(stage_params: StageParameters, choices: StateKey, runtime:
     parameters too: it then gathers one unit and the next, or, in a pipeline, where gathering for every micro-batch may
     cost more than it saves, a whole stage once.
     """
-    weight_versions = 2.0 if choices.schedule in BIDIRECTIONAL else 1.0
+    weight_versions = 2.0 if kind_of(choices.schedule).bidirectional else 1.0
     zero, whole = choices.zero_stage, stage_params.dense + stage_params.experts
     shard = stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
     full_precision = choices.numbers in (Numbers.FP32, Numbers.FP64)
@@ -155,7 +155,7 @@ def _meshwright_states(
     if weight_versions:
         # Frozen weights have one version.
         states = states._replace(parameters=states.parameters + weight_versions * sizes.stored * sizes.trained)
-    if choices.schedule in BIDIRECTIONAL and choices.pipeline > 1:
+    if kind_of(choices.schedule).bidirectional and choices.pipeline > 1:
         return States(*(2.0 * trained_shard_size for trained_shard_size in states))
     return states
 
@@ -199,7 +199,7 @@ def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Size
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     bucket = _bucket_bytes(stage_params, choices, sizes)
     gradients = sizes.gradient * sizes.trained
-    if choices.zero_stage == 2 and not splits_backward(choices.schedule, choices.pipeline):
+    if choices.zero_stage == 2 and not (choices.pipeline > 1 and kind_of(choices.schedule).splits_backward):
         gradients = min(gradients, sizes.gradient * sizes.trained_shard + bucket)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
     moments = _optimizer_bytes(stage_params, choices, sizes, sizes.trained_shard)

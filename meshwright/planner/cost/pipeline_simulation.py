@@ -14,7 +14,6 @@ from meshwright.planner.cost.stages import Stage
 from meshwright.planner.cost.step_time import stage_transfer_seconds
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.registry import generate
 from meshwright.schedules.simulator import ActionCosts, Simulation, simulate
 
 
@@ -39,7 +38,7 @@ def simulate_pipeline(work: Workload, choices: Strategy, machine: Machine, group
     Raises:
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.
     """
-    schedule = generate(choices.schedule.value, choices.pipeline, choices.micro_batches, choices.virtual_stages)
+    schedule = choices.schedule_kind.generate(choices.pipeline_shape)
     parts = [part for own in choices.layers_of(work.model.layers) for part in own]
     costs = []
     for number, own in enumerate(sorted(parts, key=lambda part: (part.start, part.stop))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.models.counts import (
     LayerCounts,
     embedding_parameters,
@@ -13,7 +14,8 @@ from meshwright.models.counts import (
     prediction_parameters,
 )
 from meshwright.models.transformer import Transformer
-from meshwright.planner.cost.strategy import V_SHAPED, WITH_VIRTUAL_STAGES, Schedule, Strategy
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.schedules.registry import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,12 @@ class Stages:
 
 @lru_cache(maxsize=16384)
 def _stages(
-    model: Transformer, pipeline: int, split: tuple[int, ...] | None, schedule: Schedule, chunks: int
+    model: Transformer, pipeline: int, split: tuple[int, ...] | None, schedule: PipelineSchedule, chunks: int
 ) -> Stages:
     layers_by_rank = Strategy(pipeline=pipeline, layer_split=split, schedule=schedule, virtual_stages=chunks).layers_of(
         model.layers
     )
-    listed, last = [], 0 if schedule in V_SHAPED else len(layers_by_rank) - 1
+    listed, last = [], 0 if kind_of(schedule).v_shaped else len(layers_by_rank) - 1
     kinds: dict[tuple[int, int, bool, bool], list[Stage]] = {}
     for rank, parts in enumerate(layers_by_rank):
         layers = sum(len(part) for part in parts)
@@ -104,11 +106,12 @@ def stages_of(model: Transformer, choices: Strategy) -> Stages:
     return _stages(model, choices.pipeline, choices.layer_split, *_split_key(choices))
 
 
-def _split_key(choices: Strategy) -> tuple[Schedule, int]:
+def _split_key(choices: Strategy) -> tuple[PipelineSchedule, int]:
     """What of the schedule the stages depend on, the same for all that lay them alike."""
-    if choices.pipeline == 1 or choices.schedule not in WITH_VIRTUAL_STAGES | V_SHAPED:
-        return Schedule.ONE_F_ONE_B, 1
-    like = Schedule.ZB_V if choices.schedule in V_SHAPED else Schedule.INTERLEAVED
+    kind = choices.schedule_kind
+    if choices.pipeline == 1 or not (kind.virtual_stages or kind.v_shaped):
+        return PipelineSchedule.ONE_F_ONE_B, 1
+    like = PipelineSchedule.ZB_V if kind.v_shaped else PipelineSchedule.INTERLEAVED
     return like, choices.virtual_stages
 
 

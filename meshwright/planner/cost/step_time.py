@@ -18,7 +18,7 @@ from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, fo
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost.update_time import gradient_sync_seconds, offload_seconds, optimizer_seconds
-from meshwright.schedules.closed_forms import StageTimes
+from meshwright.schedules.schedule import StageTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,12 @@ from math import isqrt
 from typing import NamedTuple
 
 from meshwright.api.parallelism import ContextMethod as ContextMethod
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.layout import split_layers
 from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
+from meshwright.schedules.registry import kind_of, schedules_where
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
 
 
 class Recompute(StrEnum):
@@ -26,33 +29,7 @@ class Recompute(StrEnum):
     """Full, in groups of about the square root of a stage's layers (Chen et al., arXiv 1604.06174)."""
 
 
-class Schedule(StrEnum):
-    """The order in which a pipeline runs its micro-batches."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
-    LOOPED_BFS = "looped-bfs"
-    ZB_H1 = "zb-h1"
-    ZB_H2 = "zb-h2"
-    ZB_V = "zb-v"
-    DUAL_PIPE = "dualpipe"
-    DUAL_PIPE_V = "dualpipe-v"
-    NAIVE = "naive"
-    AUTOMATIC = "automatic"
-    PIPEDREAM = "pipedream"
-    PIPEDREAM_2BW = "pipedream-2bw"
-
-
-ASYNCHRONOUS = frozenset({Schedule.PIPEDREAM, Schedule.PIPEDREAM_2BW})
-"""Schedules that never drain: nobody waits, and a rank keeps several versions of its weights."""
-WITH_VIRTUAL_STAGES = frozenset({Schedule.INTERLEAVED, Schedule.LOOPED_BFS})
-"""Schedules whose ranks hold stages that lie a pipeline's length apart."""
-V_SHAPED = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE_V})
-"""Schedules whose first rank holds the model's end as well as its beginning."""
-SEARCHED_SCHEDULES = tuple(
-    s for s in Schedule if s not in ASYNCHRONOUS and s not in (Schedule.NAIVE, Schedule.AUTOMATIC)
-)
+SEARCHED_SCHEDULES = schedules_where(lambda kind: kind.searched)
 """Schedules that a search tries: synchronous, and with a closed form of their own."""
 
 
@@ -126,7 +103,7 @@ class Strategy:
     ulysses: int = 1
     """With `RingUlysses`, the neighbours of a context group that exchange heads."""
     pipeline: int = 1
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     virtual_stages: int = 1
     """Model chunks of one pipeline rank."""
     layer_split: tuple[int, ...] | None = None
@@ -161,6 +138,16 @@ class Strategy:
             raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3, not {self.zero_stage}")
 
     @property
+    def schedule_kind(self) -> PipelineScheduleKind:
+        """What the schedule declares."""
+        return kind_of(self.schedule)
+
+    @property
+    def pipeline_shape(self) -> PipelineShape:
+        """The numbers that the schedule is made for."""
+        return PipelineShape(self.pipeline, self.micro_batches, self.virtual_stages, self.settings.activation_limit)
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.tensor * self.context * self.pipeline * self.data
@@ -181,8 +168,8 @@ class Strategy:
         Raises:
             ValueError: `layer_split` does not add up, or a rank gets no layer.
         """
-        ranks, split, v_shaped = self.pipeline, self.layer_split, self.schedule in V_SHAPED
-        stages = ranks * (2 if v_shaped else self.virtual_stages if self.schedule in WITH_VIRTUAL_STAGES else 1)
+        ranks, split, v_shaped = self.pipeline, self.layer_split, self.schedule_kind.v_shaped
+        stages = ranks * self.schedule_kind.stages_per_rank(self.virtual_stages)
         stage_ranks = [min(stage, stages - 1 - stage) if v_shaped else stage % ranks for stage in range(stages)]
         if split is not None and (len(split) not in (ranks, stages) or sum(split) != layers or min(split) < 0):
             raise ValueError(

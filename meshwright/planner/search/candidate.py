@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.strategy import Offload, Recompute, Schedule, Strategy
+from meshwright.planner.cost.strategy import Offload, Recompute, Strategy
 from meshwright.planner.search.request import Objective
 
 
@@ -48,7 +49,7 @@ class Candidate:
             self.dimensions,
             int(used.offload_optimizer is not Offload.NONE) + int(used.offload_activations is not Offload.NONE),
             int(used.recompute is not Recompute.NONE),
-            int(used.schedule is not Schedule.ONE_F_ONE_B),
+            int(used.schedule is not PipelineSchedule.ONE_F_ONE_B),
             int(used.zero_stage == 3),
         )
 
@@ -77,7 +78,7 @@ class Candidate:
         extras = [f"micro-batch {used.micro_batch_size}"]
         if used.pipeline > 1:
             chunks = f" with {used.virtual_stages} chunks" if used.virtual_stages > 1 else ""
-            extras.append(f"{used.schedule.value}{chunks}")
+            extras.append(f"{used.schedule_kind.short_name}{chunks}")
         if used.zero_stage:
             extras.append(f"ZeRO-{used.zero_stage}")
         if used.recompute is not Recompute.NONE:

@@ -28,7 +28,8 @@ from meshwright.planner.search.search_space import CANDIDATE_SCHEDULES, checkpoi
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.context import head_exchange_ranks, heads_divide
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS, accepts_micro_batches, stages_per_rank
+from meshwright.schedules.pipeline_layout import stages_per_rank
+from meshwright.schedules.registry import kind_of
 
 MICRO_BATCHES_PER_STAGE = 4
 """Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
@@ -218,7 +219,7 @@ class DegreeSearch:
         if self.parallelism.pipeline is not None:
             return [self.parallelism.pipeline]
         layers, tied = self.architecture.layers, self.architecture.tie_embeddings
-        if tied and self.parallelism.order in ASYNCHRONOUS:
+        if tied and kind_of(self.parallelism.order).asynchronous:
             return [1]
         return [p for p in range(1, layers + 1) if p * stages_per_rank(self.parallelism, p) <= layers]
 
@@ -237,10 +238,8 @@ class DegreeSearch:
         batch = self.training.global_batch_size // self.replicas
         requested_count = self.parallelism.micro_batches
         requested_counts = divisors(batch) if requested_count is None else [requested_count]
-        schedule = self.parallelism.order
-        possible = [
-            m for m in requested_counts if m <= MAX_MICRO_BATCHES and accepts_micro_batches(schedule, pipeline, m)
-        ]
+        schedule = kind_of(self.parallelism.order)
+        possible = [m for m in requested_counts if m <= MAX_MICRO_BATCHES and schedule.accepts(pipeline, m)]
         if pipeline == 1:
             return possible
         return [m for m in possible if m >= MICRO_BATCHES_PER_STAGE * pipeline] or possible[-1:]

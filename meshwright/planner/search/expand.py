@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
-from meshwright.planner.cost.strategy import WITH_VIRTUAL_STAGES, ContextMethod, Offload, Recompute, Schedule, Strategy
+from meshwright.planner.cost.strategy import ContextMethod, Offload, Recompute, Strategy
 from meshwright.planner.search.degrees import Degrees
 from meshwright.planner.search.request import SearchRequest
 from meshwright.rules.context import heads_divide
-
-TWO_CHUNKS_PER_RANK = frozenset({Schedule.ZB_V, Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V})
-"""Schedules with two chunks on every rank."""
+from meshwright.schedules.registry import kind_of
 
 
 def strategy_of(request: SearchRequest, degrees: Degrees, size: int, **more: object) -> Strategy:
@@ -64,23 +63,24 @@ def _zero_stages(request: SearchRequest, replicas: int) -> tuple[int, ...]:
     return stages if replicas > 1 else stages[:1]
 
 
-def _schedules(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[tuple[Schedule, int]]:
+def _schedules(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[tuple[PipelineSchedule, int]]:
     """(schedule, chunks) that the shape allows."""
     pinned, techniques = request.pins, request.techniques
     if degrees.pipeline == 1:
-        yield pinned.schedule or Schedule.ONE_F_ONE_B, 1
+        yield pinned.schedule or PipelineSchedule.ONE_F_ONE_B, 1
         return
     layers = request.work.model.layers
     micro_batches = request.work.global_batch // degrees.data // size
     for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
-        if schedule in WITH_VIRTUAL_STAGES:
+        kind = kind_of(schedule)
+        if kind.virtual_stages:
             counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
             # Interleaving deals micro-batches in groups of as many as there are stages (arXiv 2104.04473, 2.2).
             fits = micro_batches % degrees.pipeline == 0
             yield from ((schedule, v) for v in counts if fits and layers >= v * degrees.pipeline)
-        elif schedule in TWO_CHUNKS_PER_RANK:
+        elif kind.folded:
             enough = micro_batches >= 2 * degrees.pipeline and layers >= 2 * degrees.pipeline
-            whole = schedule is not Schedule.DUAL_PIPE or (degrees.pipeline % 2 == 0 and micro_batches % 2 == 0)
+            whole = not kind.even or (degrees.pipeline % 2 == 0 and micro_batches % 2 == 0)
             if enough and whole:
                 yield schedule, 2
         else:
@@ -163,7 +163,7 @@ def can_fit(request: SearchRequest, degrees: Degrees, size: int) -> bool:
 def least_memory_strategies(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[Strategy]:
     """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
     pins, techniques = request.pins, request.techniques
-    default_schedule, requested_offload = Schedule.ONE_F_ONE_B, request.offload_optimizer
+    default_schedule, requested_offload = PipelineSchedule.ONE_F_ONE_B, request.offload_optimizer
     schedule = pins.schedule or (
         default_schedule if default_schedule in techniques.schedules else techniques.schedules[0]
     )

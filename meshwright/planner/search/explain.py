@@ -226,7 +226,7 @@ def _pipeline(request: SearchRequest, best: Candidate) -> str:
     given = "is given: " if request.pins.pipeline is not None else "spreads the layers' states with little traffic: "
     return (
         f"PP {used.pipeline} {given}{used.micro_batches} micro-batches of {used.micro_batch_size} on the "
-        f"{used.schedule.value} schedule leave a bubble of {best.estimate.bubble:.1%}"
+        f"{used.schedule_kind.short_name} schedule leave a bubble of {best.estimate.bubble:.1%}"
     )
 
 

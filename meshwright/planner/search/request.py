@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
 from meshwright.planner.cost.step_time import Machine
 from meshwright.planner.cost.strategy import (
@@ -14,7 +15,6 @@ from meshwright.planner.cost.strategy import (
     Numbers,
     Offload,
     Recompute,
-    Schedule,
     Strategy,
     Workload,
 )
@@ -38,7 +38,7 @@ class Objective(StrEnum):
 class Techniques:
     """What a runtime can do. A search proposes nothing else."""
 
-    schedules: tuple[Schedule, ...] = SEARCHED_SCHEDULES
+    schedules: tuple[PipelineSchedule, ...] = SEARCHED_SCHEDULES
     virtual_stages: tuple[int, ...] = (2, 4)
     """Chunks to try with schedules that take more than one."""
     context: tuple[ContextMethod, ...] = (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
@@ -83,7 +83,7 @@ class Pins:
     context: int | None = None
     context_method: ContextMethod | None = None
     pipeline: int | None = None
-    schedule: Schedule | None = None
+    schedule: PipelineSchedule | None = None
     virtual_stages: int | None = None
     expert: int | None = None
     data: int | None = None

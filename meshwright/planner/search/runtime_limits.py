@@ -6,7 +6,7 @@ the proposals of many searches to both.
 
 from __future__ import annotations
 
-from meshwright.planner.cost.strategy import Schedule, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 
 MAX_MICRO_BATCHES = 65536
 MAX_CONTEXT = 1024
@@ -37,4 +37,4 @@ def _flat_shards_allow(work: Workload, choices: Strategy) -> bool:
     """Flat shards do not know experts that are split, tables that two stages share, or stages on two ranks."""
     split_experts = work.model.experts is not None and (choices.expert > 1 or choices.tensor > 1)
     shared_table = work.model.tie_embeddings and choices.pipeline > 1
-    return not (split_experts or shared_table or choices.schedule is Schedule.DUAL_PIPE)
+    return not (split_experts or shared_table or choices.schedule_kind.bidirectional)

@@ -13,7 +13,8 @@ from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.search.degrees import MIN_CONTEXT_TOKENS
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS, stages_per_rank
+from meshwright.schedules.pipeline_layout import stages_per_rank
+from meshwright.schedules.registry import kind_of, schedules_where
 
 CHECKPOINTING_OPTIONS = (
     ActivationCheckpointing.NONE,
@@ -22,14 +23,11 @@ CHECKPOINTING_OPTIONS = (
     ActivationCheckpointing.SQRT,
 )
 """In order of what they cost."""
-CANDIDATE_SCHEDULES = (
-    PipelineSchedule.ONE_F_ONE_B,
-    PipelineSchedule.INTERLEAVED,
-    PipelineSchedule.ZB_H1,
-    PipelineSchedule.ZB_V,
-    PipelineSchedule.ZB_H2,
-    PipelineSchedule.DUAL_PIPE_V,
-    PipelineSchedule.DUAL_PIPE,
+CANDIDATE_SCHEDULES = tuple(
+    sorted(
+        schedules_where(lambda kind: kind.candidate_rank is not None),
+        key=lambda order: kind_of(order).candidate_rank or 0,
+    )
 )
 """Synchronous schedules that may be worth it, the simplest first; the others hold more and wait as long."""
 
@@ -53,7 +51,7 @@ def context_degrees(model: Architecture, training: TrainingSpec, parallelism: Pa
         return [parallelism.context]
     needs_whole_sequences = (
         training.attention_dropout > 0
-        or parallelism.order in ASYNCHRONOUS
+        or kind_of(parallelism.order).asynchronous
         or (model.mixture is not None and model.mixture.capacity_factor is not None)
     )
     degrees, length = [1], training.sequence_length
@@ -72,7 +70,8 @@ def runs(schedule: PipelineSchedule, asked: ParallelismSpec, layout: Layout, mod
     rank_stages = stages_per_rank(spec, layout.pipeline)
     if layout.pipeline * rank_stages > model.layers or (rank_stages > 1 and asked.layer_split is not None):
         return False
-    if schedule is not PipelineSchedule.DUAL_PIPE:
-        return True
+    kind = kind_of(schedule)
+    if kind.even and layout.pipeline % 2:
+        return False
     flat_shards = asked.zero_stage == 1 or asked.data_parallel.strategy is DataParallelStrategy.ZERO
-    return layout.pipeline % 2 == 0 and not (flat_shards and layout.replicas > 1)
+    return not (kind.bidirectional and flat_shards and layout.replicas > 1)

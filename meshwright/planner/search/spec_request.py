@@ -12,11 +12,9 @@ from meshwright.planner.cost.strategy import Offload, Recompute, Strategy, Workl
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.runtime_limits import runs
-from meshwright.planner.workload import OFFLOAD, SCHEDULES, TrainingJob
+from meshwright.planner.workload import OFFLOAD, TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
-from meshwright.schedules.pipeline_layout import WITH_VIRTUAL_STAGES
 
-_SCHEDULES = {schedule: name for name, schedule in SCHEDULES.items()}
 _CHECKPOINTING = {
     Recompute.NONE: ActivationCheckpointing.NONE,
     Recompute.SELECTIVE: ActivationCheckpointing.SELECTIVE,
@@ -117,7 +115,7 @@ def apply_strategy(spec: ParallelTrainingJobSpec, choices: Strategy) -> Parallel
 
 def _parallelism(spec: ParallelTrainingJobSpec, choices: Strategy) -> ParallelismSpec:
     has_pipeline = choices.pipeline > 1
-    schedule = _SCHEDULES[choices.schedule]
+    schedule = choices.schedule
     return ParallelismSpec(
         tensor=choices.tensor,
         pipeline=choices.pipeline,
@@ -128,7 +126,7 @@ def _parallelism(spec: ParallelTrainingJobSpec, choices: Strategy) -> Parallelis
         context=choices.context,
         context_method=choices.context_method if choices.context > 1 else ContextMethod.RING_ZIG_ZAG,
         schedule=schedule if has_pipeline else None,
-        virtual_stages=choices.virtual_stages if has_pipeline and schedule in WITH_VIRTUAL_STAGES else None,
+        virtual_stages=choices.virtual_stages if has_pipeline and choices.schedule_kind.virtual_stages else None,
         layer_split=list(choices.layer_split) if choices.layer_split is not None else None,
         micro_batches=choices.micro_batches,
         zero_stage=choices.zero_stage,

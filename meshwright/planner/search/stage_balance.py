@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshwright.planner.cost.strategy import Recompute
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.expand import TWO_CHUNKS_PER_RANK, memory_if_fits, price
+from meshwright.planner.search.expand import memory_if_fits, price
 from meshwright.planner.search.request import SearchRequest
 from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
@@ -19,7 +19,7 @@ def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[C
     """The few whose stages are worth balancing."""
     if not request.techniques.uneven_split:
         return []
-    piped = [one for one in found if one.choices.pipeline > 1 and one.choices.schedule not in TWO_CHUNKS_PER_RANK]
+    piped = [one for one in found if one.choices.pipeline > 1 and not one.choices.schedule_kind.folded]
     return sorted(piped, key=lambda f: f.score(request.objective))[:12]
 
 

@@ -8,7 +8,7 @@ from meshwright.api.data_parallel_engine import DataParallelEngine, data_paralle
 from meshwright.api.precision import Precision
 from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS
+from meshwright.schedules.registry import kind_of
 
 
 def combination_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _outer_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         )
     if optimizer.name is not OptimizerName.ADAMW or optimizer.offload is not OptimizerOffload.NONE:
         yield "`training.outer` needs `training.optimizer.name: AdamW` and `training.optimizer.offload: None`"
-    if run.pipeline > 1 and run.parallelism.order in ASYNCHRONOUS:
+    if run.pipeline > 1 and kind_of(run.parallelism.order).asynchronous:
         yield (
             f"`training.outer` needs another `parallelism.schedule` than {run.parallelism.order.value}: islands "
             "meet between steps, which it has none of"

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import OuterMethod
 from meshwright.protocol.messages import RunConfig
 from meshwright.rules.nearest import nearest
+from meshwright.schedules.registry import kind_of
 
 _HYBRID = (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_ZERO2)
 _FIELD = "`parallelism.dataParallel."
@@ -49,8 +49,8 @@ def _flat_problems(run: RunConfig) -> Iterator[str]:
         yield f"`parallelism.zeroStage: {stage}` on flat shards does not go with experts that are split: {alternative}"
     if run.pipeline > 1 and model.tie_embeddings:
         yield f"`model.tieEmbeddings: true` in a pipeline does not go with flat shards: {alternative}"
-    if run.pipeline > 1 and run.parallelism.order is PipelineSchedule.DUAL_PIPE:
-        yield f"`parallelism.schedule: DualPipe` does not go with flat shards: {alternative}"
+    if run.pipeline > 1 and kind_of(run.parallelism.order).bidirectional:
+        yield f"`parallelism.schedule: {run.parallelism.order.value}` does not go with flat shards: {alternative}"
 
 
 def _outer_problems(run: RunConfig) -> Iterator[str]:

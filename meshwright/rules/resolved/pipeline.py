@@ -10,9 +10,8 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
 from meshwright.rules.nearest import nearest
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS, WITH_VIRTUAL_STAGES, layers_of_stages, stages_per_rank
-
-_DUAL_PIPES = (PipelineSchedule.DUAL_PIPE, PipelineSchedule.DUAL_PIPE_V)
+from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
+from meshwright.schedules.registry import kind_of, schedules_where
 
 
 def pipeline_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
@@ -26,12 +25,13 @@ def pipeline_problems(run: RunConfig, model: Architecture, training: TrainingSpe
 
 def _misplaced_field_problems(run: RunConfig) -> Iterator[str]:
     parallelism = run.parallelism
-    if parallelism.virtual_stages is not None and parallelism.order not in WITH_VIRTUAL_STAGES:
+    kind = kind_of(parallelism.order)
+    if parallelism.virtual_stages is not None and not kind.virtual_stages:
         yield (
             f"`parallelism.virtualStages: {parallelism.virtual_stages}` needs `parallelism.schedule` to be "
-            f"{' or '.join(sorted(WITH_VIRTUAL_STAGES))}"
+            f"{' or '.join(sorted(schedules_where(lambda one: one.virtual_stages)))}"
         )
-    if parallelism.activation_limit is not None and parallelism.order is not PipelineSchedule.AUTOMATIC:
+    if parallelism.activation_limit is not None and not kind.takes_activation_limit:
         yield (
             f"`parallelism.activationLimit: {parallelism.activation_limit}` needs `parallelism.schedule: "
             f"{PipelineSchedule.AUTOMATIC.value}`"
@@ -54,23 +54,24 @@ def _split_problems(run: RunConfig, model: Architecture, training: TrainingSpec)
 
 
 def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
-    schedule, ranks, count = run.parallelism.order, run.pipeline, run.micro_batches
-    if schedule is PipelineSchedule.INTERLEAVED and count % ranks:
+    kind, ranks, count = kind_of(run.parallelism.order), run.pipeline, run.micro_batches
+    if kind.whole_rounds and count % ranks:
         nearest_values = nearest(count, lambda n: n % ranks == 0, count + ranks)
         multiple = f"a multiple of `parallelism.pipeline: {ranks}`"
         yield f"`parallelism.microBatches: {count}` must be {multiple}; nearest: {nearest_values}"
-    if schedule is PipelineSchedule.DUAL_PIPE and (ranks % 2 or count % 2):
+    if kind.even and (ranks % 2 or count % 2):
         name, value = ("pipeline", ranks) if ranks % 2 else ("microBatches", count)
         nearest_values = nearest(value, lambda n: n % 2 == 0, value + 1)
         yield (
-            f"`parallelism.{name}: {value}` must be even for DualPipe, which runs both ways; nearest: {nearest_values}"
+            f"`parallelism.{name}: {value}` must be even for {kind.name}, which runs both ways; "
+            f"nearest: {nearest_values}"
         )
-    if schedule in _DUAL_PIPES and count < 2 * ranks:
+    if kind.micro_batches_per_rank > 1 and count < kind.micro_batches_per_rank * ranks:
         yield (
-            f"`parallelism.microBatches: {count}` must be at least {2 * ranks} for {schedule.value}: two for each of "
+            f"`parallelism.microBatches: {count}` must be at least {2 * ranks} for {kind.name}: two for each of "
             f"`parallelism.pipeline: {ranks}`"
         )
-    if schedule is not PipelineSchedule.NAIVE and schedule is not PipelineSchedule.PIPEDREAM and count < ranks:
+    if kind.micro_batches_per_rank > 0 and count < ranks:
         yield (
             f"`parallelism.microBatches: {count}` must be at least `parallelism.pipeline: {ranks}`: with fewer some "
             f"stage always waits; only `schedule: {PipelineSchedule.NAIVE.value}` may"
@@ -79,9 +80,10 @@ def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
 
 def _asynchronous_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
     schedule = run.parallelism.order
-    if schedule not in ASYNCHRONOUS:
+    kind = kind_of(schedule)
+    if not kind.asynchronous:
         return
-    if schedule is PipelineSchedule.PIPEDREAM and run.micro_batches != 1:
+    if kind.single_micro_batch and run.micro_batches != 1:
         yield (
             f"`parallelism.microBatches: {run.micro_batches}` must be 1 with PipeDream, which updates weights after "
             f"each; use `schedule: {PipelineSchedule.PIPEDREAM_2BW.value}` for several"

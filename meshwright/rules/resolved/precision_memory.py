@@ -14,7 +14,7 @@ from meshwright.api.training import (
     TrainingSpec,
 )
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import WHOLE_BACKWARD
+from meshwright.schedules.registry import kind_of
 
 
 def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _graph_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         "`data.packing: Documents`": run.data is not None and run.data.packing is Packing.DOCUMENTS,
         "`model.mixture`": run.architecture is not None and run.architecture.mixture is not None,
         "`training.fp8.update: Delayed`": fp8 is not None and fp8.update is Fp8Update.DELAYED,
-        f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and order not in WHOLE_BACKWARD,
+        f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and not kind_of(order).whole_backward,
     }
     if breaks_found := [name for name, present in graph_breaks.items() if present]:
         yield (

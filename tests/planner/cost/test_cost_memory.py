@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.models.counts import layer_counts, parameters
 from meshwright.models.families import family
 from meshwright.models.transformer import Transformer
@@ -15,7 +16,7 @@ from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
 from meshwright.planner.cost.stages import stage_parameters, stages_of
-from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Schedule, Strategy, Workload
+from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Strategy, Workload
 
 GIB = 2.0**30
 MEGATRON = FRAMEWORKS["megatron-lm"]
@@ -105,7 +106,12 @@ def test_figure_7_of_korthikanti(recompute: Recompute, parallel: bool, percent: 
     st.sampled_from(sorted(FRAMEWORKS)),
 )
 def test_the_worst_stage_is_the_worst_of_all(
-    model: Transformer, split: list[int], schedule: Schedule, micro_batches: int, recompute: Recompute, runtime: str
+    model: Transformer,
+    split: list[int],
+    schedule: Schedule,
+    micro_batches: int,
+    recompute: Recompute,
+    runtime: str,
 ) -> None:
     model = replace(model, layers=sum(split), name=f"{model.name} {sum(split)}")
     choices = Strategy(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.models.families import family
 from meshwright.models.presets import PRESETS
 from meshwright.models.transformer import Transformer
@@ -23,7 +24,7 @@ from meshwright.planner.cost.memory_options import MemoryOptions
 from meshwright.planner.cost.pipeline_simulation import simulate_pipeline
 from meshwright.planner.cost.roofline import LayerShape, layer_time
 from meshwright.planner.cost.stage_time import exposed_host
-from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Schedule, Strategy, Workload
+from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Strategy, Workload
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = Transformer.of(PRESETS["llama-3.1-70b"])
@@ -161,7 +162,11 @@ def test_schedules_differ_by_their_bubble() -> None:
         schedule: estimate(
             Workload(LLAMA, 8192, 64), replace(base, schedule=schedule, virtual_stages=chunks), H100S
         ).bubble
-        for schedule, chunks in ((Schedule.ONE_F_ONE_B, 1), (Schedule.INTERLEAVED, 5), (Schedule.ZB_H1, 1))
+        for schedule, chunks in (
+            (Schedule.ONE_F_ONE_B, 1),
+            (Schedule.INTERLEAVED, 5),
+            (Schedule.ZB_H1, 1),
+        )
     }
     assert bubbles[Schedule.INTERLEAVED] < bubbles[Schedule.ZB_H1] < bubbles[Schedule.ONE_F_ONE_B]
     assert bubbles[Schedule.ONE_F_ONE_B] == pytest.approx(7 / 71, abs=0.02)
@@ -179,7 +184,10 @@ def test_an_automatic_schedule_waits_less_with_more_room() -> None:
     assert plain == pytest.approx(waits[2])
 
 
-@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZB_H1, Schedule.INTERLEAVED])
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZB_H1, Schedule.INTERLEAVED],
+)
 @pytest.mark.parametrize("split", [None, (11, 10, 10, 10, 10, 10, 10, 9)])
 def test_the_closed_form_agrees_with_the_simulated_pipeline(schedule: Schedule, split: tuple[int, ...] | None) -> None:
     chunks = 2 if schedule is Schedule.INTERLEAVED else 1

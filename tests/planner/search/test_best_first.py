@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.models.transformer import Experts, Transformer
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
-from meshwright.planner.cost.strategy import Offload, Recompute, Schedule, Strategy, Workload
+from meshwright.planner.cost.strategy import Offload, Recompute, Strategy, Workload
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.degrees import micro_batch_sizes, shapes
@@ -26,7 +27,7 @@ MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
 DENSE = Transformer(layers=24, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
 MIXTURE = replace(DENSE, experts=Experts(8, 2, 14336))
 SMALL = Techniques(
-    schedules=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.ZB_H1),
+    schedules=(PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB_H1),
     virtual_stages=(2,),
     zero_stages=(0, 1, 3),
     recompute=(Recompute.NONE, Recompute.FULL),
@@ -52,7 +53,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
             for schedule, zero, again, method in product(
                 techniques.schedules, techniques.zero_stages, techniques.recompute, techniques.context
             ):
-                chunks = 2 if schedule is Schedule.INTERLEAVED and shape.pipeline > 1 else 1
+                chunks = 2 if schedule is PipelineSchedule.INTERLEAVED and shape.pipeline > 1 else 1
                 if chunks == 2 and (count % shape.pipeline or model.layers < 2 * shape.pipeline):
                     continue
                 if method.value == "ulysses" and model.heads % (shape.tensor * shape.context):
@@ -63,7 +64,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
                     context=shape.context,
                     context_method=method,
                     pipeline=shape.pipeline,
-                    schedule=schedule if shape.pipeline > 1 else Schedule.ONE_F_ONE_B,
+                    schedule=schedule if shape.pipeline > 1 else PipelineSchedule.ONE_F_ONE_B,
                     virtual_stages=chunks,
                     expert=shape.expert,
                     data=shape.data,
@@ -139,7 +140,7 @@ def test_only_what_the_runtime_can_do_is_proposed() -> None:
     result = search(SearchRequest(Workload(DENSE, 4096, 32), MACHINE, 16, techniques=MESHWRIGHT_TECHNIQUES))
     for one in (*result.tied, *result.alternatives):
         used = one.choices
-        assert used.schedule is Schedule.ONE_F_ONE_B
+        assert used.schedule is PipelineSchedule.ONE_F_ONE_B
         assert used.context == 1 or used.context_method in MESHWRIGHT_TECHNIQUES.context
         assert used.expert == used.virtual_stages == 1
         assert used.recompute is Recompute.NONE

@@ -25,7 +25,7 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import skipped_targets
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import ASYNCHRONOUS
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.corpus import CorpusError
@@ -121,7 +121,7 @@ def build_trainer(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | Asy
     architecture, _, training = validate_run(run)
     if mesh.rank == 0 and training.lora is not None and (missing := skipped_targets(training.lora, architecture)):
         log.warning(missing)
-    if run.parallelism.order in ASYNCHRONOUS and run.pipeline > 1:
+    if kind_of(run.parallelism.order).asynchronous and run.pipeline > 1:
         return AsyncPipelineTrainer(run, architecture, training, mesh)
     return Trainer(run, architecture, training, mesh, samples)
 

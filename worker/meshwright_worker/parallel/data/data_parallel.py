@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.protocol.messages import RunConfig
-from meshwright.schedules.pipeline_layout import WHOLE_BACKWARD
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
@@ -62,6 +62,7 @@ def build_data_parallel(run: RunConfig, shards: Sequence[ParameterShard], mesh: 
         return NoReduction(shards)
     # Other schedules compute weight gradients separately, past autograd's hooks, or partly on another rank.
     hooks = run.pipeline == 1 or run.parallelism.order in WHOLE_BACKWARD
+    hooks = run.pipeline == 1 or kind_of(run.parallelism.order).whole_backward
     if engine is DataParallelEngine.FLAT:
         return ZeroShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
     spec = run.parallelism.data_parallel

@@ -1,0 +1,192 @@
+"""What a pipeline schedule declares: its limits, its order, its memory and its bubble, in one class.
+
+A class with a `name` registers itself. Rules, planner and worker ask the registered classes; none of them lists names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from meshwright.api.parallelism import PipelineSchedule
+from meshwright.schedules.actions import Schedule
+from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
+
+
+class PipelineShape(NamedTuple):
+    """The numbers that a schedule is made for."""
+
+    ranks: int
+    micro_batches: int
+    """Of one step."""
+    chunks: int = 1
+    """Stages of one rank, for schedules that let a user choose."""
+    activation_limit: int | None = None
+    """Micro-batches whose activations a rank may hold, for schedules that take a limit; None for one for each rank."""
+
+    @property
+    def limit(self) -> int:
+        """The activation limit: as many as 1F1B holds where none is given."""
+        return self.activation_limit or self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch on one pipeline rank, all its chunks together."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+class PipelineScheduleKind(ABC):
+    """One pipeline schedule. A subclass with a `name` registers one instance of itself."""
+
+    name: ClassVar[str]
+    """The value of `parallelism.schedule`."""
+    short_name: ClassVar[str]
+    """The name in plans and benchmarks."""
+    order: ClassVar[PipelineSchedule]
+    """`name` as a value of the API; set by registration."""
+
+    virtual_stages: ClassVar[bool] = False
+    """Whether `parallelism.virtualStages` says how many stages a rank holds, each a pipeline's length apart."""
+    v_shaped: ClassVar[bool] = False
+    """Whether a rank holds two stages, the second on the way back: the first rank has the model's ends."""
+    bidirectional: ClassVar[bool] = False
+    """Whether micro-batches enter at both ends: two ranks hold each stage."""
+    splits_backward: ClassVar[bool] = False
+    """Whether some backward passes come in two halves, gradients of inputs and gradients of weights."""
+    splits_at_peak: ClassVar[bool] = False
+    """Whether they do when a rank's memory is at its peak."""
+    defers_weights_at_peak: ClassVar[bool] = False
+    """Whether a rank then has micro-batches between the halves."""
+    forwards_first: ClassVar[bool] = False
+    """Whether the last stage runs all forward passes before the first backward pass."""
+    asynchronous: ClassVar[bool] = False
+    """Whether the pipeline never drains between steps: what it trains differs from one process by design."""
+    takes_activation_limit: ClassVar[bool] = False
+    """Whether `parallelism.activationLimit` bounds the memory of its order."""
+    own_order: ClassVar[bool] = True
+    """Whether its order follows from its numbers alone and is its own: not searched, and not that of another one."""
+
+    micro_batches_per_rank: ClassVar[int] = 1
+    """The fewest micro-batches for each pipeline rank."""
+    whole_rounds: ClassVar[bool] = False
+    """Whether micro-batches must be a multiple of the ranks."""
+    even: ClassVar[bool] = False
+    """Whether ranks and micro-batches must be even."""
+    single_micro_batch: ClassVar[bool] = False
+    """Whether a step has one micro-batch."""
+
+    searched: ClassVar[bool] = True
+    """Whether a search over all layouts tries it."""
+    candidate_rank: ClassVar[int | None] = None
+    """Its place among the schedules that the planner tries for a job that names none, the simplest first; None for a
+    schedule that it never chooses."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in cls.__dict__:
+            register(cls)
+
+    @property
+    def folded(self) -> bool:
+        """Whether the pipeline turns back: stages lie on the ranks there and back."""
+        return self.v_shaped or self.bidirectional
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether each backward pass comes in one piece, on the rank that updates the weights, before the update."""
+        return not (self.splits_backward or self.asynchronous)
+
+    def stages_per_rank(self, virtual_stages: int) -> int:
+        """The model's stages of each rank, each with layers of its own, on average over the ranks.
+
+        Args:
+            virtual_stages: what the user chose, for schedules that let one choose.
+        """
+        return virtual_stages if self.virtual_stages else 2 if self.v_shaped else 1
+
+    def accepts(self, ranks: int, micro_batches: int) -> bool:
+        """Whether it can be made for these numbers with no stage left without work."""
+        if ranks == 1:
+            return True
+        if self.single_micro_batch:
+            return micro_batches == 1
+        if (self.whole_rounds and micro_batches % ranks) or (self.even and (ranks % 2 or micro_batches % 2)):
+            return False
+        return micro_batches >= max(1, self.micro_batches_per_rank * ranks)
+
+    @abstractmethod
+    def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
+        """The order of one step.
+
+        Args:
+            shape: ranks, micro-batches and chunks.
+            costs: of every stage alike, or one for each, for schedules that are searched.
+
+        Raises:
+            ValueError: there is none for these numbers; the text says why.
+        """
+
+    @abstractmethod
+    def in_flight(self, shape: PipelineShape, rank: int) -> float:
+        """Micro-batches whose activations `rank` holds at its peak, counted in all of its chunks."""
+
+    def pending_weight_gradients(self, shape: PipelineShape, rank: int) -> float:
+        """Of `in_flight`, micro-batches whose backward pass is halfway (arXiv 2401.10241, section 2.3): only what the
+        gradients of weights need is left of them.
+        """
+        return 0.0
+
+    def bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        """Seconds in which a rank of an evenly split pipeline waits, sends costing nothing.
+
+        Args:
+            shape: ranks, micro-batches and chunks.
+            times: of all chunks of a rank together.
+        """
+        return 0.0 if shape.ranks == 1 else self._bubble(shape, times)
+
+    @abstractmethod
+    def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
+        """`bubble` with at least two ranks."""
+
+    def extra_weight_versions(self, ranks: int, rank: int) -> float:
+        """Versions of its weights that a rank keeps beside those that it updates, with at least two ranks."""
+        return 0.0
+
+
+_KINDS: dict[PipelineSchedule, PipelineScheduleKind] = {}
+
+
+def register(kind: type[PipelineScheduleKind]) -> None:
+    """Makes a schedule known by its names.
+
+    Raises:
+        ValueError: another class has one of its names.
+    """
+    kind.order = PipelineSchedule.named(kind.name)
+    taken = {name for other in _KINDS.values() for name in (other.name, other.short_name)}
+    if taken & {kind.name, kind.short_name}:
+        raise ValueError(f"another pipeline schedule is called `{kind.name}` or `{kind.short_name}`")
+    _KINDS[kind.order] = kind()
+
+
+def registered() -> tuple[PipelineScheduleKind, ...]:
+    """The registered schedules in the order of the API's values, those from outside of this package last."""
+    declared = [order for order in PipelineSchedule if order in _KINDS]
+    return tuple(_KINDS[order] for order in dict.fromkeys([*declared, *_KINDS]))
+
+
+def registered_kind(order: PipelineSchedule) -> PipelineScheduleKind:
+    """The class of a value of the API."""
+    return _KINDS[order]
