@@ -61,7 +61,6 @@ def build_data_parallel(run: RunConfig, shards: Sequence[ParameterShard], mesh: 
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
         return NoReduction(shards)
     # Other schedules compute weight gradients separately, past autograd's hooks, or partly on another rank.
-    hooks = run.pipeline == 1 or run.parallelism.order in WHOLE_BACKWARD
     hooks = run.pipeline == 1 or kind_of(run.parallelism.order).whole_backward
     if engine is DataParallelEngine.FLAT:
         return ZeroShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
