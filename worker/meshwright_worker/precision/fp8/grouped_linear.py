@@ -1,13 +1,13 @@
-"""The products of routed experts in fp8: forward, and both of the backward pass, for all experts here at once.
+"""The products of routed experts in fp8, forward and both of the backward pass, for all experts of this rank at once.
 
-Recipes are those of `linear`, scaled so that spreading experts over ranks changes no number. What a dense layer's
-tensor is there, the rows of one micro-batch are here: with one scale a tensor each row takes that of the micro-batch it
-came with, over whichever ranks its experts are, and whichever have other tokens of it. An expert's matrix has scales of
-its own; a history (delayed) keeps the largest of all experts of a layer. Sums over tokens, the weights' gradients, take
-scales a column of each expert's rows of one micro-batch.
+Recipes are those of `linear`, defined so that distributing experts over ranks does not change results. The rows of one
+micro-batch correspond to a dense layer's tensor: with one scale per tensor, each row uses the scale of its micro-batch,
+taken over all ranks that have its experts or other tokens of it. Each expert's matrix has its own scales; a history
+(delayed) stores the largest value of all experts of a layer. Weight gradients, which are sums over tokens, use a scale
+per column of each expert's rows of one micro-batch.
 
-Hopper's grouped kernel multiplies e4m3 by e4m3 with a scale a row, which serves the forward pass; gradients are e5m2.
-Those, and all where there is no such kernel, are the same quantised numbers multiplied in bf16 or fp32.
+Hopper's grouped kernel multiplies e4m3 by e4m3 with a scale per row, which fits the forward pass; gradients are e5m2.
+For these, and wherever there is no such kernel, the same quantized numbers are multiplied in bf16 or fp32.
 """
 
 from __future__ import annotations
