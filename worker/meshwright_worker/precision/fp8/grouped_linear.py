@@ -86,10 +86,10 @@ class Fp8GroupedProduct(Fp8Recipe):
     """The products of one matrix of every expert of a layer, see `models.moe.GroupedProduct`.
 
     Args:
-        spec: how scales come about.
-        group: the ranks that the experts' widths are split over; None where there are none.
+        spec: the scaling method.
+        group: the ranks that the experts' widths are split over; None if they are not split.
         inputs: whether a matrix's inputs are split; otherwise, in a group, its outputs are.
-        experts: the ranks that the experts are spread over; None where all are here.
+        experts: the ranks that the experts are distributed over; None if all are on this rank.
         sharing: how the expert group's ranks share micro-batches.
     """
 
@@ -119,7 +119,7 @@ class Fp8GroupedProduct(Fp8Recipe):
         self._run = _outside_graph()
 
     def by_row(self, x: torch.Tensor, role: int, row_groups: RowGroups) -> QuantizedTensor:
-        """Rows [rows, columns], each with a scale."""
+        """Quantize rows [rows, columns], with one scale per row."""
         dtype = BACKWARD if role == GRADIENT else FORWARD
         inputs, outputs = self._split
         split = (inputs, True, outputs)[role]
@@ -137,7 +137,7 @@ class Fp8GroupedProduct(Fp8Recipe):
         return quantize(x, sent[row_groups.origin].unsqueeze(1), dtype)
 
     def by_matrix(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Matrices [experts, outputs, inputs], each with one scale, or with one for each row of outputs."""
+        """Quantize matrices [experts, outputs, inputs], with one scale each, or one per row of outputs."""
         inputs, outputs = self._split
         along = (2,) if self.rowwise else (1, 2)
         amax = weight.abs().amax(along, keepdim=True).float()
@@ -147,14 +147,16 @@ class Fp8GroupedProduct(Fp8Recipe):
         return quantize(weight, self._max_over_group(amax, inputs or (outputs and not self.rowwise)), FORWARD)
 
     def by_input(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Matrices [experts, outputs, inputs] with a scale for each column of inputs."""
+        """Quantize matrices [experts, outputs, inputs] with a scale per column of inputs."""
         return quantize(
             weight, self._max_over_group(weight.abs().amax(1, keepdim=True).float(), self._split[1]), FORWARD
         )
 
     def by_column(self, x: torch.Tensor, role: int, row_groups: RowGroups) -> QuantizedTensor:
-        """Rows [rows, columns] with a scale for each column of each segment. Collective where a context group is wider
-        than the expert group: then the rows of one expert and micro-batch are on several of its ranks.
+        """Quantize rows [rows, columns] with a scale per column of each segment.
+
+        Collective if a context group is wider than the expert group: the rows of one expert and micro-batch are then on
+        several of its ranks.
         """
         segment, sharing = row_groups.segment, self._sharing
         amax = x.new_zeros(sharing.parts, len(row_groups.counts) * row_groups.origins, x.shape[1], dtype=torch.float32)
