@@ -1,4 +1,4 @@
-"""Checkpoints of a module of one's own: every parameter once, under its first name, whatever layout wrote it."""
+"""Checkpoints of a custom module: every parameter once, under its first name, in any layout."""
 
 from __future__ import annotations
 
