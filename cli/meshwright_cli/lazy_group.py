@@ -1,11 +1,12 @@
 """A command group that imports a subcommand only when it is used.
 
 `meshwright version` must not wait for, nor fail on, packages that only `meshwright local` needs. So the group knows of
-each subcommand its help line, where it lives, and the extra that brings its dependencies.
+each subcommand its help line, where it lives, and the distributions that bring its dependencies.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,8 +23,8 @@ class LazyCommand:
     """`module:attribute` of the click command."""
     summary: str
     """One line for the list of commands."""
-    extra: str
-    """The optional dependencies it needs, as in `pip install 'meshwright[EXTRA]'`."""
+    distributions: str
+    """What to install for it, as `pip install` takes it."""
 
 
 class LazyGroup(click.Group):
@@ -66,7 +67,7 @@ def load(name: str, entry: LazyCommand) -> click.Command:
             raise  # a fault of this package, not of the installation
         raise click.ClickException(
             f"`meshwright {name}` needs the Python package `{error.name}`, which is not installed. "
-            f"Install it with: pip install 'meshwright[{entry.extra}]'"
+            f"Install it with: pip install {' '.join(map(shlex.quote, entry.distributions.split()))}"
         ) from error
     if not isinstance(command, click.Command):
         raise TypeError(f"{entry.target} is not a click command")

@@ -38,15 +38,15 @@ def test_unknown_command_is_an_error():
 def test_missing_dependency_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "needs_absent.py").write_text("import a_package_that_is_absent\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    group = LazyGroup(lazy={"thing": LazyCommand("needs_absent:thing", "A thing.", "local")})
+    group = LazyGroup(lazy={"thing": LazyCommand("needs_absent:thing", "A thing.", "meshwright-local")})
     result = CliRunner().invoke(group, ["thing"])
     assert result.exit_code == 1
     assert "`a_package_that_is_absent`" in result.output
-    assert "pip install 'meshwright[local]'" in result.output
+    assert "pip install meshwright-local" in result.output
 
 
 def test_a_module_missing_from_meshwright_itself_is_no_installation_advice():
-    group = LazyGroup(lazy={"thing": LazyCommand("meshwright.no_such_module:thing", "A thing.", "local")})
+    group = LazyGroup(lazy={"thing": LazyCommand("meshwright.no_such_module:thing", "A thing.", "meshwright-local")})
     result = CliRunner().invoke(group, ["thing"])
     assert isinstance(result.exception, ModuleNotFoundError)
 

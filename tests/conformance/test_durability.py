@@ -14,6 +14,7 @@ import pytest
 
 from meshwright_local.apiserver.rest.server import ApiServer
 from meshwright_local.apiserver.store import Store, StoreInUseError
+from tests.randomness import first_seed, runs
 
 SERVE = """
 import asyncio, sys
@@ -26,7 +27,7 @@ async def main():
     await asyncio.Event().wait()
 asyncio.run(main())
 """
-ROUNDS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "2"))
+ROUNDS = runs(2)
 """How often the server is killed; 50 are worth it before a release."""
 MAPS = "/api/v1/namespaces/default/configmaps"
 
@@ -67,9 +68,10 @@ def config_map(name):
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"k": "v"}}
 
 
+@pytest.mark.chaos
 async def test_no_acknowledged_write_is_lost(tmp_path):
     """Kill the server at random moments while four writers create, change and delete; each restart shows all of it."""
-    generator = random.Random(1)
+    generator = random.Random(first_seed(1))
     known: dict[str, str | None] = {}  # name -> revision of the last acknowledged write, None: deletion acknowledged
     pending: dict[str, str] = {}  # name -> what was asked and not answered
     revision, token = 0, ""

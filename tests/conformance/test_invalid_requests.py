@@ -9,9 +9,11 @@ import random
 
 import pytest
 
+from tests.randomness import seeds
+
 from .conftest import APPLY, CRDS, JSON_PATCH, MERGE, STRATEGIC
 
-REQUESTS, SEEDS = 125, range(4)
+REQUESTS = 125
 ODD = [None, True, -7, 3.5, 2**70, "", "x y", "é" * 300, [], {}, [None], [[]], {"a": None}, {"": {}}, "../.."]
 
 
@@ -163,7 +165,8 @@ def is_failure(api, answer, code):
     return bool(answer["message"]) and (bool(answer.get("reason")) or not api.server.embedded)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(4))
 async def test_invalid_requests(api, runs, seed):
     await api.call("POST", api.maps, api.config_map("c"))
     await api.call("POST", runs, api.run("r"))

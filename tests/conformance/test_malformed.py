@@ -6,6 +6,8 @@ import string
 
 import pytest
 
+from tests.randomness import first_seed, seeds
+
 VALUES = [
     None,
     True,
@@ -62,7 +64,8 @@ def known(api, answer):
     return not api.server.embedded and code == 500 and body["message"].startswith("failed to create typed patch object")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(4))
 async def test_mutated_objects(api, runs, seed):
     generator = random.Random(seed)
     crd = json.loads(json.dumps((await api.call("GET", CRD))[1]))
@@ -94,7 +97,8 @@ CLAIM = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(4))
 async def test_mutated_patches(api, runs, seed):
     generator = random.Random(100 + seed)
     await api.call("POST", api.pods, api.pod("p", tolerations=[{"key": "a", "operator": "Exists"}]))
@@ -134,8 +138,9 @@ async def test_objects_with_next_to_nothing_in_them(api):
     assert good(await api.call("POST", f"{api.pods}/p/eviction", eviction))
 
 
+@pytest.mark.fuzz
 async def test_random_bytes_and_paths(api):
-    generator = random.Random(7)
+    generator = random.Random(first_seed(7))
     for _ in range(150):
         body = generator.randbytes(generator.randrange(0, 60))
         if generator.random() < 0.3:

@@ -38,6 +38,7 @@ LONG, MEASURED, SCENE = "long", "measured", "scene="
 
 _FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
 _ITEM = re.compile(r"^( *)([-*+]|\d+[.)])( +)\S")
+_PRE = re.compile(r"[ >]*<pre\b", re.IGNORECASE)
 _SECTION = re.compile(r"^ {0,3}(#{1,6} |<)")
 
 
@@ -93,7 +94,7 @@ def all_blocks() -> list[Block]:
 
 
 def blocks(text: str, page: str) -> Iterator[Block]:
-    """The blocks of a page, fenced and indented ones."""
+    """The blocks of a page: fenced ones, indented ones, and `<pre>`."""
     lines = text.splitlines()
     number, content, starts = 0, 0, True  # `content`: column of the list item's text. `starts`: code may begin here.
     while number < len(lines):
@@ -110,6 +111,8 @@ def blocks(text: str, page: str) -> Iterator[Block]:
             yield Block(page, number + 1, text, indent=" " * (content + 4), fenced=False)
             number = end
             continue
+        if _PRE.match(line):
+            yield Block(page, number + 1, line, fenced=False)
         if item := _ITEM.match(line):
             content = item.end() - 1
         elif line.strip() and (starts or column >= content):
@@ -123,7 +126,7 @@ def blocks(text: str, page: str) -> Iterator[Block]:
 def problem_of_tag(block: Block) -> str | None:
     """What is wrong with a block's fence; None when a test can check the block."""
     if not block.fenced:
-        return "an indented block carries no tag: put it between fences, such as ```bash run"
+        return "a block without a fence carries no tag: put it between fences, such as ```bash run"
     if block.tag not in (*LANGUAGES, RENDER):
         shown = " ".join(("```" + block.language, block.tag)).strip()
         return f"`{shown}` is not tagged run, render, unshown or figure: see tests/docs/blocks.py"

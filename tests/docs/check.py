@@ -6,7 +6,7 @@ import shutil
 
 from tests.docs import commands, transcript
 from tests.docs.blocks import FIGURE, RENDER, RUN, SHELLS, UNSHOWN, Block, problem_of_tag
-from tests.docs.programs import known
+from tests.docs.programs import known, missing_modules
 from tests.docs.render import RenderError, rendered
 from tests.docs.sandbox import CommandFailedError, Sandbox
 from tests.docs.scenes import SCENES, Sandboxes
@@ -29,7 +29,7 @@ def problems(block: Block) -> list[str]:
         if block.language in SHELLS:
             return commands.problems(script(block))
         if block.language == "python" and block.tag in (RUN, UNSHOWN):
-            compile(block.text, str(block), "exec")
+            return missing_modules(block.text)
     except (transcript.TranscriptError, SyntaxError, ValueError) as error:
         return [str(error)]
     return []
@@ -77,6 +77,9 @@ def _run(block: Block, sandbox: Sandbox) -> list[str]:
         shown = transcript.exchanges(block.text)
         outputs = sandbox.transcript([each.command for each in shown])
         for each, output in zip(shown, outputs, strict=True):
-            each.output = transcript.updated(each.output, output, measured=block.is_measured)
+            right = transcript.updated(each.output, output, measured=block.is_measured)
+            if right != each.output:
+                print("\n".join([f"$ {each.command}", *output]))  # Whole: a test that fails shows it.
+            each.output = right
         return transcript.written(shown).splitlines()
     return block.lines

@@ -1,10 +1,11 @@
 """The programs that commands of the documentation name, and what can be known of them without running them.
 
-Our own programs come from `[project.scripts]` of pyproject.toml, so that nothing here names a module.
+Our own programs come from `[project.scripts]` of each room's pyproject.toml, so that nothing here names a module.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -28,7 +29,9 @@ _KINDS = {"configmap", "deployment", "event", "namespace", "node", "pod", "pvc",
 @cache
 def scripts() -> dict[str, str]:
     """Our own programs: name → `module:function`."""
-    found: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    found: dict[str, str] = {}
+    for project in sorted(ROOT.glob("*/pyproject.toml")):
+        found |= tomllib.loads(project.read_text())["project"].get("scripts", {})
     return found
 
 
@@ -101,14 +104,29 @@ def _torchrun(words: list[str]) -> list[str]:
     return ["starts neither a module nor a file"] if program is None else _python(words[program:])
 
 
+def missing_modules(program: str) -> list[str]:
+    """Modules that a Python program imports and that do not exist.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    tree = list(ast.walk(ast.parse(program)))
+    names = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module]
+    return [f"no module `{name}`" for name in names if _origin(name) is None]
+
+
 def _module(name: str, words: list[str]) -> list[str]:
+    origin = _origin(name)
+    return [f"no module `{name}`"] if origin is None else _source(Path(origin), words)
+
+
+def _origin(module: str) -> str | None:
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
-        return [f"no module `{name}`"]
-    return _source(Path(spec.origin), words)
+        return None
+    return None if spec is None else spec.origin
 
 
 def _source(path: Path, words: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright_local.daemon import daemon_pid
 from tests.docs import programs
 from tests.docs.blocks import ROOT
 
@@ -60,7 +61,7 @@ class Sandbox:
         Raises:
             CommandFailedError: it failed.
         """
-        path = self.home / "block.py"
+        path = self.checkout / "block.py"
         path.write_text(self.prelude + self._filled(program))
         return self._run(["python", str(path)])
 
@@ -92,7 +93,8 @@ class Sandbox:
 
     def close(self) -> None:
         """Stop the cluster that commands started."""
-        if (self.state / "cluster").exists():
+        cluster = self.state / "cluster"
+        if cluster.exists() and daemon_pid(cluster) is not None:
             self.bash("meshwright local down")
 
     def _run(self, argv: list[str]) -> str:

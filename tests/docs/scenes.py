@@ -19,28 +19,6 @@ from tests.docs.sandbox import Sandbox
 from tests.e2e.local_stack import NAMESPACE, Stage, eventually, tiny
 
 LINES = [f"the quick brown fox jumps over {number} lazy dogs" for number in range(200)]
-ENCODER = """
-import sys
-from pathlib import Path
-from tempfile import mkdtemp
-
-import torch
-
-sys.path.insert(0, "examples/own_module")
-from encoder import PLAN as plan, Encoder, batch_of, masked_loss as loss
-from meshwright.api.parallelism import ParallelismSpec
-from meshwright.protocol.messages import RunConfig
-from meshwright_worker.distributed.mesh import joined
-from meshwright_worker.rank.torchrun import task_from_environment
-
-torch.set_num_threads(1)
-run = RunConfig(
-    tensor=1, pipeline=1, data_parallel=1, micro_batches=1, parallelism=ParallelismSpec(sequence=False)
-)
-joining = joined(task_from_environment(run))
-mesh = joining.__enter__()
-module, batches, directory = Encoder(width=16, layers=1), [batch_of(1, 2, 16)], Path(mkdtemp())
-"""
 
 
 async def text(sandbox: Sandbox) -> AsyncIterator[None]:
@@ -72,7 +50,7 @@ async def encoder(sandbox: Sandbox) -> AsyncIterator[None]:
     """Python's `module`, `plan`, `loss`, `mesh`, `batches` and `directory`: one rank of examples/own_module."""
     port = str(setup.free_port())
     sandbox.environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    sandbox.prelude = ENCODER
+    sandbox.prelude = "from tests.docs.one_rank import batches, directory, loss, mesh, module, plan\n"
     yield
 
 

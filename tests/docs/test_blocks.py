@@ -96,8 +96,9 @@ def test_a_fence_without_a_tag_that_fits_is_a_problem(fence: str, problem: str) 
     assert problem in str(problem_of_tag(block))
 
 
-def test_an_indented_block_is_a_problem() -> None:
-    (block,) = blocks("Type\n\n    make demo\n", "page.md")
+@pytest.mark.parametrize("text", ["Type\n\n    make demo\n", "- Type\n\n      make demo\n", "<pre>make demo</pre>\n"])
+def test_a_block_without_a_fence_is_a_problem(text: str) -> None:
+    (block,) = blocks(text, "page.md")
     assert "between fences" in str(problem_of_tag(block))
 
 

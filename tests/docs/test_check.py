@@ -34,6 +34,7 @@ async def shown(fence: str, text: str) -> list[str]:
         ("console run", "make demo", "begins with"),
         ("console run", "$ make coffee", "no target"),
         ("python run", "x = = 1", "invalid syntax"),
+        ("python unshown", "from meshwright.no_such_thing import a", "no module `meshwright.no_such_thing`"),
         ("bash run scene=moon", "make demo", "no scene `moon`"),
         ("text figure", "a -> b\nmake demo", "a command in a figure"),
     ],
@@ -60,8 +61,8 @@ async def test_other_output_than_shown_is_seen() -> None:
         ("console run", "$ echo one\none\n$ ls none\n..."),
         ("bash run", "ls none\necho one"),
         ("bash run", "ls none | cat"),
-        ("bash run", "meshwright plan -f none.yaml"),
-        ("python run", "import none_such"),
+        ("bash run", "meshwright version; cat none.yaml"),
+        ("python run", "raise SystemExit(3)"),
     ],
 )
 async def test_a_command_that_fails_is_a_failure(fence: str, text: str) -> None:

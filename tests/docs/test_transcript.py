@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.docs.transcript import ANY, TranscriptError, exchanges, matches, updated, written
@@ -82,6 +82,7 @@ def test_a_page_that_is_written_again_shows_as_much_as_before() -> None:
 LINES = st.lists(st.sampled_from(["a", "b 1", "b 2", "c", ""]), max_size=8)
 
 
+@settings(max_examples=50)
 @given(LINES, st.lists(st.sampled_from(["a", "b 1", "b ...", "c", ANY]), max_size=8))
 def test_what_is_written_again_matches(actual: list[str], shown: list[str]) -> None:
     assert matches(updated(shown, actual), actual)

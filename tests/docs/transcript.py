@@ -94,7 +94,7 @@ def updated(expected: Sequence[str], actual: Sequence[str], *, measured: bool = 
     for mine, its in [*pairs, (len(wanted), len(got))]:
         left_out = [line for line in wanted[before[0] + 1 : mine] if line.strip() == ANY]
         between = got[before[1] + 1 : its]
-        out += left_out[:1] if left_out and between else between
+        out += left_out[:1] or between
         if its < len(got):
             out.append(wanted[mine] if _same(wanted[mine], got[its], measured) else got[its])
         before = (mine, its)
@@ -110,8 +110,26 @@ def _alignment(wanted: list[str], got: list[str]) -> list[tuple[int, int]]:
         else _loose(each)
         for each in wanted
     ]
-    found = difflib.SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
-    return [(block.a + n, block.b + n) for block in found for n in range(block.size)]
+    return _longest_common(mine, theirs)
+
+
+def _longest_common(first: list[str], second: list[str]) -> list[tuple[int, int]]:
+    """Places of the longest list of lines that both have in the same order."""
+    length = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for a in reversed(range(len(first))):
+        for b in reversed(range(len(second))):
+            same = first[a] == second[b]
+            length[a][b] = length[a + 1][b + 1] + 1 if same else max(length[a + 1][b], length[a][b + 1])
+    pairs, a, b = [], 0, 0
+    while a < len(first) and b < len(second):
+        if first[a] == second[b]:
+            pairs.append((a, b))
+            a, b = a + 1, b + 1
+        elif length[a + 1][b] >= length[a][b + 1]:
+            a += 1
+        else:
+            b += 1
+    return pairs
 
 
 def _with_followers(pairs: list[tuple[int, int]], wanted: list[str], got: int) -> Iterator[tuple[int, int]]:

@@ -1,14 +1,13 @@
 """The operator is killed at random moments while jobs are placed, start, train, fail and finish.
 
 The ranks keep journals of their own, so that what is checked is what ran, not what the operator believes. A few kills
-always; as many as MESHWRIGHT_TEST_KILLS says otherwise.
+in the long tier; `make chaos` says how many otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ from meshwright.api import conditions
 from meshwright_local.kube.resources import CLAIMS, JOBS
 from meshwright_local.nodeagent.volumes import claim_directory
 from tests.e2e.local_stack import NAMESPACE, Stage, eventually, holds, processes, tiny
+from tests.randomness import first_seed, runs
 
-KILLS = int(os.environ.get("MESHWRIGHT_TEST_KILLS", "3"))
-SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "7"))
+KILLS = runs(3)
+SEED = first_seed(7)
 LONGEST_LIFE = 6.0
 """Seconds that an operator leads before it is killed, at most. The next one waits out its lease."""
 ENDS_WITHIN = 600
@@ -165,6 +165,7 @@ async def directory_of(stage: Stage) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.chaos
 @pytest.mark.timeout(ENDS_WITHIN + 40 * KILLS)
 async def test_no_moment_of_death_harms_a_worker(stage: Stage) -> None:
     chance = random.Random(SEED)

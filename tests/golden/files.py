@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parent
 RECORD = "MESHWRIGHT_RECORD_GOLDENS"
 SAME_FLOAT = 1e-12
-"""Relative. C libraries differ in the last bits of log and pow; files hold every digit, so a recording shows more."""
+"""Relative, and absolute for what is 0 but for rounding. C libraries differ in the last bits of log and pow, releases
+of Python in how they add up. Files hold every digit, so a recording shows more."""
 MAX_SHOWN = 12
 """Differences in a failure's message."""
 
@@ -89,7 +90,7 @@ def differences(where: str, expected: Any, actual: Any) -> Iterator[str]:
 
 def _same(expected: Any, actual: Any) -> bool:
     if isinstance(expected, float):
-        return math.isclose(expected, actual, rel_tol=SAME_FLOAT)
+        return math.isclose(expected, actual, rel_tol=SAME_FLOAT, abs_tol=SAME_FLOAT)
     return bool(expected == actual)
 
 

@@ -65,6 +65,13 @@ def test_the_last_bits_of_a_float_may_differ_between_machines(monkeypatch):
         files.check("a.json", 0.3 + 1e-10)
 
 
+def test_what_is_0_but_for_rounding_is_0(monkeypatch):
+    record(monkeypatch, "a.json", 0.0)
+    files.check("a.json", 2.5e-16)
+    with pytest.raises(AssertionError):
+        files.check("a.json", 1e-9)
+
+
 def test_a_change_of_text_is_shown_as_a_diff(monkeypatch):
     record(monkeypatch, "a.txt", "one\ntwo\n")
     with pytest.raises(AssertionError) as failed:

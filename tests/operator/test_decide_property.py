@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -264,7 +265,7 @@ class Life(RuleBasedStateMachine):
         return pod.deleting and pod.bound and newer
 
 
-TestLife = Life.TestCase
+TestLife = pytest.mark.chaos(Life.TestCase)
 TestLife.settings = settings(
     max_examples=runs(12), stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

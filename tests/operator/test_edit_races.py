@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 from typing import Any
 
@@ -14,10 +13,9 @@ from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus
 from tests.operator.support import JOBS
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
-from tests.tiers import mostly_long
+from tests.randomness import seeds
 
 # What may be asked of a job of two workers on four nodes of two GPUs, and what kstatus then reads.
-SERIES = range(int(os.environ.get("MESHWRIGHT_EDIT_SERIES", "12")))
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "contradiction": ({"parallelism": {"tensor": 3, "pipeline": 1}}, FAILED),
     "immutable": ({"training": {"steps": 50, "globalBatchSize": 24, "sequenceLength": 64, "seed": 3}}, FAILED),
@@ -91,12 +89,9 @@ async def test_an_impossible_edit_costs_nothing_but_the_fault(kind: str, fault: 
         assert world.status("edited")["mesh"]["generation"] == generation, "nobody was restarted"
 
 
-@pytest.mark.parametrize("seed", mostly_long(SERIES, lambda seed: seed <= 2))
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", seeds(3))
 async def test_any_series_of_edits_ends_with_the_last_one(seed: int) -> None:
-    await series(seed)
-
-
-async def series(seed: int) -> None:
     chance = random.Random(seed)
     world = await running(seed, work=10_000.0)
     world.submit(small("other", 2, priority=chance.choice((-5, 0))))

@@ -10,9 +10,8 @@ import pytest
 from meshwright_operator.kube.client import ApiError
 from tests.operator.support import job
 from tests.operator.world import World
-from tests.tiers import mostly_long
+from tests.randomness import seeds
 
-PAIRS = 200
 UNREACHABLE = ApiError(0, "Unreachable", "connection reset")
 
 
@@ -27,13 +26,9 @@ def small(name: str, workers: int, **fields: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("block", mostly_long(range(40), lambda block: block == 0))
-async def test_pairs_of_jobs_that_race_for_too_few_nodes_all_complete(block: int) -> None:
-    for seed in range(block * PAIRS // 40, (block + 1) * PAIRS // 40):
-        await race(seed)
-
-
-async def race(seed: int) -> None:
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", seeds(5))
+async def test_pairs_of_jobs_that_race_for_too_few_nodes_all_complete(seed: int) -> None:
     chance = random.Random(seed)
     nodes = chance.choice((2, 3, 4))
     world = World(seed, nodes, work=8.0)

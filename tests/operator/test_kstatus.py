@@ -329,5 +329,5 @@ def test_an_edit_seen_while_a_failure_waits_to_be_judged(blocked_edit: bool) -> 
     assert kstatus(life._object()) == (FAILED if blocked_edit else CURRENT)
 
 
-TestHistory = History.TestCase
+TestHistory = pytest.mark.chaos(History.TestCase)
 TestHistory.settings = settings(max_examples=runs(10), stateful_step_count=40, deadline=None)

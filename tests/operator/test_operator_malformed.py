@@ -16,6 +16,7 @@ from meshwright.api import labels
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, MERGE, PODS, ROOT, Api, Object, condition, job, node, put_node, until
+from tests.randomness import seeds
 from tests.tiers import mostly_long
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -41,9 +42,9 @@ async def define(api: Api, *, strict: bool) -> None:
     await api.call("PATCH", f"{DEFINITIONS}/{NAME}", {"spec": {"versions": [version]}}, kind=MERGE)
 
 
-def malformed(number: int) -> Object:
+def malformed(number: int, seed: int) -> Object:
     """A job with junk somewhere: in place of the spec or status, of one field, or deep inside of one."""
-    chance = random.Random(number)
+    chance = random.Random(10_000 * seed + number)
     body: Object = {**job(f"bad{number}"), "status": {"observedGeneration": 1}}
     places = [("spec",), ("status",), *(("spec", key) for key in body["spec"])]
     places += [
@@ -68,18 +69,18 @@ def odd_pod(name: str, **metadata: Any) -> Object:
     }
 
 
-async def store_malformed(api: Api, count: int) -> int:
+async def store_malformed(api: Api, count: int, seed: int) -> int:
     """As many malformed jobs as the server takes without a schema."""
     await define(api, strict=False)
 
     async def loose() -> bool:
-        answer = await api.call("POST", JOBS, {**malformed(0), "spec": {"replicas": "many"}}, ok=False)
+        answer = await api.call("POST", JOBS, {**malformed(0, seed), "spec": {"replicas": "many"}}, ok=False)
         return answer.get("kind") == labels.KIND
 
     await until(loose, "the loose CRD is in force", 30)
     stored = 1
     for number in range(1, count):
-        body = malformed(number)
+        body = malformed(number, seed)
         created = await api.call("POST", JOBS, {k: v for k, v in body.items() if k != "status"}, ok=False)
         if created.get("kind") != labels.KIND:
             continue
@@ -129,11 +130,14 @@ def _dicts(value: object) -> list[Object]:
     return [item for item in value if isinstance(item, dict) and "type" in item] if isinstance(value, list) else []
 
 
-@pytest.mark.parametrize("count", mostly_long([25, 100], lambda count: count == 25))
+@pytest.mark.fuzz
+@pytest.mark.parametrize(
+    ("count", "seed"), mostly_long([*((25, seed) for seed in seeds(1)), (100, 0)], lambda case: case[0] == 25)
+)
 async def test_malformed_objects_harm_nobody_but_themselves(
-    count: int, api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+    count: int, seed: int, api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
-    stored = await store_malformed(api, count)
+    stored = await store_malformed(api, count, seed)
     assert stored >= count * 0.9, "the server refused too many for this to be a test"
     await store_oddities(api)
     await put_node(api, node("roomy", "r9", 1024))  # junk in status alone leaves a job that may well run

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from meshwright.layout import Layout
 from meshwright_cli.plan.report import plan_report
 from tests.operator.support import Object, job, node
 from tests.operator.world import World
+from tests.randomness import runs
 
 H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
 
@@ -121,13 +123,14 @@ async def test_a_job_that_was_suspended_comes_back_to_its_nodes() -> None:
     assert nodes_of(world, "train") == where
 
 
+@pytest.mark.chaos
 @given(
     st.integers(0, 2**16),
     st.integers(1, 4),
     st.lists(st.integers(0, 9), min_size=1, max_size=2, unique=True),
     st.booleans(),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=runs(8), deadline=None)
 def test_whatever_is_lost_nobody_else_moves(seed: int, per_rack: int, hit: list[int], nodes_too: bool) -> None:
     asyncio.run(_lost_and_found(seed, per_rack, hit, nodes_too))
 
@@ -150,8 +153,9 @@ async def _lost_and_found(seed: int, per_rack: int, hit: list[int], nodes_too: b
     assert {worker for worker in first if after[worker] != first[worker]} == (set(hit) if nodes_too else set())
 
 
+@pytest.mark.chaos
 @given(st.integers(0, 2**16), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=runs(8), deadline=None)
 def test_nodes_that_are_added_never_make_a_job_that_comes_back_cost_more(seed: int, per_rack: int, more: int) -> None:
     asyncio.run(_suspended_and_resumed(seed, per_rack, more))
 

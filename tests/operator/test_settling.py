@@ -1,18 +1,17 @@
 """Whatever happened on the way, the cluster settles in the state that a fresh operator makes of the final input.
 
 Hypothesis edits jobs, breaks pods, nodes and ranks, cuts and kills operators; then everything is left alone. The oracle
-is a second cluster that was given the final jobs and nodes at once. Six runs always; as many as
-MESHWRIGHT_TEST_SETTLING says otherwise.
+is a second cluster that was given the final jobs and nodes at once. Six histories always; `make chaos` draws others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import os
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -23,8 +22,9 @@ from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.operator.support import JOBS, PODS, Object, job
 from tests.operator.world import Operator, World
+from tests.randomness import ASKED
+from tests.randomness import runs as histories
 
-RUNS = int(os.environ.get("MESHWRIGHT_TEST_SETTLING", "6"))
 NODES = 5
 NAMES = ("first", "second")
 SETTLES_WITHIN = 900
@@ -286,13 +286,13 @@ async def _operator(world: World) -> Operator:
     return Operator(world)
 
 
-TestSettling = Settling.TestCase
+TestSettling = pytest.mark.chaos(Settling.TestCase)
 TestSettling.settings = settings(
-    max_examples=RUNS,
+    max_examples=histories(6),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would take longer than finding
-    derandomize=RUNS <= 15,
+    derandomize=not ASKED,
 )

@@ -6,9 +6,9 @@ row without numbers stands in the page as not measured.
 
 `--losses FILE` also records what every row computed, exactly: losses as hexadecimal floats and SHA-256 sums of
 gradients and parameters. `--against FILE` runs the rows and compares them with such a file, bit for bit: it lists the
-rows that differ and ends with code 1 if there are any. With either, no page is written, and no JSON unless
-`--json` names a file. Rows of an asynchronous parameter server follow the clock: they are marked in the file and not
-compared.
+rows that differ and ends with code 1 if there are any. With either, no page is written, and no JSON unless `--json`
+names a file; with `--resume`, rows that the file of `--losses` has are not run again. Rows of an asynchronous parameter
+server follow the clock: they are marked in the file and not compared.
 """
 
 from __future__ import annotations
@@ -50,30 +50,25 @@ def main() -> int:
     """The command line."""
     arguments = _arguments()
     exact = bool(arguments.losses or arguments.against)
-    numbers = arguments.json or (None if exact else NUMBERS)
     # Read before the rows are run, since the same file may be written.
     before = json.loads(arguments.against.read_text()) if arguments.against else None
-    known = from_json(json.loads(numbers.read_text())) if arguments.resume and numbers and numbers.exists() else {}
     cases = all_cases()
+    results = _Results(cases, arguments.json or (None if exact else NUMBERS), arguments.losses)
+    if arguments.resume:
+        results.read()
     began = time.monotonic()
-    wanted = [case for case in cases if arguments.k in case.name and case.name not in known]
-    sweep = _Sweep(sorted(wanted, key=meshes_of), dict(known), numbers, began + arguments.seconds)
+    wanted = [case for case in cases if arguments.k in case.name and not results.has(case)]
+    sweep = _Sweep(sorted(wanted, key=meshes_of), results, began + arguments.seconds)
     sweep.run()
-    failed = sweep.failed
-    rows = {case.name: sweep.rows[case.name] for case in cases if case.name in sweep.rows}
-    if numbers:
-        numbers.write_text(json.dumps(as_json(rows.values()), indent=1) + "\n")
     if not (arguments.k or exact):
-        (ROOT / "docs" / "parity.md").write_text(markdown([rows.get(case.name, Row(case, {})) for case in cases]))
+        rows = [results.rows.get(case.name, Row(case, {})) for case in cases]
+        (ROOT / "docs" / "parity.md").write_text(markdown(rows))
     sys.stdout.write(
-        f"{len(rows)} of {len(cases)} rows, {len(failed)} over a limit, {time.monotonic() - began:.0f} s\n"
+        f"{len(results)} of {len(cases)} rows, {len(sweep.failed)} over a limit, {time.monotonic() - began:.0f} s\n"
     )
-    sys.stdout.writelines(f"  {name}\n" for name in failed)
-    fresh = losses.as_json({case.name: sweep.recorded[case.name] for case in cases if case.name in sweep.recorded})
-    if arguments.losses:
-        arguments.losses.write_text(json.dumps(fresh, indent=1) + "\n")
-    same = before is None or _same(before, fresh, arguments.k)
-    return 0 if same and not failed else 1
+    sys.stdout.writelines(f"  {name}\n" for name in sweep.failed)
+    same = before is None or _same(before, results.exact(), arguments.k)
+    return 0 if same and not sweep.failed else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,8 +80,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--losses", type=Path, metavar="FILE", help="record the exact losses of every row; no page")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with recorded losses; no page")
     arguments = parser.parse_args()
-    if arguments.resume and (arguments.losses or arguments.against):
-        parser.error("--resume leaves out rows, which --losses and --against need")
+    if arguments.resume and arguments.against and not arguments.losses:
+        parser.error("--resume with --against needs --losses FILE, which has the rows that ran before")
     return arguments
 
 
@@ -99,6 +94,61 @@ def _same(before: losses.Stored, fresh: losses.Stored, part: str) -> bool:
     return difference.empty
 
 
+class _Results:
+    """The rows so far, written to their files after each one: a long run may be killed.
+
+    `numbers` has how far rows are from one process, `losses_file` what they computed exactly.
+    """
+
+    def __init__(self, cases: Sequence[Case], numbers: Path | None, losses_file: Path | None) -> None:
+        self.rows: dict[str, Row] = {}
+        self._order = [case.name for case in cases]
+        self._numbers, self._losses = numbers, losses_file
+        self._exact: losses.Stored = losses.as_json({})
+
+    def read(self) -> None:
+        """Take the rows that the files have."""
+        if self._numbers and self._numbers.exists():
+            self.rows = from_json(json.loads(self._numbers.read_text()))
+        if self._losses and self._losses.exists():
+            stored = json.loads(self._losses.read_text())
+            if stored["machine"] != losses.machine():
+                raise SystemExit(f"{self._losses} is of another machine: {stored['machine']}")
+            self._exact = losses.joined(self._exact, stored, self._order)
+
+    def has(self, case: Case) -> bool:
+        """Whether the row is in every file that is written."""
+        files = [self.rows] * bool(self._numbers) + [self._recorded()] * bool(self._losses)
+        return bool(files) and all(case.name in names for names in files)
+
+    def add(self, case: Case, row: Row, recorded: Recorded) -> None:
+        """One more row."""
+        if row.passed:
+            self.rows[case.name] = row
+        self._exact = losses.joined(self._exact, losses.as_json({case.name: recorded}), self._order)
+        if self._numbers:
+            rows = [self.rows[name] for name in self._order if name in self.rows]
+            _write(self._numbers, json.dumps(as_json(rows), indent=1))
+        if self._losses:
+            _write(self._losses, json.dumps(self._exact))
+
+    def exact(self) -> losses.Stored:
+        """What all rows computed."""
+        return self._exact
+
+    def __len__(self) -> int:
+        return len({*self.rows, *self._recorded()})
+
+    def _recorded(self) -> set[str]:
+        return {*self._exact["rows"], *self._exact["refused"]}
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text + "\n")
+    part.replace(path)
+
+
 class _Sweep:
     """Runs cases on two pools at a time: ranks that meet wait for each other, and leave a core idle by that.
 
@@ -106,10 +156,9 @@ class _Sweep:
     its last case.
     """
 
-    def __init__(self, cases: Sequence[Case], rows: dict[str, Row], path: Path | None, until: float) -> None:
-        self.rows, self.failed = rows, list[str]()
-        self.recorded: dict[str, Recorded] = {}
-        self._left, self._count, self._path, self._until = deque(cases), len(cases), path, until
+    def __init__(self, cases: Sequence[Case], results: _Results, until: float) -> None:
+        self.failed = list[str]()
+        self._left, self._count, self._results, self._until = deque(cases), len(cases), results, until
         self._done = 0
         self._lock = threading.Lock()
 
@@ -130,22 +179,20 @@ class _Sweep:
             oracle.close()
 
     def _one(self, case: Case, pool: RankPool, oracle: Oracle) -> None:
-        wrong = ""
+        wrong, found = "", None
         try:
-            row, self.recorded[case.name] = run(case, pool, oracle)
-            wrong = "" if row.passed else f": {row.errors}"
+            found = run(case, pool, oracle)
+            wrong = "" if found[0].passed else f": {found[0].errors}"
         except (AssertionError, RankFailedError) as error:
             wrong = f": {error}"
         with self._lock:
             self._done += 1
             if wrong:
                 self.failed.append(case.name)
-            else:
-                self.rows[case.name] = row
+            if found:
+                self._results.add(case, *found)
             sys.stdout.write(f"[{self._done}/{self._count}] {'FAIL' if wrong else 'ok  '} {case.name}{wrong}\n")
             sys.stdout.flush()
-            if self._path:
-                self._path.write_text(json.dumps(as_json(self.rows.values()), indent=1) + "\n")
 
 
 if __name__ == "__main__":

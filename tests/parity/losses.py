@@ -125,6 +125,18 @@ def as_json(rows: Mapping[str, Recorded]) -> dict[str, Any]:
     }
 
 
+def joined(stored: Stored, more: Stored, order: Sequence[str]) -> Stored:
+    """Both files' rows in this order, those of the second where both have one; rows of no name in it are left out."""
+    return {
+        "machine": more["machine"],
+        **{
+            part: {name: rows[name] for name in order if name in rows}
+            for part in ("rows", "refused")
+            for rows in ({**stored[part], **more[part]},)
+        },
+    }
+
+
 def machine() -> dict[str, Any]:
     """What the numbers depend on beside the code."""
     return {

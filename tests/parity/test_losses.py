@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from tests.parity.losses import Numbers, RankNumbers, Recorded, as_json, compare, digest, hexadecimal, report
+from tests.parity.losses import Numbers, RankNumbers, Recorded, as_json, compare, digest, hexadecimal, joined, report
 
 
 def numbers(loss: float = 0.1) -> dict[Precision, Numbers]:
@@ -95,6 +95,17 @@ def test_rows_whose_options_have_other_names_are_compared_by_position() -> None:
     changed = copy.deepcopy(stored())
     changed["rows"]["tensor parallelism tensor=4"]["fp64"]["gradients"] = "other"
     assert compare(stored(), renamed(changed)).rows == ["tensor parallelism tp=4: fp64 gradients"]
+
+
+def test_a_run_in_parts_is_the_run() -> None:
+    order = [*stored()["rows"], *stored()["refused"]]
+    parts = [{**stored(), "rows": {name: stored()["rows"][name]}, "refused": {}} for name in reversed(stored()["rows"])]
+    found: Any = {**stored(), "rows": {}}
+    for part in parts:
+        found = joined(found, part, order)
+    assert found == stored()
+    assert list(found["rows"]) == list(stored()["rows"])
+    assert list(joined(found, {**stored(), "rows": {"of no case": {}}}, order)["rows"]) == list(stored()["rows"])
 
 
 def test_another_text_of_a_refusal_is_listed_and_no_failure() -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright_cli.main import main
-from tests.golden.files import check
+from tests.golden.files import SAME_FLOAT, check
 from tests.golden.planner.clusters import CLUSTERS
 from tests.golden.planner.jobs import Case, cases, often
 from tests.golden.planner.records import refusal
@@ -97,8 +97,13 @@ def without_nothing(value: Any) -> Any:
     """The value without fields that are null, false, 0 or empty: recorded outputs of the command show those."""
     if isinstance(value, dict):
         kept = {key: without_nothing(one) for key, one in value.items()}
-        return {key: one for key, one in kept.items() if one or one == "0"}
+        return {key: one for key, one in kept.items() if one and one != "0" and not _rounded(one)}
     return [without_nothing(one) for one in value] if isinstance(value, list) else value
+
+
+def _rounded(value: Any) -> bool:
+    """Whether a number is 0 but for rounding."""
+    return isinstance(value, float) and abs(value) < SAME_FLOAT
 
 
 @pytest.mark.timeout(1800)
