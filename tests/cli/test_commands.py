@@ -55,4 +55,4 @@ def test_a_module_missing_from_meshwright_itself_is_no_installation_advice():
 def test_every_command_loads_and_has_help(name):
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0, result.output
-    assert isinstance(main.get_command(click.Context(main), name), click.Command)
+    assert isinstance(main.get_command(click.Context(main, help_option_names=["-h", "--help"]), name), click.Command)

@@ -79,7 +79,7 @@ def _own(name: str, words: list[str]) -> list[str]:
 
 
 def _click(command: click.Command, words: list[str]) -> list[str]:
-    context = click.Context(command)
+    context = click.Context(command, help_option_names=["-h", "--help"])
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         name, *words = words
         found = command.get_command(context, name)

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command below a group with its path, groups too."""
-    context = click.Context(group)
+    context = click.Context(group, help_option_names=["-h", "--help"])
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
