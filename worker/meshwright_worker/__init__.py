@@ -1,1 +1,1 @@
-"""The worker."""
+"""The worker: agent and ranks of one pod."""

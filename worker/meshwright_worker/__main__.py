@@ -1,4 +1,4 @@
-"""`python -m meshwright_worker`: the agent, as a worker pod's main process."""
+"""The agent, the main process of a worker pod: `python -m meshwright_worker`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EXIT_BAD_SETTINGS = 2
 
 
 def main() -> None:
-    """Run the agent; exits 0 when the run is complete, 143 when drained, 1 or 2 on an error."""
+    """Run the agent. Exits with 0 when the run is complete, 143 when drained, 1 or 2 on an error."""
     _configure_logging()
     try:
         settings = from_environment(os.environ)
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_BAD_SETTINGS)
-    # No process this one starts may find the token in its environment.
+    # No child process may find the token in its environment.
     os.environ.pop(labels.ENV_TOKEN, None)
     sys.exit(asyncio.run(_run(settings)))
 

@@ -1,8 +1,8 @@
-"""Random bits that are a function of a key and a counter, and of nothing else: no generator, no order, no device.
+"""Random bits that depend only on a key and a counter, not on a generator, an order or a device.
 
-What draws them by a global counter (the number of a token, the place of a weight in its matrix) gets the same bits in
-every layout, in a recomputation, and after a resume. The mixing function is SplitMix64's (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", 2014), which passes BigCrush; int64 arithmetic wraps as it needs.
+With a global counter (a token's index, a weight's position in its matrix), the bits are the same in every layout, in a
+recomputation, and after a resume. The mixing function is SplitMix64's (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", 2014), which passes BigCrush; int64 arithmetic wraps as it requires.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
 
 
 def stream_key(*parts: object) -> int:
-    """A key, int64, from whatever `parts` name."""
+    """Return an int64 key derived from `parts`."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def random_bits(counters: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
-    """64 random bits for every counter.
+    """Return 64 random bits for every counter.
 
     Args:
         counters: int64, any shape.
-        salt: a key, or what an outer `random_bits` gave for the outer part of a counter of several parts; it
+        salt: a key, or the result of an outer `random_bits` for the first part of a counter with several parts; it
             broadcasts.
 
     Returns:
@@ -39,10 +39,10 @@ def random_bits(counters: torch.Tensor, salt: int | torch.Tensor) -> torch.Tenso
 
 
 def uniform(bits: torch.Tensor) -> torch.Tensor:
-    """fp32 in [0, 1), multiples of 2^-24, from random bits."""
+    """Convert random bits to fp32 in [0, 1), multiples of 2^-24."""
     return _shifted(bits, 40).float() * 2.0**-24
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """A logical shift: torch's of int64 copies the sign."""
+    """Logical right shift: torch's shift of int64 copies the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)

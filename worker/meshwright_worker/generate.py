@@ -37,7 +37,7 @@ def main() -> None:
     try:
         check_temperature(arguments.temperature)
         layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
-        # Ranks of a split model verify the files when they have met, each its share.
+        # Ranks of a split model verify the files after the rendezvous, each its share.
         checkpoint, manifest = find_checkpoint(arguments.checkpoint, verify=layout.world_size == 1)
         tokenizer = tokenizer_for(manifest, arguments.tokenizer)
         (prompt,) = tokenizer.encode([arguments.prompt])
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], generated: list[int]) -> str:
-    """The text of what was written after a prompt: alone its first token may lose the space that it begins with."""
+    """Return the text generated after a prompt: decoded separately, its first token may lose a leading space."""
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *generated])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(generated)
 

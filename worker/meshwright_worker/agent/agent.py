@@ -1,4 +1,4 @@
-"""The agent's main loop: each event goes through the pure core, and the actions that follow are done."""
+"""The agent's main loop: passes each event to the pure state machine and executes the actions that it returns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from meshwright_worker.rank import messages
 
 log = logging.getLogger(__name__)
 
-# A run is complete only once the operator knows it; without it a finished pod would be taken for a lost one.
+# A run is complete only once the operator knows it: a finished pod that did not report would count as lost.
 COMPLETE_REPORT_SECONDS = 30.0
 LAST_REPORT_SECONDS = 2.0
 
@@ -56,7 +56,7 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
-        """Live until the run is complete, the pod is to go, or the coordinator refuses it for good."""
+        """Run until the run is complete, the pod is asked to stop, or the coordinator rejects it permanently."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
@@ -163,7 +163,7 @@ class Agent:
         return []
 
     def _report_changes(self) -> None:
-        """Report at once what others wait for: a state, a failure, a checkpoint."""
+        """Report at once what others wait for: a new state, a failure, a checkpoint."""
         current = self._state_machine.current
         reportable = (
             self._state_machine.state,
@@ -233,7 +233,9 @@ class Agent:
         return actions
 
     async def _prepare_unless_shutdown(self, start: decisions.StartRanks) -> bool:
-        """Whether the ranks may be started: not if the pod was told to go while torch was still being imported."""
+        """Prepare to start the ranks. Return False if the pod was asked to stop while torch was still being
+        imported.
+        """
         prepare = asyncio.create_task(self._launcher.prepare(start))
         shutdown = asyncio.create_task(self._shutdown_requested.wait())
         await asyncio.wait({prepare, shutdown}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +247,7 @@ class Agent:
         return True
 
     def _log_message(self, generation: int, rank: int, message: messages.RankMessage, now: float) -> None:
-        """Log and count what a rank of the current generation told."""
+        """Log and count a message from a rank of the current generation."""
         current = self._state_machine.current
         if current is None or current.number != generation:
             return

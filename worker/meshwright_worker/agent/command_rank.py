@@ -1,5 +1,5 @@
-"""Ranks that run the user's command: each behind a guard (`meshwright_worker.rank.command_guard`) that ends with
-this agent.
+"""Ranks that run the user's command, each under a guard (`meshwright_worker.rank.command_guard`) that dies with this
+agent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     """Start `command` with exactly `environment` as the process of `rank`.
 
     Raises:
-        OSError: no process can be started. A command that does not exist is no error here: its rank exits with 127.
+        OSError: no process can be started. If the command does not exist, this does not raise: its rank exits with 127.
     """
     output, output_write = await open_pipe()
     lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
@@ -42,7 +42,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     open_descriptors = [lifeline]
 
     def kill_guard() -> None:
-        """Close the guard's standard input: it kills the command's whole process group and ends."""
+        """Close the guard's standard input: it then kills every process of the command and exits."""
         while open_descriptors:
             os.close(open_descriptors.pop())
 

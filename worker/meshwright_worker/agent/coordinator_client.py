@@ -22,7 +22,7 @@ from meshwright.protocol.messages import (
 )
 from meshwright_worker.agent.settings import Settings
 
-# Beyond what the coordinator may hold a poll: the time for the answer to travel.
+# Added to the coordinator's maximum poll time, for the response to travel.
 ANSWER_SECONDS = 10.0
 LONGEST_RETRY_AFTER = 60.0
 HEADERS = {"Content-Type": "application/json", VERSION_HEADER: str(PROTOCOL_VERSION)}
@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=ApiModel)
 
 
 class SupersededError(Exception):
-    """410: a newer incarnation of this worker exists, or the job wants no pods."""
+    """410: a newer incarnation of this worker exists, or the job does not need this pod."""
 
 
 class RejectedError(Exception):
@@ -43,16 +43,18 @@ class IncompatibleError(Exception):
 
 
 class UnavailableError(Exception):
-    """The coordinator cannot be reached, asks for patience, or answered what nobody can read or trust. Try again."""
+    """The coordinator cannot be reached, is overloaded, or its response is invalid or not signed correctly. Retry."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds for which it wants to be left alone."""
+        """Seconds to wait before the next request."""
 
 
 class CoordinatorClient:
-    """Typed calls of the coordinator. The token signs and never travels, nor stands in any exception's message."""
+    """Typed calls of the coordinator. The token signs requests; it is never sent, nor part of an exception's
+    message.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._base = settings.coordinator_url
@@ -69,19 +71,19 @@ class CoordinatorClient:
             await self._session.close()
 
     async def mesh(self, request: MeshRequest) -> MeshDocument | None:
-        """Poll for a mesh newer than `request.generation`; None if there was none in time.
+        """Poll for a mesh newer than `request.generation`; None if the poll timed out.
 
         Raises:
-            SupersededError, RejectedError, IncompatibleError, UnavailableError: as they say.
+            SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
         """
         body = await self._post("mesh", request, request.wait_seconds + ANSWER_SECONDS)
         return None if body is None else _parse(MeshDocument, body)
 
     async def report(self, report: WorkerReport, seconds: float = ANSWER_SECONDS) -> ReportReply:
-        """Send a heartbeat; give up after `seconds`.
+        """Send a heartbeat, with a timeout of `seconds`.
 
         Raises:
-            SupersededError, RejectedError, IncompatibleError, UnavailableError: as they say.
+            SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
         """
         body = await self._post("report", report, seconds)
         if body is None:
@@ -107,7 +109,7 @@ class CoordinatorClient:
     def _handle_response(
         self, source: str, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
     ) -> bytes | None:
-        """The body of a good answer. Only a signed one may start, end or hold anything back."""
+        """Return the body of a successful response. Only a signed response may start, stop or delay anything."""
         if status in (200, 204, 410):
             self._verify_signature(source, status, sent, received, body)
         match status:
@@ -138,10 +140,10 @@ class CoordinatorClient:
     def _adopt_coordinator_clock(
         self, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
     ) -> None:
-        """When the refusal is genuine and tells another time, the coordinator's clock counts from now on.
+        """Use the coordinator's clock from now on, if its signed rejection shows a different time.
 
         Raises:
-            UnavailableError: it was that; to be tried again.
+            UnavailableError: the clock was the cause; retry.
         """
         with contextlib.suppress(signing.SignatureError):
             coordinator_time = self._signer.check_answer(sent, status, received, body)
@@ -151,7 +153,7 @@ class CoordinatorClient:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds for which the coordinator wants to be left alone; 0 when it says nothing (that makes sense)."""
+    """Return the seconds to wait before the next request; 0 if the response does not contain a valid number."""
     text = headers.get("Retry-After", "")
     return min(float(text), LONGEST_RETRY_AFTER) if text.isascii() and text.isdigit() else 0.0
 

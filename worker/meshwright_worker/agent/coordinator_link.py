@@ -1,7 +1,7 @@
-"""The two conversations with the coordinator: the long poll for meshes, and heartbeats.
+"""The two loops that talk to the coordinator: the long poll for meshes, and heartbeats.
 
-Neither ever stops training: while the coordinator is away both retry, and ranks go on. Only two answers end the pod,
-and both let ranks save first: 410, and 401 or 404 for so long that a restarting operator cannot be the reason.
+Neither stops training: while the coordinator is unavailable both retry, and ranks keep running. Only two answers stop
+the pod, and both let ranks save first: 410, and 401 or 404 for so long that a restarting operator cannot be the cause.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from meshwright_worker.agent.state_machine import EXIT_DRAINED, EXIT_REJECTED
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.25
-# Short: this bounds how late a pod hears of a new mesh after the operator restarted.
+# Short, because it bounds how late a pod learns of a new mesh after the operator restarts.
 LAST_RETRY_SECONDS = 3.0
-# A coordinator that answers every poll at once must not be hammered.
+# Limits the request rate if the coordinator answers every poll at once.
 POLL_PAUSE_SECONDS = 0.2
 
 
 class Backoff:
-    """Delays that double up to a bound, shortened at random so that pods do not knock in step."""
+    """Exponential backoff up to a bound, jittered so that pods do not retry in lockstep."""
 
     def __init__(self) -> None:
         self._next = FIRST_RETRY_SECONDS
 
     def reset(self) -> None:
-        """Start over: the last try went well."""
+        """Start over after a successful request."""
         self._next = FIRST_RETRY_SECONDS
 
     def delay(self, minimum: float = 0.0) -> float:
-        """Seconds to wait before the next try: at least `minimum`, if the other side asked for patience."""
+        """Return the seconds to wait before the next try: at least `minimum`, if the coordinator asked for a delay."""
         delay = self._next
         self._next = min(self._next * 2, LAST_RETRY_SECONDS)
         return minimum * random.uniform(1.0, 1.5) + delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
 
 
 class MeshPoll:
-    """Polls for meshes and puts each into the inbox."""
+    """Polls for meshes and puts each into the event queue."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class MeshPoll:
         self._generation = 0
 
     def wake(self) -> None:
-        """There is something to hear: cut a wait between tries short."""
+        """End a wait between tries early, because a new mesh is available."""
         self._wake.set()
 
     def mark_applied(self, generation: int) -> None:
-        """The mesh of `generation` has been acted on: the next hello, with the next port, may be sent."""
+        """Record that the mesh of `generation` was applied: the next poll, with the next store port, may be sent."""
         self._generation = generation
         self._applied.set()
 
     async def run(self) -> None:
-        """Poll until the coordinator ends the pod, or the task is cancelled."""
+        """Poll until the coordinator stops the pod, or the task is cancelled."""
         backoff = Backoff()
         rejected_since: float | None = None
         unreachable = False
@@ -90,7 +90,8 @@ class MeshPoll:
                 return
             except (RejectedError, IncompatibleError) as error:
                 rejected_since = rejected_since or time.monotonic()
-                # Ranks that run need no coordinator: an upgrade that no longer speaks to them must not end them.
+                # Running ranks need no coordinator: an operator upgrade with an incompatible protocol must not stop
+                # them.
                 has_running_ranks = isinstance(error, IncompatibleError) and self._build_mesh_request().generation > 0
                 if not has_running_ranks and time.monotonic() - rejected_since >= self._reject_seconds:
                     reason = f"the coordinator refused this pod for {self._reject_seconds:g} s: {error}"
@@ -126,7 +127,7 @@ class MeshPoll:
 
 
 class Heartbeat:
-    """Sends the agent's state every `interval` seconds, and at once when it changed."""
+    """Sends the agent's state every `interval` seconds, and at once when it changes."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Heartbeat:
         self._changed = asyncio.Event()
 
     def report_now(self) -> None:
-        """The state changed: report now."""
+        """Send a report now, because the state changed."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -158,7 +159,7 @@ class Heartbeat:
                 self._event_queue.put_nowait(ShutdownRequested(EXIT_DRAINED, "the job no longer wants this pod"))
                 await asyncio.sleep(self._interval)
             except (RejectedError, IncompatibleError, UnavailableError) as error:
-                # The poll tells of all three; here the next report, with the newest state, is all that is needed.
+                # `MeshPoll` logs all three and acts on them. Here it is enough to send the newest state later.
                 await asyncio.sleep(backoff.delay(error.retry_after if isinstance(error, UnavailableError) else 0.0))
             else:
                 backoff.reset()
@@ -166,7 +167,7 @@ class Heartbeat:
                 await self._wait()
 
     async def send_final_report(self, seconds: float) -> bool:
-        """Report until it is heard, for at most `seconds`. Returns whether it was."""
+        """Send reports until one is accepted, for at most `seconds`. Return whether one was."""
         backoff = Backoff()
         end = time.monotonic() + seconds
         while (remaining := end - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Everything that can happen to the agent, as one queue of plain values: its main loop is the only place that acts."""
+"""Events of the agent, as plain values in one queue: only the agent's main loop acts on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MeshReceived:
 
 @dataclass(frozen=True, slots=True)
 class RankMessageReceived:
-    """A rank's process told something."""
+    """A rank's process sent a message."""
 
     generation: int
     rank: int
@@ -27,7 +27,7 @@ class RankMessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """A rank's process ended; `tail` is its last output."""
+    """A rank's process exited; `tail` is its last output."""
 
     generation: int
     rank: int
@@ -37,7 +37,7 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested:
-    """The pod is to go away; `reason` is for the log."""
+    """The pod is to stop; `reason` is for the log."""
 
     code: int
     reason: str
@@ -45,7 +45,7 @@ class ShutdownRequested:
 
 @dataclass(frozen=True, slots=True)
 class BackgroundTaskFailed:
-    """A background task of the agent ended with an error: a fault of its own."""
+    """A background task of the agent failed with an internal error."""
 
     error: BaseException
 

@@ -1,4 +1,4 @@
-"""The agent's end of the rank server: starts it, asks it to fork ranks, hears how they end."""
+"""The agent's side of the fork server: starts it, requests forks of ranks, receives their exits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _KILLED = -signal.SIGKILL
 
 
 class ForkServerError(Exception):
-    """The rank server did not do what it was asked; the next generation starts a new one."""
+    """The fork server failed or timed out; the next generation starts a new one."""
 
 
 class ForkServerClient:
-    """One rank server process. `start` returns at once: it imports torch while the agent goes on."""
+    """One fork server process. `start` returns at once: the server imports torch in the background."""
 
     def __init__(self, environment: Mapping[str, str], module: str = RUNTIME_MODULE) -> None:
         self._environment = dict(environment)
@@ -42,7 +42,7 @@ class ForkServerClient:
         self._exits: dict[int, asyncio.Future[int]] = {}
 
     async def start(self) -> None:
-        """Start the process, unless it runs."""
+        """Start the process, unless it is running."""
         if self._process is not None and self._process.returncode is None and self._channel is not None:
             return
         await self.stop()
@@ -63,10 +63,10 @@ class ForkServerClient:
         self._reader = asyncio.create_task(self._listen(ours, self._ready))
 
     async def ready(self) -> None:
-        """Start the server if need be and wait until it has imported torch.
+        """Start the server if it is not running, and wait until it has imported torch.
 
         Raises:
-            RankServerError: it ended, or takes too long.
+            ForkServerError: it exited or timed out.
         """
         await self.start()
         assert self._ready is not None
@@ -81,7 +81,7 @@ class ForkServerClient:
         """Fork the process of one rank once the server is ready. One call at a time.
 
         Raises:
-            RankServerError: the server ended, or does not answer.
+            ForkServerError: the server exited or does not answer.
         """
         await self.ready()
         assert self._channel is not None
@@ -107,7 +107,7 @@ class ForkServerClient:
         return self._handle_for(task.rank, pid, output, events)
 
     async def stop(self) -> None:
-        """End the server, and with it every rank it forked."""
+        """Stop the server, and with it every rank that it forked."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -168,7 +168,7 @@ class ForkServerClient:
                         self._exits[pid].set_result(code)
                     case {"failed": text}:
                         error_text = text
-        # The server is gone, and the kernel has killed every rank with it.
+        # The server exited, and the kernel has killed every rank with it.
         error = ForkServerError(f"the rank server ended: {error_text or await self._exit_reason()}")
         for waiting in (ready, self._fork_reply):
             if waiting is not None and not waiting.done():

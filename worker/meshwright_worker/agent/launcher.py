@@ -1,4 +1,4 @@
-"""Starting and reaching the processes of one generation, whichever runtime they run."""
+"""Starts and signals the rank processes of one generation, of the built-in runtime or of the user's command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LaunchError(Exception):
 
 
 class Launcher:
-    """Holds every live rank process of this pod, and the port that rank 0's store would take next."""
+    """Owns every live rank process of this pod, and reserves the port for the next store of rank 0."""
 
     def __init__(self, settings: Settings, event_queue: EventQueue, environment: Mapping[str, str]) -> None:
         self._settings = settings
@@ -41,18 +41,18 @@ class Launcher:
 
     @property
     def store_port(self) -> int:
-        """The port to announce."""
+        """The port to announce to the coordinator."""
         return self._port.number
 
     async def warm_up(self) -> None:
-        """Begin to import torch while the pod waits for its gang."""
+        """Start importing torch while the pod waits for its gang."""
         await self._server.start()
 
     async def prepare(self, start: StartRanks) -> None:
-        """Make ready to start the ranks of a generation, then free the port if rank 0's store is about to take it.
+        """Prepare to start the ranks of a generation; then release the port, if rank 0's store is about to use it.
 
         Raises:
-            LaunchError: the rank server cannot be brought up.
+            LaunchError: the fork server cannot be started.
         """
         if start.document.run.command is None:
             try:
@@ -66,7 +66,7 @@ class Launcher:
             self._port = ReservedPort()
 
     async def spawn(self, start: StartRanks, rank: int) -> int:
-        """Start the process of `rank` and watch over it; returns its process id.
+        """Start and supervise the process of `rank`; return its process id.
 
         Raises:
             LaunchError: it cannot be started.
@@ -91,23 +91,23 @@ class Launcher:
         return handle.pid
 
     def remove(self, rank: int) -> None:
-        """The process of `rank` ended."""
+        """Forget the exited process of `rank`."""
         self._handles.pop(rank, None)
 
     def terminate(self, ranks: Iterable[int]) -> None:
-        """Ask these ranks to stop."""
+        """Send SIGTERM to these ranks."""
         for rank in ranks:
             if rank in self._handles:
                 self._handles[rank].terminate()
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """End these ranks at once."""
+        """Kill these ranks."""
         for rank in ranks:
             if rank in self._handles:
                 self._handles[rank].kill()
 
     async def close(self) -> None:
-        """Leave no process behind."""
+        """Kill every remaining process."""
         self.kill(list(self._handles))
         if self._supervisors:
             await asyncio.wait(self._supervisors, timeout=CLEAN_UP_SECONDS)
@@ -116,6 +116,6 @@ class Launcher:
 
 
 def write_line(line: str) -> None:
-    """One line into the pod's log."""
+    """Write one line to the pod's log."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""One mesh generation as this worker lives it: what its ranks said and how they ended, folded into one state. Pure."""
+"""The state of one mesh generation on this worker, computed from its ranks' messages and exits. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from meshwright_worker.agent.throughput import Throughput
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import Outcome, StepReport
 
-# 128 + SIGTERM. A command that ends so says: I saved and stopped because I, or a peer, was told to; run me again.
+# 128 + SIGTERM. A command that exits with it reports: I saved and stopped, because this rank or a peer was asked to;
+# restart me.
 EXIT_STOPPED = 143
 IDLE_SECONDS = 5.0
-"""From when on a rank's silence is worth a look at its process."""
+"""After this time without a message, a report includes the state of a rank's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Failure:
 
 @dataclass(slots=True)
 class RankStatus:
-    """What is known of one rank."""
+    """The known state of one rank."""
 
     rank: int
     pid: int | None = None
@@ -47,7 +48,7 @@ class RankStatus:
     step: int | None = None
     phase: str = ""
     last_message_at: float = 0.0
-    """When it last told anything, or was started."""
+    """Time of its last message, or of its start."""
 
     @property
     def live(self) -> bool:
@@ -63,16 +64,16 @@ class MeshGeneration:
     first_rank: int
     count: int
     uses_builtin_runtime: bool
-    """Whether ranks run Meshwright's runtime, which tells its events; the user's command only starts and ends."""
+    """Whether ranks run the built-in runtime, which reports events. The user's command only starts and exits."""
     started: float
     ranks: dict[int, RankStatus] = field(init=False)
     failures: list[Failure] = field(default_factory=list)
     failed_at: float | None = None
     ending: bool = False
-    """Ranks were told to go: how they end from now on is no failure of theirs."""
+    """Ranks were asked to stop: an exit from now on is not a failure."""
     latest: StepReport | None = None
     evaluation: Evaluation | None = None
-    """The newest one whose loss is a number, which JSON can carry; known to the worker of rank 0 alone."""
+    """The newest evaluation with a finite loss (JSON cannot encode others). Only the worker of rank 0 has it."""
     throughput: Throughput = field(default_factory=Throughput)
     checkpoint: CheckpointCommit | None = None
     phases: list[Phase] = field(default_factory=list)
@@ -81,7 +82,9 @@ class MeshGeneration:
         self.ranks = {rank: RankStatus(rank) for rank in range(self.first_rank, self.first_rank + self.count)}
 
     def record_spawn(self, rank: int, pid: int, now: float) -> None:
-        """The process of `rank` runs. A command counts as training from here: it tells nothing more."""
+        """Record that the process of `rank` runs. A command counts as training from now on, since it sends no
+        messages.
+        """
         view = self.ranks[rank]
         view.pid = pid
         view.last_message_at = now
@@ -90,11 +93,11 @@ class MeshGeneration:
             self.phases.append(Phase(name="spawn", seconds=now - self.started))
 
     def record_spawn_failure(self, rank: int, message: str, now: float) -> None:
-        """The process of `rank` could not be started."""
+        """Record that the process of `rank` could not be started."""
         self._record_failure(Failure(rank, FailureKind.ERROR, message), now)
 
     def record_message(self, rank: int, message: messages.RankMessage, now: float, time_of_day: str) -> None:
-        """`rank` told something. `time_of_day` is the time of day, RFC 3339."""
+        """Record a message of `rank`. `time_of_day` is in RFC 3339 format."""
         view = self.ranks[rank]
         view.last_message_at = now
         self._record_rank_progress(view, message)
@@ -121,7 +124,7 @@ class MeshGeneration:
             self.evaluation = Evaluation(step=report.step, loss=loss)
 
     def _record_rank_progress(self, view: RankStatus, message: messages.RankMessage) -> None:
-        """How far this rank is, whichever it is: a hang shows in the ranks, not in the job's progress."""
+        """Record the progress of each rank: a hang shows in the ranks, not in the job's progress."""
         match message:
             case messages.PhaseDone(name=name):
                 view.phase = name[:32]
@@ -129,7 +132,9 @@ class MeshGeneration:
                 view.step = report.step
 
     def record_exit(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
-        """The process of `rank` ended with `code`, minus the signal's number when killed; `tail` is its last output."""
+        """Record that the process of `rank` exited with `code` (negative: the signal that killed it); `tail` is its
+        last output.
+        """
         view = self.ranks[rank]
         view.exit_code = code
         view.running = False
@@ -155,13 +160,13 @@ class MeshGeneration:
 
     @property
     def failure(self) -> Failure | None:
-        """The most telling failure: the first that is a rank's own, else the first."""
+        """The failure that explains best: the first that is not a lost peer, else the first."""
         root_causes = [failure for failure in self.failures if failure.kind is not FailureKind.PEER_LOST]
         return next(iter(root_causes or self.failures), None)
 
     @property
     def state(self) -> WorkerState:
-        """What the ranks do, by themselves: draining is the agent's affair."""
+        """The state of the ranks only: draining is part of the agent's state."""
         views = list(self.ranks.values())
         if self.live:
             all_running = all(view.running or view.outcome for view in views)
@@ -175,9 +180,7 @@ class MeshGeneration:
         return WorkerState.IDLE
 
     def processes(self, now: float, read_process_state: Callable[[int], str]) -> list[RankProcess]:
-        """The ranks' processes, for the report; `read_process_state` is asked for the state of those that have been
-        idle.
-        """
+        """Return the ranks' processes for the report. `read_process_state` is called for ranks that have been idle."""
         processes_report = []
         for view in self.ranks.values():
             if view.pid is None:
@@ -198,9 +201,9 @@ class MeshGeneration:
 
     @property
     def progress(self) -> Progress | None:
-        """How training stands, from the worker of rank 0; None elsewhere and before the first step.
+        """Training progress, from the worker of rank 0; None on other workers and before the first step.
 
-        Also None while the loss is not a number, which JSON cannot carry.
+        Also None while the loss is not finite, because JSON cannot encode it.
         """
         if self.first_rank != 0 or self.latest is None or not math.isfinite(self.latest.loss):
             return None
@@ -214,7 +217,7 @@ class MeshGeneration:
 
 
 def _describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
-    # A command that exits 0 is done; only a rank of our own runtime can end well and yet not have finished.
+    # A command that exits with 0 is done. Only a rank of the built-in runtime can exit with 0 without finishing.
     return failures.describe_exit(rank, code, tail) if code else f"rank {rank} ended without finishing the run"
 
 

@@ -1,8 +1,8 @@
-"""Prometheus metrics of one worker pod. A metric stands here only if its value is measured.
+"""Prometheus metrics of one worker pod. A metric has a series only if its value is measured.
 
-Values of the whole job (loss, tokens, learning rate, loads of experts) come from the worker of rank 0 alone, so that a
-sum over pods counts them once; values of a rank carry the label `rank`, at most as many as the pod has GPUs. Series of
-ranks that a new mesh generation moved elsewhere are dropped.
+Values of the entire job (loss, tokens, learning rate, expert loads) come only from the worker of rank 0, so that a sum
+over pods counts them once. Values of a rank have the label `rank`, with at most as many values as the pod has GPUs.
+When a new mesh generation moves ranks to other pods, their series are dropped here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from meshwright.perplexity import perplexity
 from meshwright_worker.rank.task import ExpertLoad, StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# 10 ms to 10 minutes, four buckets a decade: steps of toys on a CPU and of the largest models alike.
+# 10 ms to 10 minutes, four buckets per decade: for toy models on a CPU and for the largest models.
 STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
 JOB_LABELS = ("namespace", "job_name")
 CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
 
 
 class TrainerMetrics:
-    """The metrics and the two labels that name their job."""
+    """The metrics and the two labels that identify their job."""
 
     def __init__(self, namespace: str, job: str) -> None:
         self.registry = CollectorRegistry()
@@ -98,7 +98,7 @@ class TrainerMetrics:
         return Histogram(name, text, [*JOB_LABELS, *more], buckets=buckets, registry=self.registry)
 
     def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
-        """A generation starts with these local ranks; `restart` says that it is not this pod's first."""
+        """Record the start of a generation with these local ranks; `restart` is False for the first one in this pod."""
         now = {str(rank) for rank in ranks}
         for rank in self._ranks - now:
             for metric in (self._rank_up, self._step, self._seconds, self._data_wait):
@@ -109,7 +109,7 @@ class TrainerMetrics:
             self._seconds.labels(*self._names, rank)
             self._data_wait.labels(*self._names, rank)
         self._ranks = now
-        # A new generation measures anew, if it has such a pipeline at all.
+        # A new generation measures again, if it has such a pipeline.
         self._bubble.clear()
         if "0" not in now:
             self._remove_expert_series()
@@ -118,11 +118,11 @@ class TrainerMetrics:
         self._restarts.labels(*self._names).inc(len(now) if restart else 0)
 
     def rank_up(self, rank: int, up: bool) -> None:
-        """The process of `rank` lives, or not."""
+        """Record whether the process of `rank` is running."""
         self._rank_up.labels(*self._names, str(rank)).set(1 if up else 0)
 
     def step(self, rank: int, report: StepReport) -> None:
-        """`rank` finished a step."""
+        """Record a completed step of `rank`."""
         self._step.labels(*self._names, str(rank)).set(report.step)
         self._seconds.labels(*self._names, str(rank)).observe(report.seconds)
         self._data_wait.labels(*self._names, str(rank)).inc(report.data_seconds)
@@ -157,7 +157,7 @@ class TrainerMetrics:
         self._z_loss.labels(*names).set(load.z_loss)
 
     def _clear_job_gauges(self) -> None:
-        """What rank 0 tells for the whole job, and now tells from another pod. Counters stay what they are."""
+        """Remove the job's gauges, because rank 0 has moved to another pod. Counters keep their values."""
         whole = (self._mfu, self._hfu, self._loss, self._gradient_norm, self._learning_rate)
         for gauge in (*whole, self._evaluation_loss, self._perplexity, self._phase):
             gauge.clear()
@@ -169,11 +169,11 @@ class TrainerMetrics:
         self._expert_layers = set()
 
     def checkpoint_saved(self, seconds: float) -> None:
-        """A checkpoint became durable."""
+        """Record a durable checkpoint."""
         self._checkpoint.labels(*self._names, "save").observe(seconds)
 
     def phase(self, rank: int, name: str, seconds: float) -> None:
-        """A phase of the start is over on `rank`."""
+        """Record a completed start-up phase of `rank`."""
         if rank != 0:
             return
         self._phase.labels(*self._names, name).set(seconds)
@@ -181,5 +181,5 @@ class TrainerMetrics:
             self._checkpoint.labels(*self._names, "load").observe(seconds)
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the metrics in Prometheus text format."""
         return generate_latest(self.registry)

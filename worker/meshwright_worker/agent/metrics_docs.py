@@ -1,4 +1,4 @@
-"""docs/worker-metrics.md: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`."""
+"""Generates docs/worker-metrics.md: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VALUES = """
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the entire page."""
     return "\n".join([HEAD, table(rows_of(TrainerMetrics("", ""))), VALUES])
 
 

@@ -1,4 +1,4 @@
-"""/metrics for Prometheus and /healthz for probes, on the pod's address."""
+"""Serves /metrics for Prometheus and /healthz for probes, on the pod's address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 async def start_metrics_server(metrics: TrainerMetrics, address: str, port: int) -> web.AppRunner | None:
-    """Serve until the returned runner is cleaned up; None if the port is taken: metrics never stop training."""
+    """Serve until the returned runner is cleaned up. Return None if the port is in use: metrics never stop training."""
 
     async def scrape(_: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})

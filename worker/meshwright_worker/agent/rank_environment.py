@@ -1,4 +1,4 @@
-"""The environment of a rank's process: what torchrun would set, and where the rank stands in the mesh. Pure."""
+"""The environment of a rank's process: torchrun's variables, and the rank's coordinates in the mesh. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright_worker.rank.task import RankTask
 
 
 def rank_environment(document: MeshDocument, member: MeshMember, rank: int, settings: Settings) -> dict[str, str]:
-    """What to set for `rank`, one of `member`'s.
+    """Return the variables to set for `rank`, one of `member`'s ranks.
 
     Raises:
-        ValueError: the degrees of the run do not make the world that the document speaks of.
+        ValueError: the run's degrees do not match the document's world size.
     """
     layout = _layout(document.run, document.world_size)
     where = layout.coordinates(rank)
@@ -47,7 +47,7 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         "MASTER_ADDR": document.master_address,
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": settings.uid,
-        # Without it torch re-uses a store across restarts and finds the dead generation's keys there.
+        # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if settings.checkpoint_dir:
@@ -58,10 +58,10 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
 
 
 def resolve_script_paths(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The command with paths below the scripts' mount where they really are.
+    """Return the command with paths below the scripts' mount replaced by their real location.
 
-    They are the same on a node with containers; where paths are passed by the environment alone they are not, and the
-    command, which comes from the coordinator, names the mount.
+    In a container the two are equal. Without containers, paths are passed only in environment variables, while the
+    command, which comes from the coordinator, uses the mount's path.
     """
     where = environment.get(labels.ENV_SCRIPTS_DIR, labels.SCRIPTS_MOUNT)
     mount = labels.SCRIPTS_MOUNT
@@ -72,9 +72,10 @@ def resolve_script_paths(command: Sequence[str], environment: Mapping[str, str])
 
 
 def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """What every process of a rank inherits: the pod's environment without the agent's token.
+    """Return the environment that every process of a rank inherits: the pod's environment without the agent's token.
 
-    As with torchrun one thread per rank unless the pod says otherwise: the ranks share the pod's cores.
+    As with torchrun, each rank uses one thread unless the pod's environment sets another number: ranks share the pod's
+    cores.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited}
     environment.pop(labels.ENV_TOKEN, None)
@@ -82,7 +83,7 @@ def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_task(document: MeshDocument, member: MeshMember, rank: int, settings: Settings) -> RankTask:
-    """The task of `rank` for Meshwright's own runtime."""
+    """Build the task of `rank` for the built-in runtime."""
     return RankTask(
         run=document.run,
         generation=document.generation,

@@ -1,4 +1,6 @@
-"""What ranks print: whole lines into the pod's log, each with its rank in front, and the last ones kept to explain."""
+"""Output of ranks: written line by line to the pod's log with the rank as a prefix; the last lines are kept for
+failures.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _END_OF_LINE = re.compile(rb"\r\n|\n|\r")
 
 
 class OutputPump:
-    """Reads one rank's output until its end. Many ranks share the pod's log, so only whole lines go there."""
+    """Reads one rank's output until its end. Writes only entire lines, since many ranks share the pod's log."""
 
     def __init__(self, rank: int, write_line: Callable[[str], None]) -> None:
         self._prefix = f"[rank {rank}] "
@@ -24,13 +26,13 @@ class OutputPump:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Pump until the last process that holds the other end closes it."""
+        """Read until every process has closed the other end."""
         while chunk := await reader.read(CHUNK):
             self.feed(chunk)
         self.close()
 
     def feed(self, chunk: bytes) -> None:
-        """Take a chunk; write the lines that it completes. A line longer than `MAX_LINE` bytes is broken."""
+        """Take a chunk and write the lines that it completes. Splits lines longer than `MAX_LINE` bytes."""
         *lines, self._partial_line = _END_OF_LINE.split(self._partial_line + chunk)
         for line in lines:
             self._emit(line)
@@ -39,7 +41,7 @@ class OutputPump:
             self._partial_line = self._partial_line[MAX_LINE:]
 
     def close(self) -> None:
-        """The end: what is left is a line."""
+        """Write the rest of the output as the last line."""
         if self._partial_line:
             self._emit(self._partial_line)
             self._partial_line = b""

@@ -1,4 +1,4 @@
-"""Live rank processes: their pipes are read, their end is awaited, and both become events in order."""
+"""Live rank processes: reads their pipes, waits for their exit, and turns both into events in order."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from meshwright_worker.rank import messages
 
 log = logging.getLogger(__name__)
 
-# A process that a rank left behind may hold its pipes open; the rank's own last words are there long before.
+# A process that a rank left behind may keep its pipes open; the rank's last output arrives long before this.
 OUTPUT_DRAIN_SECONDS = 1.0
 
 
 EVENT_BYTES = 1 << 20
-"""The longest event: a step's tells of each mixture of the model, and there may be a thousand."""
+"""Maximum size of an event: a step's event has an entry for each mixture layer, and there may be a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """The end of a pipe that this process reads."""
+    """The read end of a pipe."""
 
     reader: asyncio.StreamReader
     transport: asyncio.ReadTransport
 
     def close(self) -> None:
-        """Read no more, whoever still writes."""
+        """Stop reading, even if a process still writes."""
         self.transport.close()
 
 
 @dataclass(frozen=True, slots=True)
 class RankHandle:
-    """A started process and the means to reach it."""
+    """A started process and the functions to control it."""
 
     rank: int
     pid: int
     wait: Callable[[], Awaitable[int]]
-    """Waits for its end: the exit code, minus the signal's number when killed."""
+    """Waits until it exits; returns the exit code (negative: the signal that killed it)."""
     terminate: Callable[[], None]
-    """Asks it to stop (SIGTERM)."""
+    """Sends SIGTERM."""
     kill: Callable[[], None]
-    """Ends it at once, and what it started."""
+    """Kills it, and every process that it started."""
     output: Pipe
     events: Pipe | None
-    """None for the user's command, which tells nothing."""
+    """None for the user's command, which reports no events."""
 
 
 async def supervise(
     handle: RankHandle, generation: int, event_queue: EventQueue, write_line: Callable[[str], None]
 ) -> None:
-    """Turn one rank's life into events; the last is `RankExited`, after everything that the rank told."""
+    """Turn one rank's output and exit into events. The last is `RankExited`, after every message of the rank."""
     pump = OutputPump(handle.rank, write_line)
     readers = [asyncio.create_task(pump.run(handle.output.reader))]
     if handle.events is not None:
@@ -82,14 +82,14 @@ async def _read_events(reader: asyncio.StreamReader, rank: int, generation: int,
             if not line:
                 return
             message = messages.decode(line)
-        except ValueError:  # a line that is too long, too
+        except ValueError:  # also raised for a line that is too long
             log.warning("rank %d wrote an event that cannot be read: %.200r", rank, line)
             continue
         event_queue.put_nowait(RankMessageReceived(generation, rank, message))
 
 
 async def open_pipe() -> tuple[Pipe, int]:
-    """A pipe to read from in the event loop, and the descriptor that a process is to write to."""
+    """Open a pipe: returns the read end for the event loop, and the descriptor that a process writes to."""
     read, write = os.pipe2(os.O_CLOEXEC)
     reader = asyncio.StreamReader(limit=EVENT_BYTES)
     loop = asyncio.get_running_loop()
@@ -100,13 +100,13 @@ async def open_pipe() -> tuple[Pipe, int]:
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Send a signal to a process that may just have ended."""
+    """Send a signal to a process that may have just exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def process_state(pid: int) -> str:
-    """The state letter of a process (proc(5)); empty when it is gone, or there is no /proc."""
+    """Return the state letter of a process (proc(5)); empty if it does not exist or there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0][:1]
     except (OSError, IndexError):

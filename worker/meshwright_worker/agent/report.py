@@ -1,4 +1,4 @@
-"""The heartbeat: the agent's state as the coordinator reads it. Pure."""
+"""The heartbeat: the agent's state in the coordinator's format. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_PHASES = 16
 def build_report(
     state_machine: AgentStateMachine, now: float = 0.0, read_process_state: Callable[[int], str] = lambda _: ""
 ) -> WorkerReport:
-    """The report of this moment. It tells the whole state, so a lost one needs no repeating.
+    """Build the current report. It contains the complete state, so a lost report need not be repeated.
 
     Args:
         state_machine: the agent's state.
         now: monotonic seconds.
-        read_process_state: the state letter of a process.
+        read_process_state: returns the state letter of a process.
     """
     current = state_machine.current
     if current is None:

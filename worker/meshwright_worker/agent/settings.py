@@ -1,4 +1,4 @@
-"""What the agent is told by its environment: the operator sets these variables and nothing else is read."""
+"""The agent's settings, from environment variables that the operator sets; nothing else is read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from meshwright.api import labels
 
-# Tuning that no manifest needs; the defaults are what the operator's time-outs assume.
+# Tuning that no manifest needs; the operator's timeouts assume these defaults.
 ENV_REPORT_SECONDS = "MESHWRIGHT_REPORT_SECONDS"
 ENV_REJECT_SECONDS = "MESHWRIGHT_REJECT_SECONDS"
 
 DEFAULT_GRACE_SECONDS = 30.0
 DEFAULT_REPORT_SECONDS = 2.0
 DEFAULT_REJECT_SECONDS = 60.0
-# Left of the grace period when the last rank is killed: time to report and exit before the kubelet kills the agent.
+# Remaining grace period when the last rank is killed: time to report and exit before the kubelet kills the agent.
 EXIT_RESERVE_SECONDS = 5.0
 
 
 class SettingsError(ValueError):
-    """An environment variable is missing or wrong. The message names it and says what it must hold."""
+    """An environment variable is missing or invalid. The message names it and states what it must contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,29 @@ class Settings:
     coordinator_url: str
     token: str = field(repr=False)
     pod_uid: str = ""
-    """uid of the pod; empty where the operator does not tell it."""
+    """uid of the pod; empty if the operator does not set it."""
     metrics_port: int = labels.METRICS_PORT
-    """Port of /metrics; 0 takes a free one."""
+    """Port of /metrics; 0 picks a free one."""
     checkpoint_dir: str | None = None
     data_dir: str | None = None
     grace_seconds: float = DEFAULT_GRACE_SECONDS
-    """The pod's termination grace period."""
+    """The pod's termination grace period, in seconds."""
     report_seconds: float = DEFAULT_REPORT_SECONDS
-    """Interval of heartbeats."""
+    """Interval between heartbeats, in seconds."""
     reject_seconds: float = DEFAULT_REJECT_SECONDS
-    """How long the coordinator may answer 401 or 404 without a break before the agent gives up."""
+    """How long the coordinator may answer 401 or 404 without interruption before the agent exits, in seconds."""
 
     @property
     def drain_seconds(self) -> float:
-        """How long ranks may take to save and stop after SIGTERM."""
+        """How long ranks may take to save and stop after SIGTERM, in seconds."""
         return max(self.grace_seconds - EXIT_RESERVE_SECONDS, self.grace_seconds / 2)
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings:
-    """The settings that stand in `environment`.
+    """Read the settings from `environment`.
 
     Raises:
-        SettingsError: a variable is missing or does not hold what it must.
+        SettingsError: a variable is missing or invalid.
     """
     url = _text(environment, labels.ENV_COORDINATOR_URL)
     if not url.startswith(("http://", "https://")):

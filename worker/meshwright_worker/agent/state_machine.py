@@ -1,11 +1,12 @@
-"""What the agent does next: a pure state machine over mesh documents, rank events, SIGTERM and time.
+"""Decides the agent's next actions: a pure state machine over mesh documents, rank events, SIGTERM and time.
 
-Every input method returns the actions that follow from it; the agent carries them out in order. The rules:
+Every input method returns the resulting actions; the agent executes them in order. The rules:
 
-- A new generation's ranks start only when no process of the old one is left.
-- Once a rank fails, the others of this pod are ended. One that only lost a peer is given a moment first: if the cause
-  is in this pod too, its own error is about to arrive and is the one worth telling.
-- A pod that goes away (SIGTERM, or superseded) lets its ranks save and stop, within the grace period, then exits.
+- A new generation's ranks start only when every process of the previous one has exited.
+- Once a rank fails, the pod's other ranks are stopped. If the failure is a lost peer, the agent waits first
+  (`PEER_LOST_SETTLE_SECONDS`): if the cause is in this pod too, that rank's own error arrives meanwhile and is reported
+  instead.
+- A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from meshwright.protocol.messages import CheckpointCommit, FailureKind, MeshDocu
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
 
-# A peer's death breaks every connection within milliseconds; a second is ample for the other local ranks to notice.
+# A peer's death breaks every connection within milliseconds: one second is enough for the other local ranks to fail.
 PEER_LOST_SETTLE_SECONDS = 1.0
-# What the user's command gets between SIGTERM and SIGKILL when its generation is over.
+# Time between SIGTERM and SIGKILL for the user's command when its generation is over.
 COMMAND_STOP_SECONDS = 2.0
 
 EXIT_COMPLETE = 0
@@ -44,14 +45,14 @@ class TerminateRanks:
 
 @dataclass(frozen=True, slots=True)
 class KillRanks:
-    """Kill these ranks."""
+    """Send SIGKILL to these ranks."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExitAgent:
-    """Report a last time and end the agent with this code."""
+    """Send a final report and exit the agent with this code."""
 
     code: int
 
@@ -67,19 +68,19 @@ class AgentStateMachine:
     incarnation: int
     drain_seconds: float
     generation: int = 0
-    """Newest generation acted on."""
+    """Newest generation that was applied."""
     current: MeshGeneration | None = None
     checkpoint: CheckpointCommit | None = None
-    """Newest checkpoint, of this generation or an older one."""
+    """Newest checkpoint, of this generation or an earlier one."""
     exit_code_on_shutdown: int | None = None
-    """Exit code once the pod was told to go away."""
+    """Exit code; set once the pod was asked to stop."""
     _pending: StartRanks | None = None
     _kill_at: float | None = None
     _sigterm_sent: bool = False
     _kill_sent: bool = False
 
     def on_mesh(self, document: MeshDocument, now: float) -> list[Action]:
-        """A mesh document arrived. One that is not newer than what runs is nothing new."""
+        """Handle a mesh document. Ignores a document that is not newer than the current generation."""
         if document.generation <= self.generation or self.exit_code_on_shutdown is not None:
             return []
         member = next((m for m in document.members if m.worker == self.worker), None)
@@ -91,13 +92,13 @@ class AgentStateMachine:
         return self.on_tick(now)
 
     def on_spawned(self, generation: int, rank: int, pid: int, now: float) -> list[Action]:
-        """A rank's process runs."""
+        """Handle the start of a rank's process."""
         if (current := self._matching_generation(generation)) is not None:
             current.record_spawn(rank, pid, now)
         return self.on_tick(now)
 
     def on_spawn_failed(self, generation: int, rank: int, message: str, now: float) -> list[Action]:
-        """A rank's process could not be started; no further rank of the generation will be."""
+        """Handle a rank's process that could not be started; the generation starts no further ranks."""
         if (current := self._matching_generation(generation)) is not None:
             current.record_spawn_failure(rank, message, now)
         return self.on_tick(now)
@@ -105,20 +106,22 @@ class AgentStateMachine:
     def on_message(
         self, generation: int, rank: int, message: messages.RankMessage, now: float, time_of_day: str
     ) -> list[Action]:
-        """A rank told something."""
+        """Handle a rank's message."""
         if (current := self._matching_generation(generation)) is not None:
             current.record_message(rank, message, now, time_of_day)
             self.checkpoint = current.checkpoint or self.checkpoint
         return self.on_tick(now)
 
     def on_exit(self, generation: int, rank: int, code: int, tail: Sequence[str], now: float) -> list[Action]:
-        """A rank's process ended."""
+        """Handle the exit of a rank's process."""
         if (current := self._matching_generation(generation)) is not None:
             current.record_exit(rank, code, tail, now)
         return self.on_tick(now)
 
     def on_shutdown(self, code: int, now: float) -> list[Action]:
-        """The pod goes away: let ranks save and stop, then exit with `code`. The first call counts."""
+        """Handle a request to stop the pod: let ranks save and stop, then exit with `code`. Later calls have
+        no effect.
+        """
         if self.exit_code_on_shutdown is None:
             self.exit_code_on_shutdown = code
             self._pending = None
@@ -127,7 +130,7 @@ class AgentStateMachine:
         return self.on_tick(now)
 
     def on_tick(self, now: float) -> list[Action]:
-        """What is due by now. Call at `deadline` if nothing else happens before."""
+        """Return the actions that are due now. Call at `deadline` if no other event arrives before."""
         current = self.current
         if current is not None and current.live:
             self._schedule_kill_after_failure(current, now)
@@ -140,12 +143,12 @@ class AgentStateMachine:
 
     @property
     def has_pending_start(self) -> bool:
-        """Whether a generation is to start once the old one's processes are gone."""
+        """Whether a generation is waiting to start until the previous one's processes have exited."""
         return self._pending is not None
 
     @property
     def deadline(self) -> float | None:
-        """When `on_tick` is due though nothing happens."""
+        """Time at which `on_tick` is due without another event."""
         current = self.current
         if current is None or not current.live:
             return None
@@ -156,7 +159,7 @@ class AgentStateMachine:
 
     @property
     def state(self) -> WorkerState:
-        """What to report."""
+        """The state to report."""
         if self.current is None:
             return WorkerState.IDLE
         state = self.current.state

@@ -1,9 +1,9 @@
-"""The port on which this pod would host the rendezvous store of the next generation.
+"""Reserves the port on which this pod would host the rendezvous store of the next generation.
 
-It must be announced before rank 0 is even chosen, and be free when rank 0 listens on it a little later. A socket that
-is bound but does not listen holds it meanwhile. It lies below the range from which the kernel takes ports of outgoing
-connections, so that none of those can take it in the moment between release and use; and it is held on every address,
-because the store listens on every address.
+The port must be announced before rank 0 is chosen, and be free when rank 0 listens on it later. Until then a socket
+that is bound but does not listen reserves it. The port lies below the kernel's range for outgoing connections, so that
+none of these can take it between release and use. It is reserved on every address, because the store listens on every
+address.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TRIES = 64
 
 
 class ReservedPort:
-    """A free port, held until `release`."""
+    """A free port, reserved until `release`."""
 
     def __init__(self) -> None:
         self._socket = _bind()
         self.number: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Free it for rank 0's store."""
+        """Free the port for rank 0's store."""
         self._socket.close()
 
 

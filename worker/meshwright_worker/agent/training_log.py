@@ -1,23 +1,23 @@
-"""Training as lines of the pod's log, for people who follow it with `kubectl logs -f`."""
+"""Training progress as lines of the pod's log, for `kubectl logs -f`."""
 
 from __future__ import annotations
 
 from meshwright.perplexity import perplexity
 from meshwright_worker.rank.task import StepReport
 
-# At most one line in this time: fast steps must not flood the log.
+# Minimum interval between lines, so that fast steps do not flood the log.
 LINE_SECONDS = 1.0
 
 
 class TrainingLog:
-    """Chooses which steps are worth a line: the first of a generation, the last of the run, else one a second."""
+    """Selects the steps to log: the first of a generation, the last of the run, else at most one per second."""
 
     def __init__(self, total_steps: int | None) -> None:
         self._total = total_steps
         self._last: float | None = None
 
     def line(self, report: StepReport, tokens_per_second: float, now: float) -> str | None:
-        """The line for this step, or None; `now` is monotonic seconds."""
+        """Return the line for this step, or None; `now` is monotonic seconds."""
         due = self._last is None or now - self._last >= LINE_SECONDS or report.step == self._total
         evaluated = report.evaluation_loss
         due = due or evaluated is not None

@@ -1,7 +1,7 @@
-"""Saving while training goes on: stage a copy, write it in a thread, commit when every rank's bytes are on the disk.
+"""Saves in the background: stage a copy, write it in a thread, commit when every rank's bytes are on the disk.
 
-At most one save is under way; the next one waits for it, on every rank alike, so that no rank decides from its own
-clock. The thread's collectives run on a group of their own.
+At most one save is in progress. The next one waits for it on every rank, so that no rank decides by its own clock. The
+thread's collectives use a separate group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that became durable."""
+    """A checkpoint that has become durable."""
 
     step: int
     path: Path
@@ -51,7 +51,7 @@ class AsyncCheckpointer:
         self._result: SavedCheckpoint | BaseException | None = None
 
     def begin(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest) -> None:
-        """Start to save; returns when a copy is taken. Collective. Call `take_finished` before and between."""
+        """Start to save; returns once a copy is staged. Collective. Call `take_finished` before and between."""
         if self._thread is not None:
             raise CheckpointError("a save is still under way")
         staged = stage_copy(tensors, self._staged)
@@ -59,7 +59,7 @@ class AsyncCheckpointer:
         self._thread.start()
 
     def take_finished(self, *, wait: bool) -> SavedCheckpoint | None:
-        """The save that ended since the last call, if any; with `wait` the one under way is waited for.
+        """Return the save that finished since the last call, or None; with `wait`, wait for the one in progress.
 
         Raises:
             CheckpointError: it failed, on this rank or another.
@@ -80,7 +80,7 @@ class AsyncCheckpointer:
         try:
             self._write(tensors, manifest)
             self._result = SavedCheckpoint(step, self._directory.path(step), time.monotonic() - started)
-        # torch's CheckpointException is no Exception; whatever it is, the training thread raises it.
+        # torch's CheckpointException does not inherit from Exception; the training thread raises any error.
         except BaseException as error:
             self._result = error
 

@@ -1,4 +1,6 @@
-"""What ranks do about the checkpoints' volume, so that a failure of one is an error of all: no rank is left waiting."""
+"""Runs an action on the checkpoints' volume on all ranks: an error on one rank is raised on all, so no rank is left
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from meshwright_worker.distributed.mesh import Mesh
 Result = TypeVar("Result")
 
 _MAX_NAMED = 3
-"""Failures that a message quotes at most: a volume can fail on a thousand ranks."""
+"""Maximum number of failures in a message: a volume can fail on a thousand ranks."""
 
 
 def on_all_ranks(action: Callable[[], Result], mesh: Mesh) -> list[Result]:
-    """What `action` gives on every rank, in rank order. Collective, and over on no rank before it is on all.
+    """Return the results of `action` on every rank, in rank order. Collective: no rank returns before all have
+    finished.
 
     Raises:
         CheckpointVolumeError: it raised an OSError on some rank; raised on every rank, with that rank's message.
-        CheckpointError, ForeignCheckpointError: likewise.
+        CheckpointError, ForeignCheckpointError: it raised this on some rank; raised on every rank.
     """
     failure: tuple[type[Exception], str] | None = None
     result: Result | None = None
@@ -42,5 +45,5 @@ def on_all_ranks(action: Callable[[], Result], mesh: Mesh) -> list[Result]:
 
 
 def on_first_rank(action: Callable[[], Result], mesh: Mesh) -> Result | None:
-    """What `action` gives on rank 0, which alone takes it. Otherwise as `on_all_ranks`."""
+    """Run `action` only on rank 0, and return its result on every rank. Otherwise as `on_all_ranks`."""
     return on_all_ranks(lambda: action() if mesh.rank == 0 else None, mesh)[0]

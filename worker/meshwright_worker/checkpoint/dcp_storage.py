@@ -1,6 +1,6 @@
-"""torch's distributed checkpoint on files that hold no pickle: safetensors for tensors, JSON for the index.
+"""Storage for torch's distributed checkpoint without pickle: safetensors for tensors, JSON for the index.
 
-torch plans (who writes which box, who reads which part of it) and this stores. One file a rank.
+torch plans (which rank writes which box, which rank reads which part of it) and this module stores. One file per rank.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from meshwright_worker.checkpoint.tensor_index import INDEX, StoredChunk, decode
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes this rank's file, and on the coordinator the index, into a directory that exists.
+    """Writes this rank's file, and on the coordinator the index, into an existing directory.
 
-    `commit` is called on the coordinator with the record of every file when all of them are on the disk. If it raises,
-    every rank's save fails.
+    `commit` is called on the coordinator with the records of all files once they are on the disk. If it raises, every
+    rank's save fails.
     """
 
     def __init__(self, directory: Path, rank: int, commit: Callable[[dict[str, FileRecord]], object]) -> None:
@@ -41,7 +41,7 @@ class CheckpointWriter(StorageWriter):
         self._commit = commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the boxes of the plan; their results carry where they are and the record of the file."""
+        """Write the boxes of the plan; their results contain their location and the file's record."""
         tensors = {_chunk_name(item): _resolve_tensor(planner, item) for item in plan.items}
         results = []
         if tensors:
@@ -65,46 +65,46 @@ class CheckpointWriter(StorageWriter):
         self._commit({**files, INDEX: FileRecord(size=size, crc32=checksum)})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves: a writer is made for one."""
+        """Do nothing: a writer is used for one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up: the directory was made before the save began."""
+        """Do nothing: the directory was created before the save began."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Accept any path."""
         return True
 
 
 class CheckpointReader(StorageReader):
-    """Reads from a complete checkpoint. Only the parts that this rank needs leave the disk."""
+    """Reads from a complete checkpoint. Reads only the parts that this rank needs from the disk."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._metadata = Metadata({})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Read the index.
 
         Raises:
-            ValueError: it cannot be read as one.
+            ValueError: it is not a valid index.
         """
         return decode((self._directory / INDEX).read_bytes())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keep the index for `read_data`."""
+        """Store the index for `read_data`."""
         self._metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the parts of the plan into the tensors that the planner names."""
+        """Copy the parts of the plan into the planner's tensors."""
         for item in plan.items:
             stored: StoredChunk = self._metadata.storage_data[item.storage_index]
             entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
@@ -120,19 +120,19 @@ class CheckpointReader(StorageReader):
         return _completed_future(None)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads: a reader is made for one."""
+        """Do nothing: a reader is used for one load."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Accept any path."""
         return True
 
 

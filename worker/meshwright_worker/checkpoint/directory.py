@@ -1,8 +1,8 @@
-"""The directory of a job's checkpoints: what is complete has a plain name, what is not has a hidden one.
+"""The directory of a job's checkpoints: complete ones have a plain name, incomplete ones a hidden name.
 
-A checkpoint is written under a hidden name and renamed when every byte of it is on the disk. A crash at any moment
-leaves complete checkpoints and hidden directories that nobody reads, which the next start removes: but one that was
-hidden to make place for its replacement comes back if that did not come.
+A checkpoint is written under a hidden name and renamed once all of its bytes are on the disk. After a crash at any time
+there are only complete checkpoints and hidden directories, which no reader uses and the next start removes. One
+exception: a checkpoint that was hidden to be replaced is restored if its replacement was not completed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced
 class CheckpointDirectory:
     """Names, commits and removes checkpoints under one root. Only rank 0 changes anything, except inside `temporary`.
 
-    The hidden name carries the mesh generation: a straggler of an older one cannot write into a newer one's checkpoint.
+    The hidden name contains the mesh generation, so a straggler of an older one cannot write into a newer one's
+    checkpoint.
     """
 
     def __init__(self, root: Path, generation: int = 0) -> None:
@@ -30,11 +31,11 @@ class CheckpointDirectory:
         self._generation = generation
 
     def path(self, step: int) -> Path:
-        """Where the complete checkpoint of a step is."""
+        """Path of the complete checkpoint of a step."""
         return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """Where the checkpoint of a step is while it is written."""
+        """Path of the checkpoint of a step while it is written."""
         return self.root / f"{_TEMPORARY}{self._generation}-{self.path(step).name}"
 
     def steps(self) -> list[int]:
@@ -45,10 +46,10 @@ class CheckpointDirectory:
         return sorted((int(name[1]) for entry, name in found if name and (entry / MANIFEST).is_file()), reverse=True)
 
     def prepare(self, step: int) -> Path:
-        """An empty hidden directory for a checkpoint that is about to be written.
+        """Create an empty hidden directory for a checkpoint that is about to be written.
 
         Raises:
-            CheckpointError: there are checkpoints of later steps: this one would be the first that `retain` removes.
+            CheckpointError: there are checkpoints of later steps, so `retain` would remove this one first.
         """
         newer_steps = [found for found in self.steps() if found > step]
         if newer_steps:
@@ -63,7 +64,7 @@ class CheckpointDirectory:
         return path
 
     def commit(self, manifest: BaseManifest) -> Path:
-        """Make the checkpoint that was written under its hidden name a complete one: the manifest, then the rename."""
+        """Complete the checkpoint that was written under its hidden name: write the manifest, then rename."""
         step = manifest.state.step
         hidden, final = self.temporary(step), self.path(step)
         write_durably(hidden / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
@@ -75,18 +76,18 @@ class CheckpointDirectory:
         return final
 
     def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints but the newest `keep`, and what was replaced or found damaged.
+        """Remove all complete checkpoints except the newest `keep`, and all replaced or damaged ones.
 
-        Call after a commit: until there is a newer checkpoint, people may want to see what became of a damaged one.
+        Call it after a commit: until a newer checkpoint exists, users may want to inspect a damaged one.
         """
         for step in self.steps()[keep:]:
             self._hide(self.path(step), _RETIRED)
         self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
 
     def clean(self) -> None:
-        """Remove what earlier processes left unfinished, retired or replaced. Call before any save.
+        """Remove the unfinished, retired or replaced checkpoints of earlier processes. Call before any save.
 
-        A checkpoint whose replacement did not get its name comes back.
+        A checkpoint whose replacement was not completed is restored.
         """
         for hidden in self.root.glob(f"{_REPLACED}*"):
             plain = hidden.with_name(hidden.name.removeprefix(_REPLACED))
@@ -95,12 +96,12 @@ class CheckpointDirectory:
         self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
 
     def quarantine(self, step: int) -> None:
-        """Take a damaged checkpoint out of sight. It stays on the disk until the next one is complete."""
+        """Hide a damaged checkpoint. It stays on the disk until the next one is complete."""
         if self.path(step).exists():
             self._hide(self.path(step), _DAMAGED)
 
     def _hide(self, path: Path, prefix: str) -> None:
-        # Renamed before it is removed: a half-removed directory under a plain name would look like a checkpoint.
+        # Renamed before it is removed: a half-removed directory under a plain name would count as a checkpoint.
         hidden = path.with_name(prefix + path.name)
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)

@@ -1,4 +1,4 @@
-"""What can be wrong with checkpoints, by what to do about it: only a damaged one gives way to the one before it."""
+"""Errors of checkpoints, by their handling: only a damaged checkpoint makes loading fall back to the previous one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what was written. The message names the file."""
+    """A checkpoint differs from what was written. The message names the file."""
 
 
 class ForeignCheckpointError(ValueError):
-    """A checkpoint is whole, but of another version, or of a module of one's own instead of a model of the runtime."""
+    """A checkpoint is intact, but written by another version or for another kind of model (custom module or
+    built-in).
+    """
 
 
 class CheckpointVolumeError(OSError):
-    """A rank cannot use the checkpoints' volume, or has another one: nothing says that a checkpoint is damaged."""
+    """A rank cannot use the checkpoints' volume, or has another one. This does not mean that a checkpoint is
+    damaged.
+    """

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in one process, whole and one at a time, whatever layout wrote them."""
+"""Reads the full tensors of a checkpoint in one process, one at a time, in whatever layout they were written."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: Path, *, verify: bool = True) -> tuple[Path, Manifest]:
-    """A checkpoint whose files are what was written, and its manifest; of a job's directory, the newest such one.
+    """Return an intact checkpoint and its manifest; for a job's directory, the newest intact one.
 
-    Reads every byte of it; without `verify` the manifest alone, for ranks that verify their shares together later.
+    Reads every byte of it. Without `verify` it reads only the manifest, for ranks that later verify their shares
+    together.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
@@ -34,16 +35,16 @@ def find_checkpoint(path: Path, *, verify: bool = True) -> tuple[Path, Manifest]
 
 
 def candidate_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a job's directory, newest first; for any other path, that one."""
+    """Return the checkpoints of a job's directory, newest first; for any other path, that path."""
     directory = CheckpointDirectory(path)
     return [directory.path(step) for step in directory.steps()] or [path]
 
 
 def first_intact(checkpoints: Sequence[Path], read: Callable[[Path], Manifest]) -> tuple[Path, Manifest]:
-    """The first checkpoint that `read` does not find damaged, and what it read.
+    """Return the first checkpoint for which `read` does not report damage, and the result of `read`.
 
     Raises:
-        As `find_checkpoint`, for what `read` finds.
+        The errors of `find_checkpoint`, as raised by `read`.
     """
     damages = []
     for checkpoint in checkpoints:
@@ -67,11 +68,11 @@ def _verified(checkpoint: Path) -> Manifest:
 
 
 class FullTensorReader:
-    """A complete checkpoint's tensors.
+    """Reads the tensors of a complete checkpoint.
 
     Raises:
         OSError: the index cannot be read.
-        ValueError: it is no index.
+        ValueError: the index is not valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,14 +81,14 @@ class FullTensorReader:
 
     @property
     def names(self) -> list[str]:
-        """Every tensor's name."""
+        """The names of all tensors."""
         return list(self._metadata.state_dict_metadata)
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor of that name, on the CPU.
+        """Read the full tensor of that name, on the CPU.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such tensor.
         """
         entry = self._metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):

@@ -1,8 +1,8 @@
-"""Loading the newest checkpoint that is whole, in whatever layout this mesh has.
+"""Loads the newest intact checkpoint, in any layout of this mesh.
 
-Rank 0 names a candidate, every rank checks its share of the files against the manifest, and all take it or leave it
-together. A damaged one is set aside and the one before is tried. Where a rank cannot read now, or has another volume,
-nothing is damaged: the start fails on every rank, and everything stays where it is.
+Rank 0 names a candidate, every rank verifies its share of the files against the manifest, and all ranks accept or
+reject it together. A damaged checkpoint is set aside and the previous one is tried. If a rank cannot read the volume,
+or has mounted another one, no checkpoint counts as damaged: the start fails on every rank, and all files stay in place.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 _UNSEEN = "unseen"
 _SHARED_VOLUME_HINT = "do all pods mount the same volume there, with every file visible to all?"
 _MAX_NAMED = 8
-"""Ranks that a message names at most."""
+"""Maximum number of ranks in a message."""
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint belongs to another run. The message names what differs and the fix."""
+    """A checkpoint belongs to another run. The message names the difference and the fix."""
 
 
 def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType | None:
-    """The newest complete checkpoint whose files are what was written; None when there is none. Collective.
+    """Return the newest complete checkpoint with intact files; None if there is none. Collective.
 
     Raises:
-        CheckpointVolumeError: a rank cannot read them, or does not see them; nothing is set aside for that.
+        CheckpointVolumeError: a rank cannot read the checkpoints, or does not see them; none is set aside in this case.
         ForeignCheckpointError: the newest is of another kind or version.
     """
     on_first_rank(directory.clean, mesh)
@@ -72,7 +72,8 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: typ
 
 
 def find_checkpoint_on_mesh(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
-    """As `find_checkpoint`, but each rank reads its share of the files alone, and all take the same. Collective.
+    """Do the same as `find_checkpoint`, but each rank reads only its share of the files; all return the same.
+    Collective.
 
     Raises:
         DamagedCheckpointError: it is damaged, or all are. The message names the file.
@@ -83,10 +84,10 @@ def find_checkpoint_on_mesh(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
 
 
 def read_intact(checkpoint: Path, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType:
-    """The manifest of a checkpoint whose files are all what was written. Collective: each rank reads its share of them.
+    """Return the manifest of a checkpoint after verifying its files. Collective: each rank reads its share of them.
 
     Raises:
-        DamagedCheckpointError: they are not. The message names one.
+        DamagedCheckpointError: a file is damaged. The message names it.
         CheckpointVolumeError: a rank cannot read it, or does not see it.
         ForeignCheckpointError: it is of another kind or version.
     """
@@ -116,10 +117,10 @@ def read_intact(checkpoint: Path, mesh: Mesh, manifest_type: type[ManifestType])
 
 
 def check_same_run(actual: Manifest, expected: Manifest) -> None:
-    """Refuse to continue from the checkpoint of another model or another text.
+    """Reject a checkpoint of another model or another corpus.
 
     Raises:
-        CheckpointMismatchError: it is of another run.
+        CheckpointMismatchError: it belongs to another run.
     """
     old, new = actual.architecture.model_dump(exclude={"name"}), expected.architecture.model_dump(exclude={"name"})
     differing = [f"`{field}` {old[field]} there, {new[field]} here" for field in old if old[field] != new[field]]
@@ -139,14 +140,14 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, this process alone.
+    """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, in this process only.
 
     Raises:
-        CheckpointMismatchError: a tensor is missing there or has another shape.
+        CheckpointMismatchError: a tensor is missing in the checkpoint or has another shape.
     """
     try:
         with warnings.catch_warnings():
-            # A process alone is told that it is alone.
+            # Tell torch explicitly that there is only one process.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             load(
                 tensors,
@@ -160,12 +161,12 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """The names of all tensors of a complete checkpoint."""
+    """Return the names of all tensors of a complete checkpoint."""
     return frozenset(CheckpointReader(path).read_metadata().state_dict_metadata)
 
 
 def allocate_tensors(path: Path, include: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Memory for those tensors of a complete checkpoint whose names are wanted; `load_tensors` fills it."""
+    """Allocate the tensors of a complete checkpoint with the given names; `load_tensors` fills them."""
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in CheckpointReader(path).read_metadata().state_dict_metadata.items()

@@ -1,4 +1,4 @@
-"""Checkpoints as the training loop sees them: where to begin, and what to save when."""
+"""Checkpoints for the training loop: which one to load, and what to save when."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class CheckpointManager:
         outer: OuterOptimizer | None = None,
         compression_state: CompressionState | None = None,
     ) -> TrainingState:
-        """Fill model and optimizer from the newest whole checkpoint; the state to go on from, step 0 without one.
+        """Fill model and optimizer from the newest intact checkpoint. Return the state to resume from; step 0 without
+        one.
 
-        `compression_state` recalls what compressed gradients had left out, if the checkpoint has it for this layout.
+        `compression_state` is restored too, if the checkpoint contains it for this layout.
 
         Raises:
-            CheckpointMismatchError: it is of another run.
+            CheckpointMismatchError: it belongs to another run.
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
         newest_manifest = newest_intact(self._directory, self._mesh, Manifest)
@@ -87,7 +88,7 @@ class CheckpointManager:
         return newest_manifest.state
 
     def due(self, step: int) -> bool:
-        """Whether the interval asks for a checkpoint after `step`."""
+        """Return whether the interval requires a checkpoint after `step`."""
         return step % self._spec.interval == 0
 
     def save(
@@ -101,7 +102,7 @@ class CheckpointManager:
         *,
         wait: bool,
     ) -> None:
-        """Save `state`, whose digest is this rank's own part; returns at once, or with `wait` when it is durable.
+        """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable.
 
         Raises:
             CheckpointError: this save, or an earlier one, failed.
@@ -121,7 +122,7 @@ class CheckpointManager:
             self.report(wait=True)
 
     def report(self, *, wait: bool = False) -> None:
-        """Tell of a save that became durable meanwhile; with `wait`, when the one under way is.
+        """Report a save that has become durable; with `wait`, wait for the one in progress.
 
         Raises:
             CheckpointError: it failed.
@@ -140,7 +141,7 @@ class CheckpointManager:
 def manifest_template(
     task: RankTask, architecture: Architecture, training: TrainingSpec, stream: str, mesh: Mesh
 ) -> Manifest:
-    """What every manifest of this generation says alike."""
+    """Return the part of the manifest that all checkpoints of this generation share."""
     layout = LayoutRecord(
         tensor=mesh.layout.tensor,
         pipeline=mesh.layout.pipeline,

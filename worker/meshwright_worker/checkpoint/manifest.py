@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds and how to tell that it is whole. Its presence makes a checkpoint one."""
+"""The manifest of a checkpoint: its content, and records to verify it. A directory with a manifest is a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FORMAT = 1
 
 
 class FileRecord(ApiModel):
-    """A file as it was written."""
+    """Size and checksum of a file as it was written."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     crc32: int
     """CRC-32 of its content."""
 
 
 class LayoutRecord(ApiModel):
-    """The layout that wrote the checkpoint. For people: any layout can load it."""
+    """The layout that wrote the checkpoint. Informational: any layout can load it."""
 
     tensor: int
     """Tensor-parallel degree."""
@@ -45,10 +45,10 @@ class LayoutRecord(ApiModel):
 
 
 class TrainingState(ApiModel):
-    """Where training stands after a step: all of its state that is not a tensor."""
+    """The state of training after a step, except for tensors."""
 
     step: int = 0
-    """Steps finished."""
+    """Number of completed steps."""
     samples: int = 0
     """Samples consumed since the beginning of the run."""
     digest: int = 0
@@ -56,26 +56,26 @@ class TrainingState(ApiModel):
     loss: str = ""
     """Loss of the last step as a hexadecimal float, so that it is exact."""
     skipped: int = 0
-    """Steps that changed nothing because gradients overflowed fp16."""
+    """Steps that updated nothing because gradients overflowed fp16."""
     loss_scale: float | None = None
-    """Scale of the next step; None where nothing was scaled."""
+    """Loss scale of the next step; None without loss scaling."""
     steady: int = 0
     """Steps without an overflow since the scale last changed."""
 
 
 class BaseManifest(ApiModel):
-    """What `meshwright.json` says of every checkpoint, whatever was trained."""
+    """The part of `meshwright.json` that every checkpoint has."""
 
     format: int = FORMAT
     """Version of the checkpoint format."""
     state: TrainingState
-    """Where training stands."""
+    """The state of training."""
     files: dict[str, FileRecord] = {}
     """Every other file of the checkpoint."""
 
 
 class Manifest(BaseManifest):
-    """That of a checkpoint of one of the runtime's own models."""
+    """The manifest of a checkpoint of a built-in model."""
 
     architecture: Architecture
     """The model."""
@@ -86,39 +86,39 @@ class Manifest(BaseManifest):
     stream: str
     """Identity of the sample stream that `state.samples` counts in."""
     tokenizer: TokenizerRecord | None = None
-    """What the run's text is written in; None in checkpoints from before this was kept."""
+    """The tokenizer of the run's corpus; None in checkpoints of versions that did not record it."""
     layout: LayoutRecord
-    """Who wrote it."""
+    """The layout that wrote it."""
     lora: LoraSpec | None = None
-    """The adapters that the checkpoint holds, in place of the model's parameters; None where it holds the model."""
+    """The adapters that the checkpoint contains instead of the model's parameters; None if it contains the model."""
     initial_weights: str | None = None
-    """Where the model that adapters belong to was read from; None for random weights by `seed`."""
+    """Path of the model that the adapters belong to; None for random weights from `seed`."""
 
 
 class ModuleManifest(BaseManifest):
-    """That of a checkpoint of a module of one's own."""
+    """The manifest of a checkpoint of a custom module."""
 
     module: str
     """The module's class."""
     layout: LayoutRecord
-    """Who wrote it."""
+    """The layout that wrote it."""
 
 
 ManifestType = TypeVar("ManifestType", bound=BaseManifest)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """`read_manifest_as` for one of the runtime's own models."""
+    """Read the manifest of a built-in model's checkpoint, see `read_manifest_as`."""
     return read_manifest_as(directory, Manifest)
 
 
 def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> ManifestType:
-    """The manifest of a checkpoint directory.
+    """Read the manifest of a checkpoint directory.
 
     Raises:
-        OSError: it cannot be read, which says nothing about the checkpoint.
-        DamagedCheckpointError: it is no JSON object: no version wrote that.
-        ForeignCheckpointError: it is of another kind, or another version wrote it.
+        OSError: it cannot be read, which does not mean that the checkpoint is damaged.
+        DamagedCheckpointError: it is not a JSON object, which no version would write.
+        ForeignCheckpointError: it is of another kind or version.
     """
     content = (directory / MANIFEST).read_bytes()
     try:

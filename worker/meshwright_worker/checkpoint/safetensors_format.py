@@ -1,7 +1,7 @@
-"""Tensor files in the safetensors format: a JSON header and raw bytes, so reading one can run no code.
+"""Tensor files in the safetensors format: a JSON header and raw bytes, so reading one cannot execute code.
 
-Written here rather than by the package of that name because a checkpoint writes from tensors as they are staged, and
-wants the checksum of what it wrote without reading it again.
+Not the package of that name, because a checkpoint writes directly from staged tensors, and computes the checksum while
+writing instead of reading the file again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = 8 * 1024 * 1024
 
 
 class ChecksummedFile:
-    """A file being written, with its size and CRC-32 so far."""
+    """A file that is being written, with its size and CRC-32 so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -46,10 +46,10 @@ class ChecksummedFile:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype.
+    """Return the format's name of a dtype.
 
     Raises:
-        ValueError: the format has none.
+        ValueError: the format does not support it.
     """
     if dtype not in _NAMES:
         raise ValueError(f"{dtype} has no name in the safetensors format")
@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, int], int, int]:
-    """Write tensors, and `metadata` for whoever reads the file, to a new file and flush it to the disk.
+    """Write tensors and `metadata` to a new file and flush it to the disk.
 
     Returns:
         Where each tensor's bytes begin in the file; the file's size; its CRC-32.
@@ -85,7 +85,7 @@ def write_tensors(
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """A tensor of a file, mapped into memory: only what is used of it is read. Changes to it stay private.
+    """Map a tensor of a file into memory: only the accessed parts are read. Changes to it are not written to the file.
 
     Raises:
         ValueError: the file is too short.
@@ -98,7 +98,7 @@ def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -
 
 
 def file_checksum(path: Path) -> tuple[int, int]:
-    """Size and CRC-32 of a file, read in blocks."""
+    """Return size and CRC-32 of a file, read in blocks."""
     size = checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint: parameters and moments under the parameter's name in the whole model.
+"""The tensors of a checkpoint: parameters and moments, named after the parameter in the full model.
 
-Stage and rank appear in no name, so a checkpoint of one layout is one of every layout.
+Names contain neither stage nor rank, so a checkpoint can be loaded in every layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 def checkpoint_tensors(
     shards: Sequence[ParameterShard], optimizer: Optimizer, buffers: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every tensor to save or load, by name, sharing memory with the model and the optimizer."""
+    """Return every tensor to save or load, by name, in the memory of the model and the optimizer."""
     tensors = {**model_tensors(shards), **{f"{MODEL}.{name}": buffer for name, buffer in (buffers or {}).items()}}
     for shard in shards:
         for moment, local in optimizer.moments(shard).items():
@@ -30,12 +30,12 @@ def checkpoint_tensors(
 
 
 def model_tensors(shards: Sequence[ParameterShard]) -> dict[str, torch.Tensor]:
-    """The parameters alone, by name, sharing memory with the model."""
+    """Return only the parameters, by name, in the memory of the model."""
     return {f"{MODEL}.{shard.name}": as_distributed(shard, shard.local) for shard in shards}
 
 
 def copy_to_duplicates(shards: Sequence[ParameterShard], optimizer: Optimizer) -> None:
-    """Fill every copy that a rank holds of one parameter from the one that was loaded, the last.
+    """Fill every copy of a parameter on this rank from the one that was loaded, the last.
 
     A rank with both ends of a model has tied embeddings twice.
     """
@@ -49,11 +49,11 @@ def copy_to_duplicates(shards: Sequence[ParameterShard], optimizer: Optimizer) -
 
 
 def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy in main memory that training does not touch, so that it can be written while training goes on.
+    """Copy tensors to host memory, so that they can be written while training changes the originals.
 
     Args:
-        tensors: what to copy.
-        staged: an earlier copy of the same tensors, whose memory is used again; empty the first time.
+        tensors: the tensors to copy.
+        staged: an earlier copy of the same tensors, whose memory is reused; empty the first time.
     """
     new = {name: tensor for name, tensor in tensors.items() if name not in staged}
     for pinned_memory in (True, False):
@@ -73,15 +73,17 @@ def _local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_distributed(shard: ParameterShard, local: torch.Tensor) -> torch.Tensor:
-    """`local` as the part of a tensor that it is, in the same memory; shaped like this rank's part of the shard."""
+    """Return `local` as a part of its distributed tensor, in the same memory; shaped like this rank's part of the
+    shard.
+    """
     return local if shard.whole is None else _distributed_like(shard.whole, local)
 
 
 def _distributed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """A distributed tensor whose local part is `local`, in its memory, wherever that is.
+    """Return a distributed tensor whose local part is `local`, in its memory, on any device.
 
-    `DTensor.from_local` would move a part in main memory to the mesh's GPU: loading would fill that copy, not what is
-    offloaded. FSDP makes its offloaded parameters like this.
+    `DTensor.from_local` would move a part in host memory to the mesh's GPU: loading would fill that copy, not the
+    offloaded part. FSDP creates its offloaded parameters in the same way.
     """
     spec = copy.copy(whole._spec)
     if spec.tensor_meta is not None:

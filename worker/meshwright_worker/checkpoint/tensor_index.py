@@ -1,6 +1,6 @@
-"""The index of a checkpoint's tensors as JSON: which file holds which box of which tensor.
+"""The index of a checkpoint's tensors as JSON: which file contains which box of which tensor.
 
-torch's distributed checkpoint keeps this as a pickle, which runs code when it is read. Here it is data.
+torch's distributed checkpoint stores this as a pickle, which executes code when it is read. Here it is only data.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ INDEX = "tensors.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Where the bytes of one box of a tensor are."""
+    """File and offset of the bytes of one box of a tensor."""
 
     file: str
     offset: int
 
 
 def encode(metadata: Metadata, boxes: dict[MetadataIndex, StoredChunk]) -> bytes:
-    """The index of a checkpoint that torch's planner described and a writer stored.
+    """Encode the index of a checkpoint, as planned by torch and stored by a writer.
 
     Raises:
-        ValueError: it holds something that is no tensor.
+        ValueError: it contains an object that is not a tensor.
     """
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -49,10 +49,10 @@ def encode(metadata: Metadata, boxes: dict[MetadataIndex, StoredChunk]) -> bytes
 
 
 def decode(content: bytes) -> Metadata:
-    """The other way round; `storage_data` maps each box to its `StoredChunk`.
+    """Decode an index; `storage_data` maps each box to its `StoredChunk`.
 
     Raises:
-        ValueError: it is no index.
+        ValueError: it is not a valid index.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     boxes: dict[MetadataIndex, StoredChunk] = {}

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are what was written."""
+"""Verifies that the files of a checkpoint are as they were written."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from meshwright_worker.checkpoint.safetensors_format import file_checksum
 
 
 def check_files(checkpoint: Path, manifest: BaseManifest, rank: int = 0, world_size: int = 1) -> None:
-    """Read this rank's share of a checkpoint's files, every byte of them; by default all files.
+    """Read every byte of this rank's share of a checkpoint's files; by default of all files.
 
     Raises:
-        DamagedCheckpointError: one is missing, or is not what was written.
-        OSError: one cannot be read, which says nothing about the checkpoint.
+        DamagedCheckpointError: one is missing, or differs from what was written.
+        OSError: one cannot be read, which does not mean that the checkpoint is damaged.
     """
     for name in sorted(manifest.files)[rank::world_size]:
         check_file(checkpoint / name, manifest.files[name])
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Read one file.
+    """Verify one file.
 
     Raises:
         DamagedCheckpointError, OSError: as `check_files`.

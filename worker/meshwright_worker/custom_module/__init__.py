@@ -1,1 +1,1 @@
-"""A module of one's own, trained in parallel: a plan says how it is split, `OwnTrainer` does the rest."""
+"""Parallel training of a custom module: a plan says how it is split, `CustomModuleTrainer` trains it."""

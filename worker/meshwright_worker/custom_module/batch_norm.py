@@ -1,8 +1,9 @@
-"""Running statistics of batch norms (arXiv 1502.03167), which replicas learn from different micro-batches.
+"""Running statistics of batch norms (arXiv 1502.03167), which replicas update with different micro-batches.
 
-After a step every replica gets the statistics of one process that runs the micro-batches of the first replica, then
-those of the second, and so on. An exponential average is linear in what is averaged, so each replica's share of the
-whole follows from its own average, the one before the step and how many micro-batches the later replicas had.
+After a step every replica gets the statistics of a single process that runs the micro-batches of the first replica,
+then those of the second, and so on. An exponential average is linear in its inputs. Each replica's contribution
+therefore follows from its own average, the average before the step, and the number of micro-batches of the later
+replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class BatchNormStatistics:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
-        # A synchronised one has seen all replicas' batches.
+        # A synchronized batch norm has seen all replicas' batches.
         self._norms = [
             part
             for part in module.modules()
@@ -42,13 +43,13 @@ class BatchNormStatistics:
         self._at_step_start: list[_StatisticsBefore] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._at_step_start = [
             _StatisticsBefore([average.clone() for average in _averages(norm)], _tracked(norm)) for norm in self._norms
         ]
 
     def finish(self) -> None:
-        """A step's forward passes are over. Collective over replicas."""
+        """Finish a step's forward passes. Collective over replicas."""
         if not self._norms or self._group.size() == 1:
             return
         ranks, rank = self._group.size(), self._group.rank()
@@ -67,7 +68,7 @@ class BatchNormStatistics:
             norm.num_batches_tracked.fill_(before.tracked + sum(counts))  # type: ignore[union-attr]
 
     def _micro_batches_seen(self, ranks: int, rank: int) -> torch.Tensor:
-        """Micro-batches by replica and norm, int64 [replicas, norms]."""
+        """Return the number of micro-batches by replica and norm, int64 [replicas, norms]."""
         micro_batch_counts = torch.zeros(ranks, len(self._norms), dtype=torch.int64)
         for index, (norm, before) in enumerate(zip(self._norms, self._at_step_start, strict=True)):
             micro_batch_counts[rank, index] = _tracked(norm) - before.tracked

@@ -1,4 +1,4 @@
-"""Checkpoints of a module of one's own: every parameter once, under its first name, whatever layout wrote it."""
+"""Checkpoints of a custom module: every parameter once, under its first name, in any layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright_worker.distributed.mesh import Mesh
 
 
 def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, keep: int) -> Path:
-    """See `OwnTrainer.save`."""
+    """See `CustomModuleTrainer.save`."""
     directory = CheckpointDirectory(root)
     layout = LayoutRecord(
         tensor=mesh.layout.tensor, pipeline=1, data=mesh.layout.data, zero_stage=parallel_module.zero_stage
@@ -31,7 +31,7 @@ def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, kee
 
 
 def load(parallel_module: ParallelModule, mesh: Mesh, root: Path) -> int:
-    """See `OwnTrainer.load`."""
+    """See `CustomModuleTrainer.load`."""
     directory = CheckpointDirectory(root)
     newest_manifest = newest_intact(directory, mesh, ModuleManifest)
     if newest_manifest is None:

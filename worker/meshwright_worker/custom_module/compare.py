@@ -1,7 +1,7 @@
-"""A plan checked against the module that it splits: what no rule on names can see, the numbers do.
+"""Compares a split module with the original, numerically: finds errors in a plan that no rule on names can detect.
 
-A residual connection inside a region, heads counted from a setting instead of the tensors, or a norm after a `row`
-layer give a loss, and the same one on every rank: of another module.
+Examples are a residual connection inside a region, heads counted from a setting instead of the tensors, or a norm after
+a `row` layer. Each gives the same loss on every rank, but the loss of another module.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def differences(
     batch: Any,
     mesh: Mesh,
 ) -> dict[str, float]:
-    """How far the split module is from the whole one, on one batch that every rank has. Collective.
+    """Return the differences between split and original module, on one batch that every rank has. Collective.
 
-    Both are copies in fp64 and in `eval` mode; every rank holds the whole, so take a small module of the same kind.
+    Both are copies in fp64 and in `eval` mode. Every rank stores the full module, so use a small one of the same kind.
 
     Returns:
-        The relative difference of the `loss`, and of each parameter's gradient the largest difference over the largest
-        element, or over a thousandth of the largest of all gradients where that is more, since some are nothing but
-        rounding: about 1e-13 where the plan is right.
+        The relative difference of the `loss`. For each parameter's gradient, the largest difference, relative to its
+        largest element, or to a thousandth of the largest element of all gradients if that is more, since some
+        gradients are only rounding errors. About 1e-13 if the plan is correct.
 
     Raises:
         PlanError: the plan does not fit the module.

@@ -1,4 +1,4 @@
-"""Whether ranks have the same tensors: what all of them hold has to be, and nothing else would notice it is not."""
+"""Checks that replicated tensors are the same on all ranks: no other check would detect a difference."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def first_mismatch(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str | None:
-    """The name of the first tensor that is not the same on every rank, bit for bit. Collective over all ranks.
+    """Return the name of the first tensor that is not the same on every rank, bit for bit. Collective over all ranks.
 
-    Every rank has the same names, and what is on the device stays there. Sums of bits are compared: a tensor with the
-    same bits elsewhere passes.
+    Every rank has the same names, and tensors stay on the device. Sums of bits are compared, so a permutation of the
+    same bits is not detected.
     """
     if not tensors or dist.get_world_size() == 1:
         return None

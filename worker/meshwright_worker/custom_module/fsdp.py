@@ -1,4 +1,4 @@
-"""A module sharded over replicas by FSDP2, block by block, in the formats that it has."""
+"""Shards a custom module over replicas with FSDP2, block by block, in the module's formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply_fsdp(module: nn.Module, parts: ResolvedPlan, replicas: DeviceMesh, *, 
         PlanError: FSDP would make copies of a parameter that is used in two blocks, or cannot shard one.
     """
     check_fsdp_units(module, parts)
-    # From the inside out, as FSDP wants blocks of blocks.
+    # From the inside out, as FSDP requires for nested blocks.
     blocks = sorted(parts.blocks.items(), key=lambda block: -block[0].count("."))
     for part in [*(block for _, block in blocks), module]:
         unit = fully_shard(
@@ -34,20 +34,20 @@ def apply_fsdp(module: nn.Module, parts: ResolvedPlan, replicas: DeviceMesh, *, 
             reshard_after_forward=zero_stage == 3,
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
         )
-        # Losses are sums; and gloo has no other reduction than a plain sum.
+        # Losses are sums, and gloo supports no other reduction than a plain sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def reshard_parameters(module: nn.Module) -> None:
-    """Let FSDP forget the gathered parameters that a pass without backward has left: shards are about to change."""
+    """Make FSDP free the parameters gathered by a pass without backward: shards are about to change."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def check_fsdp_units(module: nn.Module, parts: ResolvedPlan) -> None:
-    """Raises `PlanError` for a parameter that two of FSDP's units would hold, or that has no dimension."""
+    """Raise `PlanError` for a parameter that two FSDP units would contain, or that has no dimension."""
     blocks = {id(block): name for name, block in parts.blocks.items()}
     modules = dict(module.named_modules(remove_duplicate=False))
     first: dict[int, tuple[str, str]] = {}
@@ -69,7 +69,7 @@ def check_fsdp_units(module: nn.Module, parts: ResolvedPlan) -> None:
 
 
 def check_shardable(name: str, parameter: nn.Parameter) -> None:
-    """Raises `PlanError` for a parameter that has nothing to shard."""
+    """Raise `PlanError` for a parameter that cannot be sharded."""
     if not parameter.ndim or not parameter.shape[0]:
         raise PlanError(
             f"`{name}` has the shape {list(parameter.shape)}, of which ZeRO has nothing to shard: give it one "

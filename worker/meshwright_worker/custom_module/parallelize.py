@@ -1,7 +1,7 @@
-"""A module of one's own in the layout of a mesh. The order of the steps stands here and nowhere else.
+"""Applies the layout of a mesh to a custom module. This is the only module that defines the order of the steps.
 
-What can be refused is, before anything is changed. Then the module is split over the tensor group, then sharded over
-replicas: the other way round FSDP would gather what is about to be split.
+All checks run before the module is modified. Then the module is split over the tensor group, and then sharded over
+replicas: in the other order FSDP would gather what is about to be split.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ FORMATS = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ParallelModule:
-    """A module as this rank holds it, and what trains it."""
+    """A custom module as this rank stores it, and the objects that train it."""
 
     module: nn.Module
     trained_shards: list[ParameterShard]
-    """Of every parameter that is trained, what this rank computes a gradient of."""
+    """For every trained parameter, the part that this rank computes a gradient of."""
     frozen: list[ParameterShard]
-    """Of every other parameter."""
+    """The same for every other parameter."""
     replicas: DataParallel
     optimizer: Optimizer
     zero_stage: int
     gathers_parameters: bool
-    """Whether replicas compute every micro-batch together, since they gather parameters for it."""
+    """Whether replicas run every micro-batch at the same time, since they gather parameters for it."""
 
 
 def parallelize(
@@ -63,10 +63,10 @@ def parallelize(
     zero_stage: int,
     seed: int,
 ) -> ParallelModule:
-    """Split and shard a module in place. See `OwnTrainer` for the arguments and what is raised. Collective."""
+    """Split and shard a module in place. Arguments and errors as for `CustomModuleTrainer`. Collective."""
     parts = check_plan(module, plan, mesh, zero_stage)
     module.to(mesh.device)
-    # What an earlier backward pass has left would count in the first step.
+    # Gradients of an earlier backward pass would count in the first step.
     module.zero_grad()
     _check_same_weights(module, mesh.device)
     streams.watch(parts)
@@ -86,7 +86,7 @@ def parallelize(
     trained_shards = [one for one in shards if one.parameter.requires_grad]
     replicas: DataParallel = NoReduction(trained_shards)
     if has_replicas and zero_stage == 0:
-        # How many micro-batches a step has, its caller decides; so gradients are summed after the last one.
+        # The caller decides the number of micro-batches per step, so gradients are summed after the last one.
         replicas = BucketedAllReduce(trained_shards, mesh, DataParallelSpec(), 1, overlap=False)
     elif has_replicas and zero_stage == 1:
         replicas = ZeroShards(trained_shards, mesh, ParallelismSpec(zero_stage=1), 1, watch=False)
@@ -96,11 +96,11 @@ def parallelize(
 
 
 def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: int) -> ResolvedPlan:
-    """The parts of a plan, if it fits the module and the mesh. Changes nothing.
+    """Return the parts of a plan, if it fits the module and the mesh. Changes nothing.
 
     Raises:
         PlanError: the plan does not fit the module.
-        ValueError: the mesh, the stage or the module's formats are such that training would be wrong.
+        ValueError: with this mesh, ZeRO stage or these formats, training would be wrong.
     """
     layout = mesh.layout
     if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
@@ -175,6 +175,6 @@ def _shard(
 
 def _optimizer(replicas: DataParallel, spec: OptimizerSpec, seed: int) -> Optimizer:
     if replicas.shards[0].local.dtype is torch.bfloat16:
-        # Added in bf16, updates of less than a 256th of a weight would be lost.
+        # In bf16, updates of less than a 256th of a weight would be lost.
         return BF16AdamW(replicas.shards, spec, seed)
     return AdamW(replicas.shards, spec)

@@ -1,7 +1,7 @@
-"""How a module that Meshwright knows nothing about is split over ranks: a plan of names.
+"""The plan that says how a custom module is split over ranks, by the names of its parts.
 
-Names are those of `named_modules()`. Between two dots `*`, `?` and `[...]` stand for what they do in shells, and for no
-dot: `layers.*` names the layers of a list, and nothing inside them.
+Names are those of `named_modules()`. `*`, `?` and `[...]` match as in shells, but never a dot: `layers.*` matches the
+layers of a list, and nothing inside them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What the names of a plan mean in a module, and whether that can be right: decided before anything is split.
+"""Resolves the names of a plan in a module and validates them, before anything is split.
 
-Every parameter gets one role. One that is used in several places gets it from each of them, and they must agree.
+Every parameter gets one role. If a parameter is used in several places, each assigns it a role, and these must be
+equal.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A module's parts by the entries that name them. A part that has several names stands under the first of them."""
+    """A module's parts by the entries that name them. A part with several names is listed under the first of them."""
 
     regions: Mapping[str, nn.Module]
     column: Mapping[str, nn.Linear]
@@ -43,11 +44,11 @@ class ResolvedPlan:
 
 
 def resolve(module: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
-    """The parts that a plan names. A pure function of the module's structure.
+    """Return the parts that a plan names. A pure function of the module's structure.
 
     Raises:
-        PlanError: an entry names nothing or a module of another kind, entries contradict each other, or a parameter is
-            left of which the gradient would be wrong.
+        PlanError: an entry names nothing or a module of another kind, entries contradict each other, or the gradient of
+            a remaining parameter would be wrong.
     """
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     regions = _match_modules(modules, plan.regions, nn.Module, "regions")
@@ -81,13 +82,13 @@ def resolve(module: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern stands for a name."""
+    """Return whether a pattern matches a name."""
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 class _RegionIndex:
-    """Which parts are in regions, by all of their names."""
+    """The parts that are in regions, by all of their names."""
 
     def __init__(self, modules: Mapping[str, nn.Module], regions: Mapping[str, nn.Module]) -> None:
         split = {id(region) for region in regions.values()}
@@ -97,11 +98,11 @@ class _RegionIndex:
             self._names.setdefault(id(part), []).append(name)
 
     def region_of(self, name: str) -> str | None:
-        """The region that what has the name is in."""
+        """Return the region that contains the named part."""
         return next((region for region in self._regions if name.startswith(f"{region}.")), None)
 
     def check(self, matched: Mapping[str, nn.Module], field: str, *, must_be_inside: bool) -> None:
-        """Raises `PlanError` for parts that are in a region and should not be, or the other way round."""
+        """Raise `PlanError` for parts that are in a region and must not be, or the reverse."""
         for part in matched.values():
             for name in self._names[id(part)]:
                 region = self.region_of(name)
@@ -159,7 +160,7 @@ def _check_regions(
 
 
 def _check_split(modules: Mapping[str, nn.Module], entries: Mapping[str, Mapping[str, nn.Module]]) -> None:
-    """Whether the layers that are to be split compute what the split ones will."""
+    """Check that the layers to be split compute what the split layers will."""
     field_of: dict[int, str] = {}
     for field, matched in entries.items():
         kind = nn.Embedding if field == "vocabulary" else nn.Linear

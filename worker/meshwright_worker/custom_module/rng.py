@@ -1,13 +1,13 @@
-"""Random numbers of forward passes, such as of dropout: which ranks draw the same, and which must not.
+"""Random numbers of forward passes, such as dropout: which ranks share a stream, and which must not.
 
-Each micro-batch has a seed of its own, made of the run's seed, the step and which micro-batch of the whole step it is.
-So replicas draw different numbers, a resumed run draws those of one that was not interrupted, and replicas that have
-one micro-batch each draw what one process draws for the same ones.
+Each micro-batch has its own seed, derived from the run's seed, the step and the micro-batch's index in the entire step.
+Replicas therefore draw different numbers, and a resumed run draws the same numbers as one that was not interrupted.
+Replicas with one micro-batch each draw what one process would draw for the same micro-batches.
 
-On the activations that every rank of a tensor group has whole, all of them draw from that one stream. Between `column`
-and `row` layers, where each has other heads or features, each draws from one of its own (as in Megatron-LM's tensor
-parallelism, arXiv 1909.08053), and the shared one goes on after the `row` layer as if nothing had been drawn. So what
-is drawn outside is the same for every tensor degree.
+For activations that are replicated in a tensor group, all its ranks draw from that one stream. Between `column` and
+`row` layers, where each rank has other heads or features, each draws from its own stream (as in Megatron-LM's tensor
+parallelism, arXiv 1909.08053). The shared stream continues after the `row` layer as if nothing had been drawn, so
+numbers drawn outside are the same for every tensor degree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright_worker.custom_module.plan_resolution import ResolvedPlan
 
 
 class RandomStreams:
-    """The stream of numbers that torch draws from on this rank.
+    """The random stream that torch uses on this rank.
 
     Args:
         device: of the module.
@@ -39,7 +39,9 @@ class RandomStreams:
 
     @contextmanager
     def of(self, step: int, batch: int) -> Iterator[None]:
-        """Draw for a step's micro-batch; the caller's own stream goes on afterwards as if nothing had been drawn."""
+        """Use the stream of a step's micro-batch; afterwards the caller's stream continues as if nothing had been
+        drawn.
+        """
         before = self._state()
         self._shared = None
         torch.manual_seed(stream_key(self._seed, "own", step, batch))
@@ -49,7 +51,7 @@ class RandomStreams:
             self._restore(before)
 
     def watch(self, parts: ResolvedPlan) -> None:
-        """Change streams at the borders of what is split."""
+        """Switch streams at the borders of split parts."""
         for column in parts.column.values():
             column.register_forward_hook(self._on_column_output)
         for inner in [*parts.row.values(), *parts.regions.values()]:
@@ -57,7 +59,7 @@ class RandomStreams:
 
     def _on_column_output(self, layer: nn.Module, *_: object) -> None:
         if layer.training and self._shared is None:
-            # Drawn and not counted, so that activation checkpointing, which puts the stream back, draws it again.
+            # Drawn, not counted: activation checkpointing restores the stream, and so draws the same number again.
             drawn = int(torch.randint(1 << 62, ()))
             self._shared = self._state()
             torch.manual_seed(drawn + self._rank)

@@ -1,4 +1,4 @@
-"""A module split over a tensor group as its plan says, in place."""
+"""Splits a module over a tensor group according to its plan, in place."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DIMENSION = {Role.ROWS: 0, Role.COLUMNS: 1}
 
 
 def apply_tensor_parallel(module: nn.Module, parts: ResolvedPlan, tensor: DeviceMesh) -> None:
-    """Split a module over a tensor group. Every rank has the same weights before. Communicates nothing.
+    """Split a module over a tensor group. Every rank must have the same weights. Communicates nothing.
 
     Raises:
-        PlanError: a size does not divide.
+        PlanError: a size does not divide evenly.
     """
     group = tensor.get_group()
     check_sizes(parts, group.size())
@@ -51,7 +51,7 @@ def apply_tensor_parallel(module: nn.Module, parts: ResolvedPlan, tensor: Device
 
 
 def check_sizes(parts: ResolvedPlan, ranks: int) -> None:
-    """Raises `PlanError` for what does not divide over the ranks of a tensor group, naming it and what would."""
+    """Raise `PlanError` for sizes that do not divide over the ranks of a tensor group, with sizes that would."""
     for name, linear in {**parts.column, **parts.gathered}.items():
         _check(linear.out_features, ranks, f"outputs of `{name}`")
     for name, linear in parts.row.items():
@@ -71,13 +71,13 @@ def _check(size: int, ranks: int, what: str) -> None:
 
 def _split_parameters(module: nn.Module, parts: ResolvedPlan, tensor: DeviceMesh) -> None:
     split_parameters: dict[int, nn.Parameter] = {}
-    # A parameter that is used in several places stays one: gradients from all of them meet in it.
+    # A parameter that is used in several places stays one, and accumulates the gradients of all of them.
     for name, whole in list(module.named_parameters(remove_duplicate=False)):
         dimension = _DIMENSION.get(parts.roles[name])
         if dimension is None:
             continue
         if id(whole) not in split_parameters:
-            # A part that is a view would keep the whole in memory.
+            # A view would keep the full tensor in memory.
             local_part = whole.detach().chunk(tensor.size(), dim=dimension)[tensor.get_local_rank()].clone()
             split_parameters[id(whole)] = _part(local_part, whole, tensor, dimension)
         path, _, leaf = name.rpartition(".")
@@ -93,7 +93,7 @@ def _part(local_part: torch.Tensor, whole: nn.Parameter, tensor: DeviceMesh, dim
 
 def _add_region_hooks(name: str, region: nn.Module, group: dist.ProcessGroup) -> None:
     def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Of whatever a region is called with, each rank has a part of the gradient.
+        # Of each tensor argument of a region, each rank has a part of the gradient.
         return tree_map_only(torch.Tensor, entered, (inputs, named))  # type: ignore[no-any-return]
 
     def entered(x: torch.Tensor) -> torch.Tensor:

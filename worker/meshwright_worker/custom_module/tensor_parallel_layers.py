@@ -1,4 +1,4 @@
-"""The layers that a plan splits, as each rank of a tensor group computes them on its part (Megatron-LM, 1909.08053)."""
+"""The split layers of a plan, as each rank of a tensor group computes its part (Megatron-LM, 1909.08053)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright_worker.models.layers import local
 
 
 class ColumnLinear(nn.Linear):
-    """Some of the outputs."""
+    """Computes some of the outputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs / ranks]."""
@@ -22,11 +22,12 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """From some of the inputs: a term of the sum that a region ends with."""
+    """Computes from some of the inputs: a term of the sum at the end of a region."""
 
     bias_factor: float
-    """1 on the rank whose term has the bias in it, 0 on the others. Were it added to the sum, what a region does after
-    this layer, such as a scale or dropout, would not reach it."""
+    """1 on the rank whose term includes the bias, 0 on the others. If the bias were added to the sum, operations after
+    this layer in the region, such as a scale or dropout, would not apply to it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs / ranks] -> [..., outputs]."""
@@ -34,7 +35,7 @@ class RowLinear(nn.Linear):
 
 
 class GatheredLinear(nn.Linear):
-    """Some of the outputs, and those of the other ranks beside them."""
+    """Computes some of the outputs, and gathers those of the other ranks."""
 
     group: dist.ProcessGroup
 
@@ -47,7 +48,7 @@ class GatheredLinear(nn.Linear):
 
 
 class SplitEmbedding(nn.Embedding):
-    """Some of the rows; what the others give is added."""
+    """Stores some of the rows; results are summed over ranks."""
 
     first_row: int
     group: dist.ProcessGroup
@@ -61,7 +62,7 @@ class SplitEmbedding(nn.Embedding):
         rows = local(self.weight)
         local_output, padding = tokens - self.first_row, self.padding_idx
         known = (tokens >= 0) & (tokens < self.num_embeddings)
-        # Unknown tokens keep their place outside of every part, so that looking them up fails as it does in the whole.
+        # Unknown tokens stay outside of every part, so that looking them up fails as in the full table.
         outside = known & ((local_output < 0) | (local_output >= rows.shape[0]))
         if padding is not None:
             padding = padding - self.first_row if 0 <= padding - self.first_row < rows.shape[0] else None
@@ -79,5 +80,5 @@ class _GatherFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Every rank has the gradient of all features: what follows is the same on each.
+        # Every rank has the gradient of all features, since the following computation is the same on each.
         return gradients[0].chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None

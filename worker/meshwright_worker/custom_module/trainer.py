@@ -1,4 +1,6 @@
-"""Training of one's own module: gradients made whole, clipped by their global norm, AdamW on this rank's parts."""
+"""Trains a custom module: completes gradients, clips them by their global norm, updates this rank's parts
+with AdamW.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.trainer.trainer import DivergedError
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
-"""The loss of a batch, summed over what is predicted in it, [], and how much that is."""
+"""Returns the loss of a batch, summed over its targets, [], and the number of targets."""
 
 
 _SAME = 1e-5
-"""Relative difference between losses that are the same."""
+"""Relative difference below which losses count as equal."""
 
 
 class CustomModuleTrainer:
@@ -79,11 +81,12 @@ class CustomModuleTrainer:
         return self._parallel_module.replicas.shards
 
     def step(self, number: int, batches: Sequence[Any]) -> float:
-        """Train on this replica's micro-batches of step `number` (from 1); the mean loss, the same on every rank.
+        """Train on this replica's micro-batches of step `number` (from 1); return the mean loss, the same on every
+        rank.
 
         Raises:
             DivergedError: loss or gradients are not finite; no parameter was changed.
-            ValueError: ranks that work on the same differ in their losses, numbers of batches or buffers.
+            ValueError: ranks of the same replica differ in their losses, numbers of batches or buffers.
         """
         self._check_count(batches)
         total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
@@ -109,10 +112,10 @@ class CustomModuleTrainer:
         return mean
 
     def evaluate(self, batches: Sequence[Any]) -> float:
-        """The mean loss of this replica's batches and the others', the same on every rank; the module in `eval` mode.
+        """Return the mean loss over all replicas' batches, the same on every rank; runs the module in `eval` mode.
 
         Raises:
-            ValueError: as `step`; or nothing was predicted.
+            ValueError: as `step`; or there were no targets.
         """
         self._check_count(batches)
         total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
@@ -123,7 +126,7 @@ class CustomModuleTrainer:
                 loss, count = self._loss(self.module, batch)
                 total += loss.double()
                 predicted += count
-        # Not `train()`: what was frozen by `eval()` stays so.
+        # Not `train()`: parts that were frozen by `eval()` stay so.
         for part in trained:
             part.training = True
         reshard_parameters(self.module)
@@ -133,7 +136,7 @@ class CustomModuleTrainer:
         return loss_sum / targets
 
     def save(self, root: str | Path, step: int, *, keep: int = 2) -> Path:
-        """Save the state after `step` under a directory that all ranks share, of which the newest `keep` stay.
+        """Save the state after `step` in a directory that all ranks share, and keep the newest `keep` checkpoints.
 
         Any layout and ZeRO stage can load it. Collective; returns when it is durable.
 
@@ -144,24 +147,24 @@ class CustomModuleTrainer:
         return save(self._parallel_module, self._mesh, Path(root), step, keep)
 
     def load(self, root: str | Path) -> int:
-        """Go on from the newest whole checkpoint of a directory; the step it was saved after, 0 where there is none.
+        """Resume from the newest intact checkpoint of a directory; return its step, 0 if there is none.
 
         Raises:
-            CheckpointMismatchError: it is of another module.
-            ForeignCheckpointError: it is of a model of the runtime, or another version wrote it.
+            CheckpointMismatchError: it belongs to another module.
+            ForeignCheckpointError: it contains a built-in model, or another version wrote it.
             CheckpointVolumeError: a rank cannot read it, or does not see it.
         """
         reshard_parameters(self.module)
         return load(self._parallel_module, self._mesh, Path(root))
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[float]]:
-        """Those of `shards`, whole; and of which parameters this rank has computed one."""
+        """Return the complete gradients of `shards`, and for which parameters this rank has computed one."""
         unfrozen = [shard.name for shard in self._parallel_module.frozen if shard.parameter.requires_grad]
         if unfrozen:
             raise ValueError(f"{', '.join(unfrozen)} was frozen when the trainer was made: make a new one to train it")
         used = [float(shard.parameter.grad is not None) for shard in self._parallel_module.trained_shards]
         for shard in self._parallel_module.trained_shards:
-            # A part of the module that this replica's batches do not use; others' may.
+            # This replica's batches do not use that part of the module; other replicas' batches may.
             if shard.parameter.grad is None:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         gradients = self._parallel_module.replicas.reduce()
@@ -185,7 +188,7 @@ class CustomModuleTrainer:
         )
         dist.all_reduce(sums)
         loss, loss_over_ranks, scale, *others = sums.tolist()
-        # Not to the bit: on GPUs some sums have no fixed order.
+        # Not bitwise: on GPUs some sums have no fixed order.
         if abs(loss_over_ranks - ranks * loss) > _SAME * scale:
             raise ValueError(
                 "the ranks of a tensor group computed different losses of one batch: give them the same batch, draw "

@@ -1,1 +1,1 @@
-"""The training text as a deterministic stream of samples."""
+"""The corpus as a deterministic stream of samples."""

@@ -1,4 +1,4 @@
-"""What a replica trains on in one step: tokens, what to predict, and where each token stands."""
+"""A replica's data for one step: tokens, targets, and each token's position."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from typing import Self
 import torch
 
 IGNORED = -100
-"""A target that is not predicted."""
+"""The target of a token that has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMetadata:
-    """Where the tokens of a batch stand. Every stage has them: they are not sent along a pipeline."""
+    """Positions and documents of the tokens of a batch. Every stage has them: they are not sent along a pipeline."""
 
     positions: torch.Tensor | None = None
-    """int64 [batch, length], what rotary embedding turns by; None for 0, 1, ... in each row."""
+    """int64 [batch, length], positions for rotary embedding; None for 0, 1, ... in each row."""
     documents: torch.Tensor | None = None
-    """int64 [batch, length], which document of its row a token belongs to, never less than before it: attention stays
-    inside. None for one."""
+    """int64 [batch, length], the document of each token in its row, never decreasing. Attention stays inside a
+    document. None for one document per row.
+    """
     row_length: int | None = None
-    """Tokens of a whole row, where a rank holds a slice of it; None where it holds all."""
+    """Tokens of a full row, if this rank has a slice of it; None if it has all of it."""
     row_documents: torch.Tensor | None = None
-    """int64 [batch, tokens of a whole row], `documents` of all of it, always on the CPU: what attention leaves out is
-    decided there."""
+    """int64 [batch, tokens of a full row], `documents` of the entire row, always on the CPU: attention blocks are
+    determined there.
+    """
     token_indices: torch.Tensor | None = None
-    """int64 [batch, length], the number of each token among all that the run trains on: what dropout draws by."""
+    """int64 [batch, length], the index of each token among all training tokens of the run: dropout's random numbers
+    depend on it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,10 @@ class Batch:
 
     @classmethod
     def of(cls, samples: torch.Tensor, numbers: Sequence[int] | None = None) -> Self:
-        """The batch that predicts each next token of samples, int64 [batch, length + 1].
+        """Build the batch that predicts each next token of samples, int64 [batch, length + 1].
 
-        A token that is not to be predicted stands in a sample as its complement, -1 - token. `numbers` are those of the
-        samples in the run; 0, 1, ... when left out.
+        In a sample, a token that is not a target is stored as its complement, -1 - token. `numbers` are the samples'
+        numbers in the run; 0, 1, ... by default.
         """
         rows, length = len(samples), samples.shape[1] - 1
         each = torch.tensor(range(rows) if numbers is None else numbers, device=samples.device)
@@ -68,14 +72,14 @@ class Batch:
 
     @property
     def token_metadata(self) -> TokenMetadata:
-        """What the layers are told of the tokens."""
+        """Return the metadata of the tokens for the layers."""
         return TokenMetadata(self.positions, self.documents, self.row_length, self.row_documents, self.token_indices)
 
     def chunk(self, count: int) -> list[Self]:
-        """`count` micro-batches of the same number of rows.
+        """Split into `count` micro-batches with the same number of rows.
 
         Raises:
-            ValueError: the rows do not divide.
+            ValueError: the rows do not divide evenly.
         """
         rows, rest = divmod(len(self.tokens), count)
         if rest:
@@ -83,12 +87,12 @@ class Batch:
         return [self.each(partial(_rows, first=index * rows, count=rows)) for index in range(count)]
 
     def to(self, device: torch.device) -> Self:
-        """The batch on a device."""
+        """Return the batch on a device."""
         moved = self.each(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, row_documents=self.row_documents)
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The batch with every tensor that it has changed alike."""
+        """Return the batch with `change` applied to every tensor."""
         return type(self)(
             change(self.tokens),
             change(self.targets),

@@ -1,9 +1,8 @@
-"""A corpus as one long row of tokens, read where needed.
+"""A corpus as one long row of tokens, read on demand.
 
-Bytes of text files are tokens as they stand: only sizes are held in memory, so a rank starts at once and the corpus may
-be larger than memory. Every other format is tokenized into shards first (`tokenized_shards`), unless it is shards
-already. The
-page cache keeps what is read again.
+In text files bytes are tokens: only file sizes are kept in memory, so a rank starts at once and the corpus may be
+larger than memory. Every other format is tokenized into shards first (`tokenized_shards`), unless it already is shards.
+The page cache speeds up repeated reads.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
 
 _MAX_NAMED = 5
-"""Files or folders that an error names: enough to see what was meant."""
+"""Maximum number of files or directories in an error message."""
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 class CorpusError(DataError):
-    """The training text cannot be used. The message names the field and the fix."""
+    """The corpus cannot be used. The message names the field and the fix."""
 
 
 @contextmanager
 def naming_corpus(path: str | None) -> Iterator[None]:
-    """Lets errors say which corpus of a mixture they are about; without a mixture there is one alone."""
+    """Make errors name the corpus of a mixture; without a mixture there is only one corpus."""
     try:
         yield
     except DataError as error:
@@ -55,21 +54,22 @@ class Corpus(Protocol):
         """The token after each document."""
 
     def __len__(self) -> int:
-        """Tokens of the whole row."""
+        """Number of tokens in the entire row."""
 
     @property
     def fingerprint(self) -> str:
-        """Whether two machines, or two starts of a run, see the same row of tokens."""
+        """Hash that is equal if two machines, or two starts of a run, read the same row of tokens."""
 
     def documents(self, start: int, stop: int) -> list[int]:
-        """Tokens of each document, its separator with it, among the tokens at `start` to `stop - 1`.
+        """Return the number of tokens of each document, including its separator, among the tokens at `start` to `stop -
+        1`.
 
         Raises:
             DataError: they cannot be read.
         """
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """The tokens at `start` to `stop - 1`, int64 [stop - start].
+        """Return the tokens at `start` to `stop - 1`, int64 [stop - start].
 
         Raises:
             DataError: they cannot be read.
@@ -80,7 +80,7 @@ class TextCorpus:
     """Files whose bytes are the tokens.
 
     Raises:
-        CorpusError: there is no document with any content.
+        CorpusError: all documents are empty, or there are none.
     """
 
     separator = BYTE_SEPARATOR
@@ -102,7 +102,7 @@ class TextCorpus:
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
     def documents(self, start: int, stop: int) -> list[int]:
-        """See `Corpus.documents`. Sizes tell them: no file is read."""
+        """See `Corpus.documents`. Computed from file sizes: reads no file."""
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
         ends = [end for end in self._ends[first:last].tolist() if end < stop]
         borders = [start, *ends, stop] if start < stop else []
@@ -150,10 +150,11 @@ class ShardCorpus(TokenShards):
 
 
 def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:
-    """The corpus that `data` names, or the one of its mixture at `path`; `data_dir` is the root of the mounted volume.
+    """Open the corpus that `data` names, or the mixture's corpus at `path`; `data_dir` is the root of the mounted
+    volume.
 
     Raises:
-        DataError: there is no volume, nothing in it matches, or it cannot be read.
+        DataError: there is no volume, no file matches, or the corpus cannot be read.
     """
     if data.source is DataSource.PYTHON_STDLIB:
         library = LocalFolder(Path(sysconfig.get_path("stdlib")), _EXCLUDED_FOLDERS)
@@ -177,10 +178,10 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
 
 
 def matching_files(source: TextSource) -> list[FileEntry]:
-    """The files that `data.pattern` names.
+    """Return the files that match `data.pattern`.
 
     Raises:
-        CorpusError: none has any content; says which files there are.
+        CorpusError: all of them are empty, or none matches; lists the existing files.
     """
     entries = source.files()
     if any(entry.size for entry in entries):
@@ -194,10 +195,10 @@ def matching_files(source: TextSource) -> list[FileEntry]:
 
 
 def read_tokens_manifest(folder: Folder) -> TokensManifest:
-    """The manifest of the folder of a corpus of tokens.
+    """Read the manifest in the directory of a tokenized corpus.
 
     Raises:
-        CorpusError: there is none that can be read.
+        CorpusError: it is missing or cannot be read.
     """
     try:
         return read_manifest(folder)
@@ -213,10 +214,10 @@ def _open_shards(folder: Folder) -> ShardCorpus:
 
 
 def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
-    """The folder of the corpus, or of the one of the mixture at `path`.
+    """Open the directory of the corpus, or of the mixture's corpus at `path`.
 
     Raises:
-        DataError: no volume is mounted, or there is no such folder; says which there are.
+        DataError: no volume is mounted, or the directory does not exist; lists the existing ones.
     """
     root = data_root(data, data_dir)
     try:
@@ -231,7 +232,7 @@ def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = No
 
 
 def data_root(data: DataSpec, data_dir: str | None) -> str:
-    """The folder of the data, as a path or a URI.
+    """Return the directory of the data, as a path or a URI.
 
     Raises:
         CorpusError: no volume is mounted.

@@ -1,4 +1,4 @@
-"""A corpus in two: what is trained on, and the last documents, which never are."""
+"""Splits a corpus into training documents and held-out documents: the last ones, which are never trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCAN_TOKENS = 1 << 20
 
 
 class CorpusSlice:
-    """The tokens `first` to `last - 1` of a corpus, whole documents."""
+    """The tokens `first` to `last - 1` of a corpus; contains only full documents."""
 
     def __init__(self, corpus: Corpus, first: int, last: int) -> None:
         self._corpus = corpus
@@ -43,10 +43,10 @@ class CorpusSlice:
 
 
 def split_held_out(corpus: Corpus, share: float) -> tuple[CorpusSlice, CorpusSlice]:
-    """What is trained on and what is held out: about `share` of the tokens, from the first document that begins there.
+    """Split into training and held-out parts. About `share` of the tokens are held out, from a document boundary on.
 
     Raises:
-        CorpusError: no document begins there.
+        CorpusError: there is no document boundary there.
     """
     cut = int(len(corpus) * (1 - share))
     begin = _next_document(corpus, cut)
@@ -59,7 +59,7 @@ def split_held_out(corpus: Corpus, share: float) -> tuple[CorpusSlice, CorpusSli
 
 
 def _next_document(corpus: Corpus, start: int) -> int:
-    """Where the first document begins of those that begin at `start` or later; the end when none does."""
+    """Return where the first document at or after `start` begins; the end of the corpus if there is none."""
     for position in range(max(0, start - 1), len(corpus), _SCAN_TOKENS):
         separators = np.flatnonzero(
             corpus.tokens(position, min(position + _SCAN_TOKENS, len(corpus))) == corpus.separator

@@ -1,12 +1,13 @@
-"""Dealing the rows of a step to replicas so that none waits for another with longer documents.
+"""Assigns the rows of a step to replicas so that none waits for another with longer documents.
 
-With documents apart, a row of one long document costs more attention than a row of many short ones. All replicas wait
-for the slowest at the end of a step, and under ZeRO-3 in every layer. So rows are sorted by cost and dealt in rounds:
-each round holds as many rows as there are replicas, all of about the same cost, and gives the dearest of them to the
-replica that has least so far. Every replica gets the same number of rows, and the sums of two replicas differ by at
-most the widest round: if the sums so far span S and a round's costs span R, they span at most max(S, R) after it.
+Between documents there is no attention, so a row with one long document costs more than a row with many short ones. All
+replicas wait for the slowest at the end of a step, and under ZeRO-3 in every layer. Rows are therefore sorted by cost
+and assigned in rounds. Each round has as many rows as there are replicas, all of about the same cost, and gives the
+most expensive one to the replica with the lowest sum so far. Every replica gets the same number of rows, and the sums
+of two replicas differ by at most the widest round: if the sums so far span S and a round's costs span R, they span at
+most max(S, R) after it.
 
-Numbers alone decide: every replica deals alike without a word to the others.
+The assignment is deterministic: every replica computes the same one without communication.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ class RowCost:
 
     @classmethod
     def of(cls, model: Architecture) -> RowCost:
-        """What a model's matrices and its causal attention take, twice a multiply-add; half of the scores count."""
+        """Return the cost of a model's matrices and its causal attention: two FLOPs per multiply-add, half of the
+        scores.
+        """
         matrices = model.layers * model.layer_parameters + model.vocab_size * model.hidden_size
         return cls(2 * matrices, 2 * model.layers * model.heads * model.head_size)
 
     def row(self, documents: Iterable[int]) -> int:
-        """Cost of a row with documents of these lengths."""
+        """Return the cost of a row with documents of these lengths."""
         return sum(self.linear * length + self.quadratic * length * length for length in documents)
 
 
 def assign_rows(costs: Sequence[int], replicas: int, micro_batches: int) -> list[list[int]]:
-    """The rows of each replica, as indices into `costs`, micro-batch after micro-batch.
+    """Return the rows of each replica, as indices into `costs`, micro-batch by micro-batch.
 
-    Rounds go to micro-batches forth and back, so that these too are alike.
+    Rounds are assigned to micro-batches in alternating order, so that these are balanced too.
 
     Raises:
         ValueError: the rows do not divide into `replicas` times `micro_batches`.

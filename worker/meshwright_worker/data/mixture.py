@@ -1,4 +1,4 @@
-"""Samples of several corpora, dealt by weight."""
+"""Samples of several corpora, mixed by weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright_worker.data.token_cache import data_source, open_data_tokenizer
 
 
 class MixtureStream:
-    """Samples of several streams: which one a sample comes from, its number alone decides (`Mixture`)."""
+    """Samples of several streams. A sample's number alone determines its stream (`Mixture`)."""
 
     def __init__(self, streams: Sequence[SampleStream | PromptCompletionStream], mixture: Mixture) -> None:
         self._streams = streams
@@ -35,7 +35,7 @@ class MixtureStream:
 
     @property
     def separator(self) -> int:
-        """The token after each document: all corpora of a mixture have one tokenizer."""
+        """The token after each document: all corpora of a mixture have the same tokenizer."""
         return self._streams[0].separator
 
     def rows(self, samples: Sequence[int]) -> torch.Tensor:
@@ -55,7 +55,7 @@ Stream = SampleStream | PromptCompletionStream | MixtureStream
 def open_stream(
     data: DataSpec, data_dir: str | None, sequence_length: int, seed: int, *, held_out: bool = False
 ) -> Stream:
-    """The samples that `data` names; with `held_out` those that are never trained on.
+    """Open the samples that `data` names; with `held_out`, the held-out samples.
 
     Raises:
         DataError: they cannot be read, or are too few.

@@ -1,7 +1,8 @@
-"""Rows of several documents, each of which is trained on as if it were alone in its row.
+"""Rows of several documents, each of which is trained on as if it had its own row.
 
-Positions begin again with each document, attention stays inside it (`Places`), and what follows it is not predicted
-from it. So packing changes neither loss nor gradient; it only leaves out the padding (arXiv 2107.02027).
+Positions restart at each document, attention stays inside it (`TokenMetadata`), and a document's last token does not
+predict the next document. Packing therefore changes neither loss nor gradient; it only removes padding (arXiv
+2107.02027).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from meshwright_worker.data.batch import IGNORED, Batch
 
 
 def make_batch(samples: torch.Tensor, data: DataSpec, separator: int, numbers: Sequence[int] | None = None) -> Batch:
-    """The batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` asks.
+    """Build the batch that predicts each next token of samples, int64 [rows, length + 1], packed as `data` requires.
 
-    `numbers` are those of the samples in the run, see `Batch.of`.
+    `numbers` are the samples' numbers in the run, see `Batch.of`.
     """
     batch = Batch.of(samples, numbers)
     return separate_documents(batch, separator) if data.packing is Packing.DOCUMENTS else batch
 
 
 def separate_documents(batch: Batch, separator: int) -> Batch:
-    """A batch of rows in which each document ends with a `separator`, with the documents told apart.
+    """Build a batch of rows whose documents end with `separator`, and mark each token's document.
 
-    A row may begin and end inside a document: the piece is a document of its own.
+    A row may begin and end inside a document: each piece counts as a document.
     """
     tokens = batch.tokens
     ends = tokens == separator

@@ -1,7 +1,7 @@
-"""A random order of n things that needs no memory: where thing i goes is computed, not looked up.
+"""A random permutation of n items that needs no memory: the position of item i is computed, not looked up.
 
-A balanced Feistel network is a bijection of [0, 2^(2h)) whatever its round function; walking along its cycle until the
-value is below n restricts it to [0, n) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+A balanced Feistel network is a bijection of [0, 2^(2h)) for any round function. Repeating it until the value is below n
+restricts it to [0, n) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _ROUNDS = 4
 
 
 class Permutation:
-    """A bijection of `range(size)`, chosen by `key`. Equal on every machine.
+    """A bijection of `range(size)`, chosen by `key`. The same on every machine.
 
     Raises:
         ValueError: `size` is below 1.
@@ -27,7 +27,7 @@ class Permutation:
         self._mask = (1 << self._half_bits) - 1
 
     def __call__(self, index: int) -> int:
-        """Where `index` goes.
+        """Return the position of `index`.
 
         Raises:
             IndexError: `index` is not in `range(size)`.

@@ -1,7 +1,7 @@
-"""The next step's samples, read in a thread while the present step is trained on.
+"""Reads the next step's samples in a thread during the current step.
 
-One thread does all the reading, so streams need no lock, and it never is more than one step ahead. What reading raises
-is raised when the step that needs it begins, as it would be without the thread.
+One thread does all the reading, so streams need no lock, and it is never more than one step ahead. An error while
+reading is raised when the step that needs the samples begins, as it would be without the thread.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from meshwright_worker.distributed.device import use_device
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What a replica trains on in one step."""
+    """A replica's samples of one step."""
 
     numbers: Sequence[int]
-    """Of the samples in the run."""
+    """The samples' numbers in the run."""
     samples: torch.Tensor
     """int64 [rows, length + 1]."""
     batch: Batch
-    """On the CPU; page-locked where a GPU copies it beside its work."""
+    """On the CPU; in pinned memory if a GPU copies it asynchronously."""
 
 
 class Prefetcher:
     """Reads by the number of a step's first sample.
 
     Args:
-        read: gives what the replica trains on in the step that begins with this sample; runs in the thread alone.
-        device: what it is for.
+        read: returns the replica's samples of the step that begins with this sample; only called in the thread.
+        device: the device that the batch is for.
     """
 
     def __init__(self, read: Callable[[int], StepSamples], device: torch.device) -> None:
@@ -43,7 +43,9 @@ class Prefetcher:
         self._prefetched: tuple[int, Future[StepSamples]] | None = None
 
     def take(self, first: int, next_first: int | None) -> StepSamples:
-        """The samples of the step that begins with sample `first`; begins to read those of `next_first`, if any."""
+        """Return the samples of the step that begins with sample `first`; start to read those of `next_first`, if
+        given.
+        """
         prefetched = self._prefetched
         future = (
             prefetched[1]
@@ -57,11 +59,11 @@ class Prefetcher:
         return read
 
     def close(self) -> None:
-        """Read no more. What is being read is dropped when it is there."""
+        """Stop reading. A read in progress finishes and its result is dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
-        # Page-locking goes through a device's context.
+        # Pinning memory uses a device context.
         use_device(self._device)
 
     def _read_step(self, first: int) -> StepSamples:
@@ -70,5 +72,5 @@ class Prefetcher:
 
 
 def pin_batch(batch: Batch, device: torch.device) -> Batch:
-    """The batch, page-locked if it is for a GPU: a copy from other memory waits for the GPU's work and for itself."""
+    """Return the batch, in pinned memory if it is for a GPU: a copy from pageable memory is synchronous."""
     return batch.each(torch.Tensor.pin_memory) if device.type == "cuda" else batch

@@ -1,4 +1,4 @@
-"""Whose text an island trains on: all of it, or with FedAvg files of its own that no other island reads."""
+"""Determines the corpus of an island: the entire corpus, or with FedAvg separate files that no other island reads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks
 
 
 def is_federated(training: TrainingSpec) -> bool:
-    """Whether each island has text of its own."""
+    """Return whether each island has a separate corpus."""
     return training.outer is not None and training.outer.method is OuterMethod.FED_AVG
 
 
 def island_data_dir(run: RunConfig, data_dir: str | None, rank: int) -> str | None:
-    """The folder of a rank's text below the data volume's. Rank and layout tell it: no group has formed yet."""
+    """Return the directory of a rank's corpus on the data volume. Uses rank and layout, since no group exists yet."""
     if data_dir is None or run.training is None or not is_federated(run.training):
         return data_dir
     # Replicas are the outermost dimension, so an island has consecutive ranks.
@@ -31,7 +31,7 @@ def island_data_dir(run: RunConfig, data_dir: str | None, rank: int) -> str | No
 
 
 def combined_identity(training: TrainingSpec, identity: str, mesh: Mesh) -> str | None:
-    """What names the text of all islands; None when ranks that must have the same have not. Collective."""
+    """Return the identity of all islands' corpora; None if ranks that need the same corpus differ. Collective."""
     if not is_federated(training):
         return identity if is_same_on_all_ranks(identity, mesh) else None
     size = mesh.layout.world_size // (mesh.islands.size() if mesh.islands is not None else 1)
@@ -45,42 +45,42 @@ def combined_identity(training: TrainingSpec, identity: str, mesh: Mesh) -> str 
 
 @dataclass(frozen=True, slots=True)
 class SampleAssignment:
-    """Whose samples a replica takes: its own part of its island's part of a step."""
+    """The samples that a replica takes: its part of its island's part of a step."""
 
     island: int = 0
     islands: int = 1
     replica: int = 0
-    """Among those of the island."""
+    """Index of the replica in its island."""
     replicas: int = 1
     separate_data: bool = False
-    """Whether each island numbers samples of its own text, or all share one row of samples."""
+    """Whether each island numbers the samples of a separate corpus, or all share one numbering."""
 
     @classmethod
     def of(cls, training: TrainingSpec, mesh: Mesh) -> Self:
-        """This rank's place."""
+        """Return this rank's assignment."""
         islands = mesh.islands.size() if mesh.islands is not None else 1
         replicas = mesh.layout.data // islands
         return cls(mesh.island, islands, mesh.coordinates.data % replicas, replicas, is_federated(training))
 
     def island_samples(self, step: range) -> range:
-        """The numbers of the samples that the island takes, of those of a step over all islands.
+        """Return the numbers of the samples that the island takes, of a step's samples over all islands.
 
-        Islands of their own texts have as many each, so an island is at its part of the count.
+        Islands with separate corpora take equally many samples each, so an island's numbers are its share of the count.
         """
         share = len(step) // self.islands
         first = step.start // self.islands if self.separate_data else step.start + self.island * share
         return range(first, first + share)
 
     def replica_samples(self, step: range) -> range:
-        """The numbers of the samples that this replica takes."""
+        """Return the numbers of the samples that this replica takes."""
         own = self.island_samples(step)
         share = len(own) // self.replicas
         return own[self.replica * share : (self.replica + 1) * share]
 
     def balanced_samples(self, step: range, cost: Callable[[int], int], micro_batches: int) -> list[int]:
-        """`replica_samples` with the island's samples dealt to its replicas by their costs.
+        """Return `replica_samples`, with the island's samples balanced over its replicas by cost.
 
-        What an island trains on stays the same: balancing changes who of it computes what.
+        The island's samples stay the same: balancing only changes which replica computes which.
         """
         own = self.island_samples(step)
         assigned = assign_rows([cost(sample) for sample in own], self.replicas, micro_batches)

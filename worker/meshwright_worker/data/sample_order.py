@@ -1,7 +1,7 @@
-"""Which tokens sample number i of a run is. Nothing but i, the text and the seed decides it.
+"""Maps sample number i of a run to its tokens. The mapping depends only on i, the corpus and the seed.
 
 Samples are numbered from the beginning of the run, over all epochs. A step consumes the next `global batch` numbers and
-each replica takes a slice of them, so the one number "samples consumed" is the whole position of the stream, and a
+each replica takes a slice of them. The number of consumed samples is therefore the entire position of the stream, and a
 change of layout neither loses nor repeats a sample.
 """
 
@@ -18,11 +18,11 @@ from meshwright_worker.data.permutation import Permutation
 class SampleStream:
     """Samples of `sequence_length + 1` tokens, in a new random order each epoch.
 
-    A sample's last token is the next one's first in the text, so that every token of the text is predicted once an
-    epoch; what remains at the end and does not fill a sample is left out.
+    A sample's last token is the next one's first in the corpus, so that every token is predicted once per epoch. The
+    rest at the end, which does not fill a sample, is dropped.
 
     Raises:
-        CorpusError: the text is shorter than one sample.
+        CorpusError: the corpus is shorter than one sample.
     """
 
     def __init__(self, corpus: Corpus, sequence_length: int, seed: int) -> None:
@@ -40,7 +40,7 @@ class SampleStream:
 
     @property
     def identity(self) -> str:
-        """Names the stream: two streams of equal identity give the same sample for every number."""
+        """Name of the stream: two streams with the same identity return the same sample for every number."""
         return f"{self._corpus.fingerprint[:32]}/{self._length}/{self._seed}"
 
     @property
@@ -49,11 +49,11 @@ class SampleStream:
         return self._corpus.separator
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples `first` to `first + count - 1`, int64 [count, sequence_length + 1] on the CPU."""
+        """Return samples `first` to `first + count - 1`, int64 [count, sequence_length + 1] on the CPU."""
         return self.rows(range(first, first + count))
 
     def rows(self, samples: Sequence[int]) -> torch.Tensor:
-        """The samples of these numbers, int64 [count, sequence_length + 1] on the CPU."""
+        """Return the samples of these numbers, int64 [count, sequence_length + 1] on the CPU."""
         batch = torch.empty(len(samples), self._length + 1, dtype=torch.int64)
         for row, sample in enumerate(samples):
             start = self._sequence(sample) * self._length
@@ -61,7 +61,7 @@ class SampleStream:
         return batch
 
     def documents(self, sample: int) -> list[int]:
-        """Lengths of the documents, and pieces of documents, that a sample's `sequence_length` inputs are made of."""
+        """Return the lengths of the documents, and pieces of documents, in a sample's `sequence_length` inputs."""
         start = self._sequence(sample) * self._length
         return self._corpus.documents(start, start + self._length)
 

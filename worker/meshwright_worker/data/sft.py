@@ -1,4 +1,4 @@
-"""Prompts with completions as samples: supervised fine-tuning, with the loss on completions alone."""
+"""Prompts with completions as samples: supervised fine-tuning, with the loss only on completions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Pair = tuple[list[int], list[int]]
 
 
 class PromptCompletionStream:
-    """A record a sample, in a new random order each epoch; what a record leaves of its sample is filled up.
+    """One record per sample, in a new random order each epoch; a sample's rest after its record is padded.
 
-    Samples are int64 [length + 1]; prompt and filling are not predicted and stand as complements (`Batch.of`). A
-    record's completion ends with the separator; what does not fit is cut off at the end.
+    Samples are int64 [length + 1]; prompt and padding are not targets and are stored as complements (`Batch.of`). A
+    record's completion ends with the separator; a record that is too long is truncated.
 
     Args:
         pairs: the records, in a fixed order.
         length: tokens of a sequence.
-        seed: decides the order.
-        separator: ends a completion, and fills.
+        seed: determines the order.
+        separator: ends a completion, and is used as padding.
 
     Raises:
         CorpusError: there is no record.
@@ -86,12 +86,12 @@ class PromptCompletionStream:
 
 
 def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pair]:
-    """The records of every file of a source, in the order of names and lines.
+    """Read the records of every file of a source, in the order of names and lines.
 
     Raises:
-        CorruptRecordError: a record cannot be read or has no room for its completion, and `data.onCorruptRecord` is
+        CorruptRecordError: a record cannot be read, or its completion does not fit, and `data.onCorruptRecord` is
             `Fail`.
-        DataError: no file matches, none holds a record, or an archive is broken.
+        DataError: no file matches, none contains a record, or an archive is broken.
     """
     skipped = SkippedRecords()
     pairs: list[Pair] = []
@@ -115,7 +115,7 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
 
 
 def select_split(pairs: list[Pair], share: float, *, held_out: bool) -> list[Pair]:
-    """The first records, or with `held_out` the last ones that make up `share` of them."""
+    """Return the first records or, with `held_out`, the last ones, which are `share` of all."""
     cut = len(pairs) - int(len(pairs) * share)
     return pairs[cut:] if held_out else pairs[:cut]
 

@@ -1,7 +1,7 @@
-"""Text that is tokenized when a worker starts: once a pod, whoever of its ranks comes first; the others wait.
+"""Tokenizes text when a worker starts, once per pod: the first rank does it, the others wait.
 
-The tokens lie in scratch space under a name made from everything that decides them, so a restarted rank finds them
-again, and nothing stale is ever used. Large corpora are better tokenized once for all: `meshwright data tokenize`.
+The tokens are in scratch space, under a name derived from all inputs. A restarted rank reuses them, and stale tokens
+are never used. Large corpora should be tokenized once for all jobs: `meshwright data tokenize`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from meshwright.data.tokenizers import Tokenizer, open_tokenizer
 log = logging.getLogger(__name__)
 
 ENV_CACHE_DIR = "MESHWRIGHT_CACHE_DIR"
-"""Where to keep the tokens instead of the temporary directory: a volume that outlives the pod saves the work."""
+"""Directory for the tokens instead of the temporary directory: use a volume that outlives the pod to tokenize once."""
 _VERSION = "2"
-"""Another one when the same text and tokenizer give other tokens than before. 2: special tokens in text are text."""
+"""Changed whenever the same text and tokenizer give other tokens. 2: special tokens in text are ordinary text."""
 
 
 def open_data_tokenizer(data: DataSpec, root: str) -> Tokenizer:
-    """The tokenizer that `data` names; `root` is the folder or URI of the data.
+    """Open the tokenizer that `data` names; `root` is the directory or URI of the data.
 
     Raises:
         DataError: it cannot be opened.
@@ -44,7 +44,7 @@ def open_data_tokenizer(data: DataSpec, root: str) -> Tokenizer:
 
 
 def open_tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
-    """The tokenizer whose file lies at `file` below a folder or URI.
+    """Open the tokenizer in the file `file` below a directory or URI.
 
     Raises:
         DataError: it cannot be opened.
@@ -60,17 +60,19 @@ def open_tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
 
 
 def data_source(data: DataSpec, folder: Folder, path: str | None = None) -> TextSource:
-    """What to read of a folder of `data`; with a mixture the one at `path`. The tokenizer's own file is no text."""
+    """Return which files of a directory to read; with a mixture, those of the corpus at `path`. Excludes the
+    tokenizer's file.
+    """
     file = data.tokenizer_file and posixpath.relpath(f"/{data.tokenizer_file}", f"/{path or ''}")
     return TextSource(folder, data.pattern, data.format, data.field, data.on_corrupt_record, file)
 
 
 def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Folder:
-    """The folder of shards with the tokens of `source`, made now if no rank of this pod has made it yet.
+    """Return the directory of shards with the tokens of `source`; creates it unless a rank of this pod already has.
 
     Raises:
         CorruptRecordError: a record cannot be read, and `data.onCorruptRecord` is `Fail`.
-        DataError: nothing matches, or a file cannot be read.
+        DataError: no file matches, or a file cannot be read.
     """
     base = Path(os.environ.get(ENV_CACHE_DIR) or tempfile.gettempdir()) / f"meshwright-tokens-{os.getuid()}"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Folder:
 
 
 def _is_complete(target: Path) -> bool:
-    """Whether all tokens are there; a cache on a volume outlives much."""
+    """Return whether all tokens are there: a cache on a volume may outlive the process that writes it."""
     try:
         TokenShards(LocalFolder(target))
     except DataError:
@@ -108,5 +110,5 @@ def _tokenize(source: TextSource, tokenizer: Tokenizer, target: Path) -> None:
 def _key(source: TextSource, tokenizer: Tokenizer) -> str:
     parts = [_VERSION, tokenizer.identity, source.kind, source.key, source.on_corrupt, source.folder.where]
     parts += [f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in source.files()]
-    # A name need not be UTF-8, and neither need a folder's.
+    # A name need not be valid UTF-8, and neither need a directory's.
     return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Which tokenizer a run's text is written in, so that its checkpoints can be read by whoever asks them for text."""
+"""Records the tokenizer of a run's corpus, so that text can be generated from its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ VOCABULARY = BYTE_VOCABULARY
 
 
 class TokenizerRecord(ApiModel):
-    """A tokenizer as a checkpoint names it."""
+    """The tokenizer's record in a checkpoint."""
 
     kind: Kind
-    """How text becomes tokens."""
+    """How text is tokenized."""
     identity: str
-    """See `Tokenizer.identity`: a file of another identity gives other tokens."""
+    """See `Tokenizer.identity`: a file with another identity gives other tokens."""
     file: str | None = None
     """Path or URI at which the run found the tokenizer's file; None for bytes."""

@@ -1,8 +1,8 @@
-"""Whether the model's embedding has a row for every id of the tokenizer, known before any process group forms.
+"""Checks that the model's embedding has a row for every token id, before any process group is created.
 
-An id without a row would raise deep inside a kernel; under tensor parallelism it belongs to no rank's part, and so
-would be a zero embedding and a wrong loss without any sign. Only the tokenizer's file and the manifests of tokens are
-read: neither text nor shards.
+An id without a row would raise deep inside a kernel. Under tensor parallelism it would belong to no rank's part, and
+silently give a zero embedding and a wrong loss. The check reads only the tokenizer's file and the manifests of tokens,
+neither text nor shards.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshwright_worker.trainer.run_validation import InvalidRunError
 
 
 def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> TokenizerRecord:
-    """What this rank's text is written in, after making sure that the model's vocabulary has all of it.
+    """Return the record of this rank's tokenizer, after checking that the model's vocabulary contains all of its ids.
 
     Raises:
-        InvalidRunError: it has not; names the nearest size that has a row for every id and divides over the ranks.
+        InvalidRunError: it does not; names the nearest size that has a row for every id and divides over the ranks.
         DataError: the tokenizer or a manifest cannot be read.
     """
     root = island_data_dir(task.run, task.data_dir, task.rank)
@@ -43,7 +43,7 @@ def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> Tok
 
 
 def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
-    """Folders of tokens, and one above the largest id that each may hold."""
+    """Return the directories of tokens, each with an upper bound (exclusive) of its ids."""
     if data.format is DataFormat.TOKENS:
         paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
         for path in paths:

@@ -1,8 +1,8 @@
-"""The conjugate pairs of collectives around a block that is split over a tensor group (Megatron-LM, arXiv 1909.08053).
+"""The conjugate pair of collectives around a tensor-parallel block (Megatron-LM, arXiv 1909.08053).
 
-What `enter_tensor_parallel` does forward, its counterpart `exit_tensor_parallel` does backward, and the other way
-round. Without sequence parallelism
-that is nothing and an all-reduce; with it (arXiv 2205.05198) an all-gather and a reduce-scatter along the positions.
+The forward pass of `enter_tensor_parallel` is the backward pass of `exit_tensor_parallel`, and the reverse. Without
+sequence parallelism they are the identity and an all-reduce; with it (arXiv 2205.05198) an all-gather and a
+reduce-scatter along the positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 _POSITIONS = 1
 
-# torch 2.13 renamed these two and warns of the names that older versions have.
+# torch 2.13 renamed these two and deprecates the names of earlier versions.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
@@ -22,7 +22,9 @@ reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_sin
 def all_gather_into(
     gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Fill `gathered`, [ranks, ...], with each rank's `own`, [...] or [1, ...]; the work under way with `async_op`."""
+    """Fill `gathered`, [ranks, ...], with each rank's `own`, [...] or [1, ...]. With `async_op`, return the pending
+    work.
+    """
     work: dist.Work | None = all_gather(gathered.flatten(), own.flatten(), group=group, async_op=async_op)
     return work
 
@@ -30,19 +32,21 @@ def all_gather_into(
 def reduce_scatter_into(
     own: torch.Tensor, send_buffer: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Fill `own`, [...], with the sum of every rank's row of this rank in `send_buffer`, [ranks, ...]."""
+    """Fill `own`, [...], with the sum over ranks of row `rank` of `send_buffer`, [ranks, ...], where `rank` is this
+    rank.
+    """
     work: dist.Work | None = reduce_scatter(own.flatten(), send_buffer.flatten(), group=group, async_op=async_op)
     return work
 
 
 def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum over ranks in place; nothing is issued where there is only one."""
+    """Sum over ranks in place; issues no collective for a group of one rank."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(x, group=group)
 
 
 def all_reduce_on(device: torch.device, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum over ranks in place, on `device`: NCCL takes nothing from main memory, where offloaded tensors are."""
+    """Sum over ranks in place, via `device`: NCCL cannot reduce tensors in host memory, where offloaded tensors are."""
     moved = x.to(device)
     dist.all_reduce(moved, group=group)
     if moved is not x:
@@ -50,14 +54,14 @@ def all_reduce_on(device: torch.device, x: torch.Tensor, group: dist.ProcessGrou
 
 
 def all_gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[batch, positions / n, ...] of each of the n ranks -> [batch, positions, ...]."""
+    """Gather [batch, positions / n, ...] of each of the n ranks into [batch, positions, ...]."""
     parts = x.new_empty((group.size(), *x.shape))
     all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts.transpose(0, _POSITIONS).flatten(_POSITIONS, _POSITIONS + 1)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of [batch, positions, ...], of which each keeps its [batch, positions / n, ...]."""
+    """Sum [batch, positions, ...] over ranks; each rank gets its [batch, positions / n, ...]."""
     parts = torch.stack(x.chunk(group.size(), dim=_POSITIONS))
     own = torch.empty_like(parts[0])
     reduce_scatter(own, parts.flatten(0, 1), group=group)
@@ -65,7 +69,7 @@ def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.
 
 
 def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, on all of them."""
+    """Return the sum over ranks, on every rank."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
@@ -97,12 +101,14 @@ class _ExitTensorParallel(torch.autograd.Function):
 
 
 def enter_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
-    """The residual stream as every rank of the group needs it: whole. Its gradient is summed over the ranks."""
+    """Return the full residual stream on every rank of the group. Its gradient is summed over the ranks."""
     entered: torch.Tensor = _EnterTensorParallel.apply(x, group, sequence)  # type: ignore[no-untyped-call]
     return entered
 
 
 def exit_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
-    """The sum of every rank's contribution to the residual stream; with `sequence` a rank keeps its own positions."""
+    """Return the sum of every rank's contribution to the residual stream; with `sequence`, only this rank's
+    positions.
+    """
     left: torch.Tensor = _ExitTensorParallel.apply(x, group, sequence)  # type: ignore[no-untyped-call]
     return left

@@ -1,7 +1,8 @@
-"""Which number formats a device computes in, decided from what it says of itself before any process group forms.
+"""Checks which number formats a device supports, from its properties, before any process group is created.
 
-On a CPU every format computes the same numbers, slowly, which is what a CPU is for here. A GPU is paid for its speed:
-what it would only emulate, or not compute at all, is refused with the nearest format that it has.
+A CPU computes every format correctly but slowly, which is acceptable for tests. A GPU must support the format in
+hardware: a format that it would only emulate, or lacks, is rejected, and the message names the nearest supported
+format.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from meshwright_worker.trainer.run_validation import InvalidRunError
 
 _NEEDS = {Precision.BF16: (8, 0), Precision.FP16: (5, 3)}
 """Compute capability of the first GPUs that multiply in a format (CUDA C++ Programming Guide, arithmetic instructions);
-all of them have fp32 and fp64."""
+all of them have fp32 and fp64.
+"""
 _FP8_NEEDS = (8, 9)
 _NEAREST = {
     Precision.BF16: (Precision.FP16, Precision.FP32),
@@ -26,15 +28,15 @@ _NEAREST = {
 
 
 class DeviceMissingError(RuntimeError):
-    """The pod has fewer GPUs than ranks. Another start, perhaps on another node, may find them again."""
+    """The pod has fewer GPUs than ranks. A restart, perhaps on another node, may fix it."""
 
 
 def validate_device(properties: DeviceProperties, ranks: int, training: TrainingSpec) -> None:
-    """Refuse a run that this rank's device cannot execute; `ranks` are those of its pod.
+    """Reject a run that this rank's device cannot execute; `ranks` is the number of ranks in its pod.
 
     Raises:
         DeviceMissingError: there are more ranks than GPUs.
-        InvalidRunError: see above; lists every problem.
+        InvalidRunError: the device does not support the run; lists every problem.
     """
     if properties.capability is not None and ranks > properties.count:
         raise DeviceMissingError(
@@ -46,7 +48,7 @@ def validate_device(properties: DeviceProperties, ranks: int, training: Training
 
 
 def device_problems(properties: DeviceProperties, precision: Precision, *, fp8: bool) -> Iterator[str]:
-    """What the device lacks, each with its field and the nearest value that works. Pure."""
+    """Return what the device does not support: each field and the nearest value that works. Pure."""
     if properties.capability is None:
         return
     needed = _NEEDS.get(precision, (0, 0))

@@ -1,7 +1,7 @@
-"""The process groups of one mesh generation, in the rank order that planner and operator gave.
+"""The process groups of one mesh generation, in the rank order that the planner and the operator assigned.
 
-Nothing is negotiated: rank, world size and master come from the operator, and the store's keys carry the generation, so
-a straggler of an older one meets nobody.
+Ranks negotiate nothing: rank, world size and master address come from the operator. The store's keys contain the
+generation, so a straggler of an older generation cannot join.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 DATA, PIPELINE, CONTEXT, TENSOR = "data", "pipeline", "context", "tensor"
 REPLICA = "replica"
-"""The ranks that hold the same dense parameters: data x context."""
+"""The ranks that have the same dense parameters: data x context."""
 SHARD, SHARD_REPLICA = "shard", "shard_replica"
-"""The replicas that share one set of shards, and those that hold the same part of it."""
+"""The replicas that share one set of shards, and those that have the same shard."""
 ISLAND = "island"
-"""The ranks in the same place of islands that train apart."""
+"""The ranks at the same coordinates in islands that train separately."""
 EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
-"""The ranks that hold different experts of a layer, and those that hold the same ones: together, the replicas."""
+"""The ranks that have different experts of a layer, and those that have the same ones: together, the replicas."""
 
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
-"""Ranks come when they have opened their data, which takes one pod longer than another where it is tokenized."""
+"""Ranks join once they have opened their data, which takes some pods longer than others if it is tokenized there."""
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among all ranks, and its groups."""
+    """This rank's coordinates among all ranks, and its groups."""
 
     layout: Layout
     rank: int
@@ -51,26 +51,27 @@ class Mesh:
     device_mesh: DeviceMesh
     """Dimensions `data`, `pipeline`, `context`, `tensor`."""
     replicas: DeviceMesh
-    """One dimension, the replicas that take every step together: `data` and `context` flattened, of this island."""
+    """One dimension: the replicas that take every step together (`data` and `context` of this island, flattened)."""
     hsdp_mesh: DeviceMesh | None
-    """Dimensions `shard_replica`, `shard`: the replicas, where one set of shards has only some of them."""
+    """Dimensions `shard_replica`, `shard`: the replicas, if a set of shards covers only some of them."""
     islands: DeviceMesh | None
-    """The one dimension `island`; None when all ranks take every step together."""
+    """One dimension, `island`; None if all ranks take every step together."""
     island_group: dist.ProcessGroup
-    """All ranks that take every step together: those of this island."""
+    """All ranks of this island: they take every step together."""
     experts: DeviceMesh
-    """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are spread over them;
-    `device_mesh` itself where they are not."""
+    """Dimensions `expert_replica`, `expert`, `pipeline`, `tensor`: the same ranks, as experts are distributed over
+    them. `device_mesh` itself if experts are not distributed.
+    """
     checkpoint_group: dist.ProcessGroup
     """All ranks, on gloo, for the thread that writes checkpoints while training uses the other groups."""
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank is."""
+        """This rank's coordinates."""
         return self.layout.coordinates(self.rank)
 
     def group(self, dimension: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `dimension` alone, one of this module's names."""
+        """The ranks that differ from this one only in `dimension`, one of this module's names."""
         if dimension == REPLICA or (dimension == EXPERT_REPLICA and self.layout.expert == 1):
             return self.replicas.get_group()
         if dimension in (SHARD, SHARD_REPLICA):
@@ -84,21 +85,21 @@ class Mesh:
 
     @property
     def shards(self) -> DeviceMesh:
-        """One dimension, the replicas that share one set of shards."""
+        """One dimension: the replicas that share one set of shards."""
         return self.hsdp_mesh[SHARD] if self.hsdp_mesh is not None else self.replicas
 
     @property
     def island(self) -> int:
-        """Which island this rank is of."""
+        """The index of this rank's island."""
         return self.islands.get_local_rank() if self.islands is not None else 0
 
 
 @contextmanager
 def join_mesh(task: RankTask) -> Iterator[Mesh]:
-    """The mesh of the task's generation, for as long as the block runs; its groups are destroyed on every way out.
+    """Build the mesh of the task's generation for the duration of the block; its groups are destroyed on every exit.
 
     Raises:
-        torch.distributed.DistError: a rank did not come within the time limit, or went away.
+        torch.distributed.DistError: a rank did not join within the time limit, or disconnected.
     """
     with join_process_group(task) as device:
         yield build_mesh(task, device)
@@ -106,13 +107,13 @@ def join_mesh(task: RankTask) -> Iterator[Mesh]:
 
 @contextmanager
 def join_process_group(task: RankTask) -> Iterator[torch.device]:
-    """All ranks of the task's generation in one group, which is destroyed on the way out; this rank's device.
+    """Create one group of all ranks of the task's generation, destroyed on exit; yields this rank's device.
 
-    Not by NCCL after an error: that would wait for what is under way, and so for peers that wait for this rank. The
-    process is about to end, and says why before.
+    After an error, NCCL groups are not destroyed: that would wait for pending collectives, and so for peers that wait
+    for this rank. The process reports the error and exits instead.
 
     Raises:
-        torch.distributed.DistError: a rank did not come within the time limit, or went away.
+        torch.distributed.DistError: a rank did not join within the time limit, or disconnected.
     """
     training = task.run.training
     device = init_device(task.local_rank, reproducible=training is None or training.deterministic)
@@ -125,9 +126,9 @@ def join_process_group(task: RankTask) -> Iterator[torch.device]:
         timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
     )
-    # No `device_id`: with one, ranks outside a new group of any back end split NCCL's communicator, and those inside a
-    # gloo group do not, so they would wait for each other for ever (`_new_process_group_helper` in torch 2.13).
-    # What it would tell, `init_device` has: collectives take the current device.
+    # No `device_id`: with it, ranks outside a new group of any backend split NCCL's communicator, and those inside a
+    # gloo group do not, so they would wait for each other forever (`_new_process_group_helper` in torch 2.13).
+    # `init_device` has already set the current device, which collectives use.
     dist.init_process_group(
         device.backend,
         store=PrefixStore(f"generation-{task.generation}", store),
@@ -145,7 +146,7 @@ def join_process_group(task: RankTask) -> Iterator[torch.device]:
 
 
 def is_same_on_all_ranks(text: str, mesh: Mesh) -> bool:
-    """Whether every rank has the same text. Collective."""
+    """Return whether every rank has the same string. Collective."""
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
     extremes = torch.tensor([value, -value])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.checkpoint_group)
@@ -153,17 +154,17 @@ def is_same_on_all_ranks(text: str, mesh: Mesh) -> bool:
 
 
 def build_mesh(task: RankTask, device: torch.device) -> Mesh:
-    """The groups of the task's layout among connected ranks. Collective.
+    """Create the groups of the task's layout among connected ranks. Collective.
 
     Raises:
-        ValueError: the layout is of another number of ranks than the generation.
+        ValueError: the layout has another number of ranks than the generation.
     """
     layout = task.run.layout
     if layout.world_size != task.world_size:
         raise ValueError(f"{layout} needs {layout.world_size} ranks, but the generation has {task.world_size}")
     shape = (layout.data, layout.pipeline, layout.context, layout.tensor)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA, PIPELINE, CONTEXT, TENSOR))
-    # Only a sequence that is split makes replicas anything but the data dimension.
+    # Replicas differ from the data dimension only if sequences are split.
     replicas = device_mesh[DATA, CONTEXT]._flatten(REPLICA) if layout.context > 1 else device_mesh[DATA]
     islands, hsdp_mesh = None, None
     if task.run.islands > 1:
@@ -182,14 +183,14 @@ def build_mesh(task: RankTask, device: torch.device) -> Mesh:
         hsdp_mesh=hsdp_mesh,
         islands=islands,
         island_group=_build_island_group(task.run.islands, task.rank, layout.world_size),
-        # Groups take time to form, so none is formed that nobody uses.
+        # Creating groups takes time, so unused ones are not created.
         experts=_build_expert_mesh(layout, device) if layout.expert > 1 else device_mesh,
         checkpoint_group=checkpoint_group,
     )
 
 
 def _split_dimension(replicas: DeviceMesh, inner: int, names: tuple[str, str]) -> DeviceMesh:
-    """`replicas` as two dimensions, the inner one of neighbours."""
+    """Return `replicas` as two dimensions; the inner one has neighbors."""
     return replicas._unflatten(0, (replicas.size() // inner, inner), names)
 
 
@@ -210,7 +211,7 @@ def _build_expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def _pin_interface(address: str) -> None:
-    """Make collectives use the interface that holds the pod's address, unless the environment already names one."""
+    """Make collectives use the interface that has the pod's address, unless the environment already names one."""
     interface = find_interface(address)
     if interface is None:
         log.debug("no interface holds %s; the collective libraries choose one", address)

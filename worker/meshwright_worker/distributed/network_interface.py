@@ -1,4 +1,6 @@
-"""Which network interface holds an address. Left to itself gloo resolves the host's name, which may be another one."""
+"""Finds the network interface of an address. By default gloo resolves the host's name, which may be on another
+interface.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _LOOPBACK = "lo"
 
 
 def find_interface(address: str) -> str | None:
-    """The name of the interface with this IPv4 address, or None if none is found. All of 127.0.0.0/8 is `lo`."""
+    """Return the name of the interface with this IPv4 address, or None. All of 127.0.0.0/8 is `lo`."""
     parsed = ipaddress.ip_address(address)
     names = [name for _, name in socket.if_nameindex()]
     if parsed.is_loopback:

@@ -1,4 +1,4 @@
-"""The tokenizer to ask a checkpoint in: that of its run, or its file from where it is now."""
+"""Finds the tokenizer of a checkpoint: the one of its run, or its file at a new location."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from meshwright_worker.data.token_cache import open_tokenizer_at
 from meshwright_worker.data.tokenizer_record import TokenizerRecord
 
 BYTES = "byte"
-"""What `--tokenizer` says instead of a file."""
+"""The value of `--tokenizer` for bytes instead of a file."""
 
 
 def tokenizer_for(manifest: Manifest, option: str | None) -> Tokenizer:
-    """The tokenizer of a checkpoint.
+    """Return the tokenizer of a checkpoint.
 
     Args:
         manifest: the checkpoint's.
-        option: `--tokenizer`: the tokenizer's file or `byte`; None for what the manifest names.
+        option: `--tokenizer`: the tokenizer's file or `byte`; None for the one that the manifest names.
 
     Raises:
-        DataError: it is not known, its file is gone or another, or the model has no row for some of its ids.
+        DataError: it is not known, its file is missing or has changed, or the model has no row for some of its ids.
     """
     record = manifest.tokenizer
     tokenizer = _recorded_tokenizer(record) if option is None else _tokenizer_from_option(option, record)
@@ -65,7 +65,7 @@ def _tokenizer_from_option(option: str, record: TokenizerRecord | None) -> Token
     path = Path(option)
     if record is not None and record.kind is not Kind.BYTE:
         return open_tokenizer(record.kind, path)
-    # A tokenizer.json is an object; a SentencePiece model is a protobuf, which never begins like one.
+    # A tokenizer.json is an object; a SentencePiece model is a protobuf, which never begins with a brace.
     with path.open("rb") as file:
         is_json = file.read(64).lstrip().startswith(b"{")
     return open_tokenizer(Kind.BPE if is_json else Kind.SENTENCE_PIECE, path)

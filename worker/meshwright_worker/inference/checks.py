@@ -1,4 +1,4 @@
-"""What generation can do: the layouts that a model can be split into, the temperatures. Knows no torch."""
+"""Validates the options of generation: layouts and temperatures. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright_worker.trainer.run_validation import InvalidRunError
 
 
 def check_layout(layout: Layout, model: Architecture) -> None:
-    """Refuse a layout that does not fit, before any process group forms.
+    """Reject a layout that does not fit, before any process group is created.
 
     Raises:
-        InvalidRunError: lists every problem, by the options of `meshwright_worker.generate`, with what would fit.
+        InvalidRunError: lists every problem, by the options of `meshwright_worker.generate`, with values that fit.
     """
     problems = [*_tensor_problems(layout.tensor, model), *_expert_problems(layout.expert, model)]
     if layout.pipeline > model.layers:
@@ -25,7 +25,7 @@ def check_layout(layout: Layout, model: Architecture) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that logits cannot be divided by.
+    """Reject a temperature that logits cannot be divided by.
 
     Raises:
         InvalidRunError: it is negative, infinite or not a number.

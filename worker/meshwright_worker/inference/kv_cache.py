@@ -1,4 +1,4 @@
-"""Keys and values of what was read before, so that each new token is computed alone."""
+"""Caches keys and values of earlier tokens, so that only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright_worker.models.layers import AttentionCore
 
 
 class KVCacheAttention(AttentionCore):
-    """Attention of new tokens to themselves and to all before them.
+    """Attention of new tokens to themselves and to all earlier tokens.
 
-    A rank of a tensor group keeps the heads that it holds, a stage of a pipeline its own layers.
+    A rank of a tensor group caches its own heads, a stage of a pipeline its own layers.
     """
 
     def __init__(self, capacity: int, *, scale: float | None = None) -> None:
@@ -24,7 +24,7 @@ class KVCacheAttention(AttentionCore):
         self._values: torch.Tensor | None = None
 
     def clear(self) -> None:
-        """Forget all tokens; the memory is kept."""
+        """Drop all tokens; keeps the memory."""
         self._length = 0
 
     def forward(
@@ -33,7 +33,7 @@ class KVCacheAttention(AttentionCore):
         """See `AttentionCore.forward`; the tokens follow those of the last call.
 
         Raises:
-            ValueError: more tokens than the cache holds, or several documents in a row.
+            ValueError: more tokens than the cache can store, or several documents in a row.
         """
         if token_metadata.documents is not None:
             raise ValueError("generation takes one document a row")
@@ -63,7 +63,7 @@ class KVCacheAttention(AttentionCore):
 
 
 def install_kv_caches(stage: nn.Module, capacity: int) -> list[KVCacheAttention]:
-    """Let every attention of a stage keep up to `capacity` tokens; its caches, empty."""
+    """Make every attention of a stage cache up to `capacity` tokens; return the empty caches."""
     caches = []
     for module in list(stage.modules()):
         core = getattr(module, "core", None)

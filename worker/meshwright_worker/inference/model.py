@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to be asked for the next token's logits: whole, or split over the ranks of a mesh."""
+"""A checkpoint's model for generation, in one process or split over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from meshwright_worker.pretrained.load import load_pretrained
 
 
 class CachedModel:
-    """A model that remembers the tokens it was given. On a mesh every call is collective.
+    """A model with a cache of the tokens so far. On a mesh every call is collective.
 
     Args:
         stage: this rank's part of the model.
         model: the architecture.
-        capacity: how many tokens it remembers.
+        capacity: maximum number of cached tokens.
         mesh: None in one process.
     """
 
@@ -52,23 +52,23 @@ class CachedModel:
 
     @property
     def length(self) -> int:
-        """How many tokens it remembers."""
+        """Number of cached tokens."""
         return self._length
 
     def clear(self) -> None:
-        """Forget every token."""
+        """Drop every cached token."""
         self._length = 0
         for cache in self._caches:
             cache.clear()
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of what follows each token, fp32 [batch, length, vocabulary] on every rank.
+        """Return the logits of each next token, fp32 [batch, length, vocabulary], on every rank.
 
         Args:
-            tokens: int64 [batch, length], which follow those of the calls before.
+            tokens: int64 [batch, length], which follow those of earlier calls.
 
         Raises:
-            ValueError: more tokens than it remembers.
+            ValueError: more tokens than the cache can store.
         """
         batch, length = tokens.shape
         positions = torch.arange(self._length, self._length + length, device=self._device).expand(batch, -1)
@@ -78,10 +78,10 @@ class CachedModel:
         return self._gather_logits(logits, batch, length)
 
     def broadcast_token(self, token: int) -> int:
-        """The token that rank 0 chose, on every rank. Collective.
+        """Return rank 0's token on every rank. Collective.
 
-        Ranks that spread experts compute the dense layers each for itself, and may differ in a logit's last bits; where
-        one then wrote another token, or ended its text, the others would wait for it.
+        With distributed experts, each rank computes the dense layers itself, and logits may differ in the last bits. If
+        one rank then chose another token, or ended the document, the others would wait for it forever.
         """
         if self._mesh is None:
             return token
@@ -98,7 +98,7 @@ class CachedModel:
         ranks, vocabulary = mesh.layout.tensor, self._model.vocab_size
         whole = torch.empty(batch, length, vocabulary, device=self._device)
         if logits is not None:
-            # Where the vocabulary does not divide, the last parts are smaller; they travel filled up.
+            # If the vocabulary does not divide evenly, the last parts are smaller; they are padded to be gathered.
             part = logits.new_zeros(batch, length, -(-vocabulary // ranks), dtype=torch.float32)
             part[..., : logits.shape[-1]] = logits
             parts = [torch.empty_like(part) for _ in range(ranks)]
@@ -140,9 +140,10 @@ def inference_run(manifest: Manifest, layout: Layout, precision: Precision) -> R
 
 
 def _dropless(model: Architecture) -> Architecture:
-    """The model with experts that take every token: a capacity is a share of a whole sequence, which nobody has yet.
+    """Return the model with experts that accept every token: a capacity is a share of a full sequence, which is not
+    known yet.
 
-    With one, what a token gets would depend on how many tokens are read at a time.
+    With a capacity, the result for a token would depend on how many tokens are processed at a time.
     """
     if model.mixture is None:
         return model
@@ -150,10 +151,10 @@ def _dropless(model: Architecture) -> Architecture:
 
 
 def load_sharded_model(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh, capacity: int) -> CachedModel:
-    """The model split over a mesh: each rank reads its own part alone. Collective.
+    """Load the model split over a mesh: each rank reads only its own part. Collective.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is another model's.
+        CheckpointMismatchError: the checkpoint belongs to another model.
         PretrainedError: the model that adapters belong to cannot be read.
     """
     (built,) = build_stages(run, _dropless(manifest.architecture), mesh)
@@ -165,10 +166,10 @@ def load_sharded_model(checkpoint: Path, manifest: Manifest, run: RunConfig, mes
 def load_full_model(
     checkpoint: Path, manifest: Manifest, precision: Precision, capacity: int, device: torch.device | None = None
 ) -> CachedModel:
-    """The whole model in this process, on `device`: when None, on a GPU where there is one.
+    """Load the full model in this process, on `device`; if None, on a GPU if there is one.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is another model's.
+        CheckpointMismatchError: the checkpoint belongs to another model.
         PretrainedError: the model that adapters belong to cannot be read.
     """
     model = _dropless(manifest.architecture)

@@ -1,4 +1,4 @@
-"""Choosing the next tokens from a model's logits."""
+"""Samples the next tokens from a model's logits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def sample(
     vocabulary: int | None = None,
     end: int | None = None,
 ) -> list[int]:
-    """Up to `count` tokens that go on from `prompt`; on a mesh the same ones on every rank.
+    """Return up to `count` tokens that continue `prompt`; on a mesh the same ones on every rank.
 
-    When the model remembers no more, it reads the last half of what it remembered again and goes on from there.
+    When the cache is full, the last half of its tokens is processed again and generation continues from there.
 
     Args:
-        model: with nothing in its memory.
-        prompt: at least one token; of a longer one than the model remembers, the last half of that many are read.
-        count: how many tokens.
-        temperature: divides the logits; 0 takes the likeliest token each time.
+        model: with an empty cache.
+        prompt: at least one token; if it does not fit the cache, only the last tokens are read, half the cache's
+            capacity.
+        count: maximum number of tokens.
+        temperature: divides the logits; 0 always takes the most likely token.
         seed: the same seed gives the same text.
-        vocabulary: ids from here on are not taken: rows that only fill the embedding up. None takes all.
-        end: the token that ends a document, and so the text; it is not among what is returned. None goes on after it.
+        vocabulary: ids from here on are never sampled: such rows only pad the embedding. None allows all.
+        end: the token that ends a document, and so the text; it is not returned. None continues after it.
 
     Raises:
         InvalidRunError: see `check_temperature`.
@@ -53,6 +54,6 @@ def sample(
 def _sample_token(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    # The likeliest at 0, and in fp64: divided by a small temperature, logits would be infinite.
+    # Take the most likely token at 0; divide in fp64, since a small temperature could make fp32 logits infinite.
     scaled = (logits - logits.max()).double() / temperature
     return int(torch.multinomial(torch.softmax(scaled, dim=-1).float(), 1, generator=generator))

@@ -1,1 +1,1 @@
-"""Islands of replicas that train apart and meet rarely: one module a method."""
+"""Islands of replicas that train separately and synchronize once per round: one module per method."""

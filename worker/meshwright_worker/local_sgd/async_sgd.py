@@ -1,8 +1,9 @@
 """Asynchronous SGD with a bound on staleness (Hogwild!, arXiv 1106.5730; bounded as in arXiv 1312.7869).
 
-A step of an island: read the parameters from the server, compute gradients, send them. The server applies each island's
-gradients as they come, with the step's learning rate; no island waits for another but for the bound and at the end of a
-round. Messages travel on gloo, point to point: a header of four numbers, then one tensor of all that the rank holds.
+In a step, an island reads the parameters from the server, computes gradients, and sends them. The server applies each
+island's gradients as they arrive, with the step's learning rate. An island waits for others only because of the bound
+and at the end of a round. Messages use gloo, point to point: a header of four numbers, then one tensor of all the
+rank's parts.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _READ, _WRITE, _SYNCHRONIZE, _END = range(4)
 
 
 class AsynchronousSGD:
-    """An island's side, and in island 0 the server's too.
+    """An island's client; in island 0 also the server.
 
     Args:
         shards: what this rank updates.
-        optimizer: settings of the server's.
-        mesh: its place in an island, and among islands.
+        optimizer: settings of the server's optimizer.
+        mesh: this rank's coordinates in its island and among islands.
         staleness: the bound, in updates.
-        sync_parameters: gives the other replicas of the island what this rank has read.
+        sync_parameters: gives the other replicas of the island the parameters that this rank has read.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class AsynchronousSGD:
         self.server = _serve(shards, optimizer, mesh, staleness, self._connection) if mesh.island == 0 else None
 
     def begin_step(self) -> None:
-        """See `Outer.begin_step`."""
+        """See `OuterOptimizer.begin_step`."""
         self._load_parameters(self.server.read(0) if self.server else self._connection.request_parameters(_READ))
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Outer.update`."""
+        """See `OuterOptimizer.update`."""
         flat = flatten_tensors(gradients).cpu()
         if self.server:
             self.server.write(0, flat, rate)
@@ -67,7 +68,7 @@ class AsynchronousSGD:
             shard.parameter.grad = None
 
     def synchronize(self, *, stop: bool) -> bool:
-        """See `Outer.synchronize`."""
+        """See `OuterOptimizer.synchronize`."""
         if self.server:
             flat, stopping = self.server.synchronize(stop=stop)
         else:
@@ -77,20 +78,20 @@ class AsynchronousSGD:
         return stopping
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Outer.on_parameters_loaded`."""
+        """See `OuterOptimizer.on_parameters_loaded`."""
         if self.server:
             self.server.load(local_tensors(self._shards), step * self._connection.islands)
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """See `Outer.tensors`: nothing but the server's optimizer."""
+        """See `OuterOptimizer.tensors`: only the server's optimizer has state."""
         return {}
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """See `Outer.checkpointed_optimizer`."""
+        """See `OuterOptimizer.checkpointed_optimizer`."""
         return (self.server.shards, self.server.optimizer) if self.server else None
 
     def close(self) -> None:
-        """See `Outer.close`."""
+        """See `OuterOptimizer.close`."""
         self._connection.close()
 
     def _load_parameters(self, flat: torch.Tensor) -> None:
@@ -100,12 +101,12 @@ class AsynchronousSGD:
 
 
 class _ServerConnection:
-    """Messages between the ranks in one place of all islands, and between those of island 0.
+    """Messages between the ranks at the same coordinates of all islands, and between the ranks of island 0.
 
     Args:
-        mesh: makes two groups on gloo; collective over all ranks.
+        mesh: creates two groups on gloo; collective over all ranks.
         elements: numbers in a message.
-        dtype: of those.
+        dtype: of those numbers.
     """
 
     def __init__(self, mesh: Mesh, elements: int, dtype: torch.dtype) -> None:
@@ -123,7 +124,7 @@ class _ServerConnection:
         self._broadcasts_events = mesh.rank == 0
 
     def request_parameters(self, kind: int, value: float = 0.0) -> torch.Tensor:
-        """Send a request to the server; the parameters that it answers with."""
+        """Send a request to the server and return the parameters of its reply."""
         self._header(kind, value)
         return self.receive_tensor(0)
 
@@ -133,20 +134,20 @@ class _ServerConnection:
         dist.send(flat, group=self._between, group_dst=0)
 
     def receive_flag(self) -> bool:
-        """A yes or no from the server."""
+        """Receive a boolean from the server."""
         reply = torch.empty(1)
         dist.recv(reply, group=self._between, group_src=0)
         return bool(reply.item())
 
     def receive_request(self, island: int) -> tuple[int, float]:
-        """What an island wants, and the number that goes with it."""
+        """Receive an island's request and its number."""
         header = torch.empty(2, dtype=torch.float64)
         dist.recv(header, group=self._between, group_src=island)
         kind, value = header.tolist()
         return int(kind), value
 
     def receive_tensor(self, source: int) -> torch.Tensor:
-        """The numbers of a message from an island."""
+        """Receive the numbers of a message from an island."""
         flat = torch.empty(self._elements, dtype=self._dtype)
         dist.recv(flat, group=self._between, group_src=source)
         return flat
@@ -157,25 +158,25 @@ class _ServerConnection:
             dist.send(tensor.cpu(), group=self._between, group_dst=island)
 
     def tell(self, event: Event | None) -> None:
-        """Rank 0 tells the other ranks of its island what happened; None at the end."""
+        """Send an event from rank 0 to the other ranks of its island; None at the end."""
         numbers = torch.tensor([-1, 0] if event is None else [int(event.kind == "write"), event.island])
         for place in range(1, self.places if self._broadcasts_events else 0):
             dist.send(numbers, group=self._inside, group_dst=place)
 
     def receive_event(self) -> tuple[str, int] | None:
-        """What rank 0 tells next."""
+        """Receive the next event from rank 0."""
         numbers = torch.empty(2, dtype=torch.int64)
         dist.recv(numbers, group=self._inside, group_src=0)
         kind, island = numbers.tolist()
         return None if kind < 0 else (("read", "write")[kind], island)
 
     def close(self) -> None:
-        """End the conversation, and wait until the server's threads have ended."""
+        """Close the connection, and wait until the server's threads have ended."""
         if self._sends_end:
             self._header(_END, 0.0)
         for thread in self.threads:
             thread.join()
-        # Other ranks' servers follow this one's order until its last conversation is over.
+        # The servers of other ranks follow this one's order until its last connection is closed.
         self.tell(None)
 
     def _header(self, kind: int, value: float) -> None:
@@ -189,7 +190,7 @@ def _serve(
     staleness: int,
     connection: _ServerConnection,
 ) -> ParameterServer:
-    """Start this rank's server, and a thread for each island but its own."""
+    """Start this rank's server, and a thread for each other island."""
     order = StalenessGate(staleness) if connection.place == 0 else ReplayOrder()
     server = ParameterServer(shards, optimizer, connection.islands, order, connection.tell)
     tasks: list[Callable[[], None]] = [

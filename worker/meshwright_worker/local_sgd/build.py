@@ -1,4 +1,4 @@
-"""The way of `training.outer`."""
+"""Builds the outer optimizer of `training.outer`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from meshwright_worker.parallel.data.data_parallel import DataParallel
 def build_outer_optimizer(
     spec: OuterSpec, training: TrainingSpec, replicas: DataParallel, optimizer: Optimizer, mesh: Mesh, samples: int
 ) -> OuterOptimizer:
-    """How the islands of `mesh` come together. Collective.
+    """Build the method that synchronizes the islands of `mesh`. Collective.
 
     Args:
         spec: the method.
-        training: whose optimizer an asynchronous server has.
+        training: settings of an asynchronous server's optimizer.
         replicas: this rank's shards.
         optimizer: of this island.
         mesh: with islands.
-        samples: of this island's own text, for `FedAvg`.
+        samples: number of samples in this island's corpus, for `FedAvg`.
     """
     match spec.method:
         case OuterMethod.LOCAL_SGD:

@@ -1,8 +1,8 @@
-"""What a checkpoint of islands holds.
+"""The tensors in a checkpoint of a run with islands.
 
-Checkpoints are taken when islands have met, so parameters are equal everywhere and stand under their usual names. The
-optimizer's state is each island's own: that of island 0 has the usual names, so that a run without islands can go on
-from it; that of others, and the state of outer steps, have names of their own.
+Checkpoints are taken after islands have synchronized, so parameters are equal on all islands and have their usual
+names. Each island has its own optimizer state. That of island 0 has the usual names, so that a run without islands can
+resume from it. The state of other islands, and of the outer optimizer, have separate names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meshwright_worker.parallel.shards import ParameterShard
 def local_sgd_tensors(
     shards: Sequence[ParameterShard], outer: OuterOptimizer, island: int, known: Container[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every tensor to save or load of this rank, by name.
+    """Return every tensor of this rank to save or load, by name.
 
     Args:
         shards: what this rank updates.
         outer: of the run.
         island: this rank's.
-        known: names in the checkpoint to load; an island that it does not know begins with the state of island 0, and
-            an outer state that it lacks stays as it is.
+        known: names in the checkpoint to load. An island that is not in it starts with the state of island 0, and
+            missing outer state is not changed.
     """
     tensors = {f"{MODEL}.{shard.name}": as_distributed(shard, shard.local) for shard in shards}
     checkpointed_optimizer = outer.checkpointed_optimizer()

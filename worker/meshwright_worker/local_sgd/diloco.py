@@ -1,6 +1,6 @@
 """DiLoCo (arXiv 2311.08105): the mean change of a round is the gradient of an outer step with Nesterov momentum.
 
-With T the parameters that a round began with and T_i those that island i came to:
+With T the parameters at the start of a round and T_i those of island i at its end:
 
     D = mean of (T - T_i);  m = momentum m + D;  T = T - rate (D + momentum m).
 
@@ -24,11 +24,12 @@ from meshwright_worker.parallel.shards import ParameterShard
 
 
 class DiLoCo:
-    """Keeps where the round began, and the momentum: two numbers a parameter that this rank updates.
+    """Stores the parameters at the start of the round and the momentum: two numbers per parameter that this rank
+    updates.
 
     Args:
         shards: what this rank updates.
-        optimizer: the inner one, whose state each island keeps from round to round.
+        optimizer: the inner one; each island keeps its state from round to round.
         mesh: its `ISLAND` group.
         spec: outer learning rate and momentum.
     """
@@ -43,14 +44,14 @@ class DiLoCo:
         self._momentum = [torch.zeros_like(local) for local in local_tensors(shards)]
 
     def begin_step(self) -> None:
-        """See `Outer.begin_step`."""
+        """See `OuterOptimizer.begin_step`."""
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Outer.update`."""
+        """See `OuterOptimizer.update`."""
         self._optimizer.step(gradients, rate)
 
     def synchronize(self, *, stop: bool) -> bool:
-        """See `Outer.synchronize`."""
+        """See `OuterOptimizer.synchronize`."""
         parameters = local_tensors(self._shards)
         with torch.no_grad():
             change = flatten_tensors(torch._foreach_sub(self._round_start, parameters)).mul_(self.weight)
@@ -63,21 +64,21 @@ class DiLoCo:
         return any_island_stops(stop, self._device, self._group)
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Outer.on_parameters_loaded`: checkpoints are taken between rounds."""
+        """See `OuterOptimizer.on_parameters_loaded`: checkpoints are taken between rounds."""
         self._start_round()
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """See `Outer.tensors`."""
+        """See `OuterOptimizer.tensors`."""
         return {
             (shard.name, "momentum"): momentum for shard, momentum in zip(self._shards, self._momentum, strict=True)
         }
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """See `Outer.checkpointed_optimizer`."""
+        """See `OuterOptimizer.checkpointed_optimizer`."""
         return self._shards, self._optimizer
 
     def close(self) -> None:
-        """See `Outer.close`."""
+        """See `OuterOptimizer.close`."""
 
     def _start_round(self) -> None:
         torch._foreach_copy_(self._round_start, local_tensors(self._shards))

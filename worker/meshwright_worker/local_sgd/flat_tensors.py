@@ -1,4 +1,4 @@
-"""Many tensors as one, so that they travel in one message."""
+"""Flattens many tensors into one, so that they are sent in one message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def flatten_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all tensors one after the other, [elements], in new memory."""
+    """Concatenate the elements of all tensors, [elements], in new memory."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy `flat` back into the tensors that it was made from."""
+    """Copy `flat` back into the tensors that it was created from."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

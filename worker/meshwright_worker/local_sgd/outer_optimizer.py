@@ -1,4 +1,4 @@
-"""What every way of bringing islands together offers to the step and to checkpoints."""
+"""The interface of methods that synchronize islands, for the training step and for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from meshwright_worker.parallel.shards import ParameterShard
 
 
 class OuterOptimizer(Protocol):
-    """Keeps islands together. Each method is called by every rank of every island, the first two at every step."""
+    """Synchronizes islands. Every rank of every island calls each method, the first two at every step."""
 
     weight: float
-    """Of this island in an average over islands; they add up to 1."""
+    """Weight of this island in an average over islands; the weights sum to 1."""
 
     def begin_step(self) -> None:
-        """A step begins: parameters may be brought up to date."""
+        """Prepare a step: may update the parameters."""
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """Take the step with the island's gradients, in place of the optimizer."""
+        """Apply the island's gradients, instead of the optimizer."""
 
     def synchronize(self, *, stop: bool) -> bool:
-        """A round is over: make the parameters of all islands equal.
+        """End a round: make the parameters of all islands equal.
 
         Args:
             stop: whether this island is asked to stop.
@@ -34,24 +34,26 @@ class OuterOptimizer(Protocol):
         """
 
     def on_parameters_loaded(self, step: int) -> None:
-        """Parameters were just initialized or loaded from the checkpoint of `step`."""
+        """Start after parameters were initialized, or loaded from the checkpoint of `step`."""
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """What a checkpoint must hold besides parameters and the optimizer's state: by parameter and name."""
+        """Return the tensors to save in addition to parameters and the optimizer's state: by parameter and name."""
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """The optimizer whose state a checkpoint holds for this island, and its shards; None if another has it."""
+        """Return the optimizer whose state a checkpoint contains for this island, and its shards; None if another rank
+        has it.
+        """
 
     def close(self) -> None:
-        """Training is over: let go of threads."""
+        """Finish after the last step: stop threads."""
 
 
 class RoundSchedule:
-    """When islands meet.
+    """The steps at which rounds end.
 
     Args:
         every: steps of a round.
-        steps: of the whole run; the last round may be shorter.
+        steps: of the entire run; the last round may be shorter.
     """
 
     def __init__(self, every: int, steps: int) -> None:
@@ -59,10 +61,10 @@ class RoundSchedule:
         self._steps = steps
 
     def ends_round(self, step: int) -> bool:
-        """Whether a round is over after `step`."""
+        """Return whether a round ends after `step`."""
         return step % self._every == 0 or step == self._steps
 
 
 def local_tensors(shards: Sequence[ParameterShard]) -> list[torch.Tensor]:
-    """The parts of parameters that this rank updates."""
+    """Return the parts of parameters that this rank updates."""
     return [shard.local for shard in shards]

@@ -1,7 +1,7 @@
 """Local SGD (arXiv 1805.09767) and federated averaging (FedAvg, arXiv 1602.05629).
 
-Each island takes a round's steps alone, with its own optimizer state, which it keeps. Then parameters are averaged: all
-islands alike, or by how many samples each has.
+Each island trains separately for a round, with its own optimizer state, which it keeps. Then parameters are averaged:
+with equal weights, or weighted by each island's number of samples.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ class ParameterAveraging:
         self.weight = samples / float(total.item())
 
     def begin_step(self) -> None:
-        """See `Outer.begin_step`."""
+        """See `OuterOptimizer.begin_step`."""
 
     def update(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Outer.update`."""
+        """See `OuterOptimizer.update`."""
         self._optimizer.step(gradients, rate)
 
     def synchronize(self, *, stop: bool) -> bool:
-        """See `Outer.synchronize`."""
+        """See `OuterOptimizer.synchronize`."""
         average_over_islands(local_tensors(self._shards), self.weight, self._group, self._device)
         return any_island_stops(stop, self._device, self._group)
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Outer.on_parameters_loaded`: nothing is kept."""
+        """See `OuterOptimizer.on_parameters_loaded`: there is no state."""
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """See `Outer.tensors`: nothing is kept."""
+        """See `OuterOptimizer.tensors`: there is no state."""
         return {}
 
     def checkpointed_optimizer(self) -> tuple[Sequence[ParameterShard], Optimizer] | None:
-        """See `Outer.checkpointed_optimizer`."""
+        """See `OuterOptimizer.checkpointed_optimizer`."""
         return self._shards, self._optimizer
 
     def close(self) -> None:
-        """See `Outer.close`."""
+        """See `OuterOptimizer.close`."""
 
 
 @torch.no_grad()
 def average_over_islands(
     tensors: Sequence[torch.Tensor], weight: float, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Replace tensors of one number format by their sum over islands, each times its weight. Collective on `device`."""
+    """Replace tensors of one dtype by their weighted sum over islands. Collective on `device`."""
     if tensors:
         mean = flatten_tensors(tensors) * weight
         all_reduce_on(device, mean, group)
@@ -76,7 +76,7 @@ def average_over_islands(
 
 
 def any_island_stops(stop: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether `stop` holds on any rank of the group. Collective."""
+    """Return whether `stop` is true on any rank of the group. Collective."""
     flag = torch.tensor([float(stop)], device=device)
     dist.all_reduce(flag, group=group)
     return float(flag.item()) > 0

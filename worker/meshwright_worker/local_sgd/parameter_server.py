@@ -1,7 +1,7 @@
-"""The parameter server of asynchronous training, in the ranks of island 0: a thread for every other island.
+"""The parameter server of asynchronous training, in the ranks of island 0: one thread per other island.
 
-Each rank serves the parts of parameters that it holds to the ranks in the same place of other islands. Rank 0 decides
-the order of reads and writes and tells it to the other ranks of its island, so that all parts see the same order.
+Each rank serves its parts of the parameters to the ranks at the same coordinates of other islands. Rank 0 decides the
+order of reads and writes and sends it to the other ranks of its island, so that all parts use the same order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ServerFailedError(RuntimeError):
 
 
 class ParameterServer:
-    """Parameters, an optimizer and the order in which islands read and write. Methods may be called from any thread.
+    """Parameters, an optimizer and the order of the islands' reads and writes. Thread-safe.
 
     Args:
         shards: what this rank updates; the server works on a copy.
         optimizer: its settings.
-        islands: how many.
-        order: who may do what next.
-        on_event: told of every event, while no other can happen.
+        islands: number of islands.
+        order: decides which island may read or write next.
+        on_event: called with every event, before the next can happen.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ParameterServer:
         self._arrived = 0
         self._stop = False
         self._stop_by_round: list[bool] = []
-        """Of every meeting, whether somebody was asked to stop."""
+        """For every synchronization, whether any island was asked to stop."""
 
     def read(self, island: int) -> torch.Tensor:
-        """The parameters, [elements], when it is the island's turn."""
+        """Return the parameters, [elements], when it is the island's turn."""
         with self._change:
             self._wait(lambda: self.order.may_read(island))
             self._on_event(self.order.read(island))
@@ -78,7 +78,7 @@ class ParameterServer:
             self._change.notify_all()
 
     def synchronize(self, *, stop: bool) -> tuple[torch.Tensor, bool]:
-        """Wait for all islands to be here; the parameters, and whether any island is asked to stop."""
+        """Wait for all islands; return the parameters, and whether any island is asked to stop."""
         with self._change:
             self._arrived += 1
             self._stop |= stop
@@ -91,20 +91,20 @@ class ParameterServer:
             return flatten_tensors(self._parameters), self._stop_by_round[round_index]
 
     def load(self, parameters: Sequence[torch.Tensor], updates: int) -> None:
-        """Begin from these parameters, after so many updates."""
+        """Start from these parameters, after this number of updates."""
         with self._change:
             torch._foreach_copy_(self._parameters, list(parameters))
             self.optimizer.set_step_count(updates)
 
     def allow(self, kind: str, island: int) -> None:
-        """The first rank's server has let this event happen."""
+        """Allow this event: it happened on the first rank's server."""
         with self._change:
             if isinstance(self.order, ReplayOrder):
                 self.order.add(kind, island)
             self._change.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make everybody who waits raise."""
+        """Make every waiting call raise."""
         with self._change:
             self._failure = self._failure or error
             self._change.notify_all()

@@ -1,1 +1,1 @@
-"""What a rank does to need less of its accelerator's memory."""
+"""Techniques that reduce a rank's accelerator memory."""

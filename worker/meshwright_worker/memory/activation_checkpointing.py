@@ -1,8 +1,8 @@
-"""Activation checkpointing: layers are computed again in the backward pass instead of being kept (arXiv 1604.06174).
+"""Activation checkpointing: layers are recomputed in the backward pass instead of saved (arXiv 1604.06174).
 
-Gradients are the same numbers, since the same operators run on the same inputs: dropout draws by token, not by order,
-so there is no random state to bring back. Collectives inside a layer are issued again too, up to the last operator
-whose output the backward pass needs: with tensor parallelism (arXiv 1909.08053) all but the block's last.
+Gradients do not change, since the same operators run on the same inputs. Dropout depends on the token, not on the order
+of computation, so there is no RNG state to restore. Collectives inside a layer are issued again too, up to the last
+operator whose output the backward pass needs: with tensor parallelism (arXiv 1909.08053) all but the block's last.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _SAVED_OPS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""What `Selective` keeps: matrix products and attention, which cost the most operations for their bytes. Not `bmm`:
-attention without a fused kernel would keep its scores."""
+"""Operators whose outputs `Selective` saves: matrix products and attention, which have the most FLOPs per byte. Not
+`bmm`: attention without a fused kernel would save its scores.
+"""
 
 
 class CheckpointedLayers:
-    """Runs a stage's layers in groups and keeps no more of a group than its input, and what the policy keeps.
+    """Runs a stage's layers in groups and saves only a group's input, and the outputs that the policy saves.
 
     Args:
-        group: layers that are recomputed together.
-        selective: whether the outputs of `_SAVED_OPS` are kept.
+        group: number of layers that are recomputed together.
+        selective: whether the outputs of `_SAVED_OPS` are saved.
     """
 
     def __init__(self, group: int, *, selective: bool) -> None:
@@ -61,11 +62,11 @@ class CheckpointedLayers:
 
 
 def selective_checkpoint(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A layer that keeps its input and what `_SAVED_OPS` names, to be compiled.
+    """Wrap a layer to save its input and the outputs of `_SAVED_OPS`, for compilation.
 
-    From outside of compiled code checkpointing would not see the products that it must keep: they are `mm.out` there,
-    into memory that other operators use again, and all of them would be computed twice. Inside, the compiler reads the
-    policy as it divides the graph.
+    Outside of compiled code, checkpointing would not see the products that it must save: there they are `mm.out`, into
+    memory that other operators reuse, and all of them would be computed twice. Inside, the compiler reads the policy
+    when it partitions the graph.
     """
     contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
 
@@ -81,14 +82,16 @@ def selective_checkpoint(layer: Callable[..., torch.Tensor]) -> Callable[..., to
 
 
 def group_size(mode: ActivationCheckpointing, every: int, layers: int) -> int:
-    """Layers of a group on a stage that has so many: `Sqrt` takes the root of them, as the planner does."""
+    """Return the number of layers per group on a stage with so many layers: `Sqrt` takes the root, as the
+    planner does.
+    """
     if mode is ActivationCheckpointing.EVERY_K:
         return every
     return max(1, isqrt(layers)) if mode is ActivationCheckpointing.SQRT else 1
 
 
 def checkpoint_activations(stage: DecoderStage, mode: ActivationCheckpointing, every: int) -> None:
-    """Let a stage recompute its layers as `training.activationCheckpointing` says."""
+    """Make a stage recompute its layers according to `training.activationCheckpointing`."""
     if mode is not ActivationCheckpointing.NONE:
         selective = mode is ActivationCheckpointing.SELECTIVE
         stage.run_layers = CheckpointedLayers(group_size(mode, every, len(stage.layers)), selective=selective)

@@ -1,8 +1,8 @@
-"""Activation offload: what a layer keeps for its backward pass waits in main memory.
+"""Activation offload: tensors that a layer saves for its backward pass are moved to host memory.
 
-A layer's kept tensors form a page. Its copies go out on a stream of their own while the next layer computes; when the
-backward pass needs the first of them, the whole page and the one before it come back. With activation checkpointing
-what is kept, and so offloaded, is the input of each group.
+A layer's saved tensors form a page. They are copied to the host on a separate stream while the next layer computes.
+When the backward pass needs the first of them, that page and the previous one are copied back. With activation
+checkpointing, the input of each group is saved, and so offloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright_worker.models.decoder import DecoderStage, LayerRunner
 from meshwright_worker.models.layers import Block
 
 _LEAST_BYTES = 1024
-"""Smaller tensors stay: a copy would cost more than it frees."""
+"""Smaller tensors stay on the device: a copy would cost more than it frees."""
 
 
 @dataclass(eq=False)
@@ -34,17 +34,18 @@ class _OffloadedTensor:
 
 @dataclass(eq=False)
 class _Page:
-    """What one layer, or group of layers, keeps of one micro-batch."""
+    """The saved tensors of one layer, or group of layers, for one micro-batch."""
 
     before: _Page | None
     copies: HostCopier
     offloaded: list[_OffloadedTensor] = field(default_factory=list)
     sources: dict[tuple[object, ...], tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """By place in memory, what was packed. Holding it keeps the place from being taken by another tensor, so that a
-    tensor that several operators keep is copied once."""
+    """Packed tensors by address. The reference prevents another tensor from taking the address, so that a tensor saved
+    by several operators is copied once.
+    """
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """The number under which `unpack` gives the tensor back."""
+        """Store a tensor; return its index for `unpack`."""
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         known = self.sources.get(place)
         if known is None:
@@ -53,17 +54,17 @@ class _Page:
         return known[1]
 
     def close(self) -> None:
-        """The layer is over: its tensors' memory may be taken again."""
+        """Finish the layer: the memory of its tensors may be reused."""
         self.sources.clear()
 
     def fetch(self) -> None:
-        """Begin to bring back everything."""
+        """Start to copy all tensors back."""
         for offloaded in self.offloaded:
             if offloaded.back is None:
                 offloaded.back, offloaded.arrived = self.copies.back(offloaded.host, offloaded.device)
 
     def unpack(self, number: int) -> torch.Tensor:
-        """The tensor, on its device."""
+        """Return the tensor, on its device."""
         self.fetch()
         if self.before is not None:
             self.before.fetch()
@@ -74,7 +75,7 @@ class _Page:
 
 
 class HostCopier:
-    """Copies between a device and main memory: pinned and on streams of their own on CUDA, plain ones elsewhere."""
+    """Copies between a device and host memory: on CUDA pinned and on separate streams, elsewhere plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -82,7 +83,7 @@ class HostCopier:
         self._inward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
 
     def out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` in main memory, maybe still under way."""
+        """Return a copy of `tensor` in host memory; the copy may still be in progress."""
         host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self._cuda)
         if self._outward is None:
             return host.copy_(tensor)
@@ -93,7 +94,7 @@ class HostCopier:
         return host
 
     def back(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
-        """`host` on `device`, and the event after which it is there."""
+        """Return a copy of `host` on `device`, and the event after which it is complete."""
         if self._inward is None or self._outward is None:
             return host, None
         self._inward.wait_stream(self._outward)
@@ -102,14 +103,14 @@ class HostCopier:
             return back, self._inward.record_event()
 
     def wait(self, event: Any, tensor: torch.Tensor) -> None:
-        """Let the current stream use what `back` gave."""
+        """Make the current stream wait for the result of `back`."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
             tensor.record_stream(torch.cuda.current_stream())
 
 
 class OffloadedLayers:
-    """Runs a stage's layers one by one as `inner` does, each with a page of its own."""
+    """Runs a stage's layers one by one with `inner`, each with its own page."""
 
     def __init__(self, inner: LayerRunner, group: int, copies: HostCopier) -> None:
         self._inner = inner
@@ -117,7 +118,7 @@ class OffloadedLayers:
         self._copies = copies
 
     def __call__(self, layers: Sequence[Block], x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
-        """See `in_turn`."""
+        """See `run_in_order`."""
         if not torch.is_grad_enabled():
             return self._inner(layers, x, token_metadata)
         page: _Page | None = None
@@ -131,12 +132,12 @@ class OffloadedLayers:
 
 
 def offload_activations(stage: DecoderStage, group: int, device: torch.device) -> None:
-    """Let a stage keep its layers' activations in main memory. Call it after `checkpoint_activations`.
+    """Make a stage offload its layers' activations to host memory. Call it after `checkpoint_activations`.
 
     Args:
         stage: the stage.
-        group: layers of a page, as many as are recomputed together.
-        device: where the stage computes.
+        group: layers per page, as many as are recomputed together.
+        device: the stage's device.
     """
     stage.run_layers = OffloadedLayers(stage.run_layers, group, HostCopier(device))
 
@@ -145,8 +146,8 @@ def _packing(page: _Page, layers: Sequence[Block]) -> Callable[[torch.Tensor], A
     parameter_storages: set[int] = set()
 
     def pack(tensor: torch.Tensor) -> Any:
-        # Parameters stay where they are; FSDP even frees and refills the memory of gathered ones meanwhile. They are
-        # asked for here, since a layer's hooks gather them first: before, they are DTensors.
+        # Parameters are not offloaded; FSDP even frees and refills the memory of gathered ones meanwhile. They are
+        # listed here, after a layer's hooks have gathered them: before, they are DTensors.
         if not parameter_storages:
             parameters = [p for layer in layers for p in layer.parameters() if not isinstance(p, DTensor)]
             parameter_storages.update(p.untyped_storage().data_ptr() for p in parameters)

@@ -1,4 +1,4 @@
-"""What a run asks for to save memory, put on a stage. The order stands here."""
+"""Applies a run's memory-saving options to a stage. This module defines their order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright_worker.parallel.compile_layers import compile_layers
 
 
 def apply_memory_options(stage: DecoderStage, training: TrainingSpec, device: torch.device) -> None:
-    """Checkpoint, then offload, then compile: what is recomputed is not kept, so it is not offloaded either.
+    """Apply checkpointing, then offloading, then compilation: what is recomputed is not saved, and so not offloaded.
 
-    Parameters are there.
+    The parameters must be materialized.
     """
     mode, every = training.checkpointing, training.checkpoint_every
     checkpoint_in_graph = training.compile and mode is ActivationCheckpointing.SELECTIVE
@@ -31,9 +31,9 @@ def apply_memory_options(stage: DecoderStage, training: TrainingSpec, device: to
 
 
 def parameter_offload(training: TrainingSpec, device: torch.device) -> OffloadPolicy:
-    """Where FSDP keeps shards: page-locked in main memory if the run offloads parameters from a GPU.
+    """Return where FSDP stores shards: in pinned host memory if the run offloads parameters from a GPU.
 
-    Pages of a file are not locked: what is locked stays in main memory.
+    Memory of mapped files is not pinned, since pinned memory cannot be paged out.
     """
     if not training.parameter_offload:
         return OffloadPolicy()
@@ -41,5 +41,5 @@ def parameter_offload(training: TrainingSpec, device: torch.device) -> OffloadPo
 
 
 def parameter_device(training: TrainingSpec, device: torch.device) -> torch.device:
-    """Where this rank's shards of parameters are between uses."""
+    """Return the device of this rank's parameter shards between uses."""
     return torch.device("cpu") if training.parameter_offload else device

@@ -1,4 +1,4 @@
-"""A tensor in a file that only passes through main memory: the tier below it (ZeRO-Infinity, arXiv 2104.07857)."""
+"""Tensors in memory-mapped files, the tier below host memory (ZeRO-Infinity, arXiv 2104.07857)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 def mmap_zeros(directory: str, elements: int, dtype: torch.dtype, prefix: str, option: str) -> torch.Tensor:
-    """Zeros, [elements], in a new file that has no name: it goes with the process, however that ends.
+    """Return zeros, [elements], in a new unnamed file, which is deleted with the process, however that exits.
 
     Args:
-        directory: where; made if it is not there.
-        elements: how many.
-        dtype: of what format.
-        prefix: of the name that the file has for a moment.
-        option: the field that named the directory.
+        directory: for the file; created if it does not exist.
+        elements: number of elements.
+        dtype: the tensor's format.
+        prefix: of the file's temporary name.
+        option: the field that names the directory.
 
     Raises:
-        OSError: the directory cannot be made, or has no room.
+        OSError: the directory cannot be created, or has no free space.
     """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=prefix, dir=directory)
         try:
-            # Writing to a mapping that finds no room kills the process without a word: take the room now.
+            # A write to a mapping without free disk space kills the process with SIGBUS: allocate the space now.
             os.posix_fallocate(descriptor, 0, max(1, elements) * dtype.itemsize)
             return torch.from_file(name, shared=True, size=max(1, elements), dtype=dtype)[:elements]
         finally:

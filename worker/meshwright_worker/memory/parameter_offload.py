@@ -1,8 +1,8 @@
-"""FSDP's shards of parameters in memory-mapped files, so that main memory holds only what is in use.
+"""FSDP's parameter shards in memory-mapped files, so that host memory contains only what is in use.
 
-The files (ZeRO-Infinity, arXiv 2104.07857) take the place of the memory that shards are in: what a layer gathers is
-read out of them, what the optimizer updates is written into them, page by page, by the kernel. It drops pages that
-nobody used for long and writes changed ones back beside the computation. No number changes.
+The files (ZeRO-Infinity, arXiv 2104.07857) replace the shards' memory. Layers gather from them, and the optimizer
+updates them; the kernel pages the data in and out. It drops pages that were not used for long, and writes changed ones
+back in the background. Results do not change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from meshwright_worker.models.decoder import DecoderStage
 
 
 def offload_parameters_to_files(stage: DecoderStage, directory: str) -> None:
-    """Move the shards of a stage, which FSDP keeps in main memory, to files of this process below `directory`.
+    """Move the shards of a stage, which FSDP stores in host memory, to files of this process below `directory`.
 
-    Files live as long as the process: a restarted run loads its checkpoint.
+    The files are deleted with the process: a restarted run loads its checkpoint.
 
     Raises:
-        OSError: the directory cannot be made, or has no room.
-        RuntimeError: this version of torch keeps FSDP's parameters elsewhere.
+        OSError: the directory cannot be created, or has no free space.
+        RuntimeError: this version of torch stores FSDP's parameters elsewhere.
     """
     for module in stage.modules():
         if isinstance(module, FSDPModule):
@@ -34,7 +34,7 @@ def offload_parameters_to_files(stage: DecoderStage, directory: str) -> None:
 
 def _move(parameter: Any, directory: str) -> None:
     local: torch.Tensor = parameter.sharded_param._local_tensor
-    # FSDP gathers equal parts: where a dimension does not divide, the last shards are filled up with zeros.
+    # FSDP gathers equal parts: if a dimension does not divide evenly, the last shards are padded with zeros.
     size, dimension = torch.Size(parameter.padded_sharded_param_size), parameter.fsdp_placement.dim
     padded = mmap_zeros(directory, size.numel(), local.dtype, "parameters-", "training.parameterOffloadPath").view(size)
     unpadded = padded.narrow(dimension, 0, local.size(dimension) if local.numel() else 0)
@@ -44,7 +44,7 @@ def _move(parameter: Any, directory: str) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    # torch 2.13 has several groups a module, earlier versions one or none.
+    # torch 2.13 has several groups per module, earlier versions one or none.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

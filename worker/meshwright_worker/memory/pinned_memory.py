@@ -1,7 +1,7 @@
-"""Page-locked main memory, which GPUs copy from and to beside their work, without waste.
+"""Allocates pinned host memory, from and to which GPUs copy asynchronously, without waste.
 
-torch rounds every page-locked block up to a power of two, so that a tensor of 1.1 GiB takes 2. Here tensors share
-blocks whose sizes are powers of two, and smaller ones fill what larger ones leave.
+torch rounds every pinned block up to a power of two, so that a tensor of 1.1 GiB takes 2 GiB. Here tensors share blocks
+whose sizes are powers of two, and smaller tensors fill the rest of a block.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 import torch
 
 _ALIGNMENT = 512
-"""Bytes; torch's own blocks on GPUs begin at multiples of it."""
+"""In bytes; torch's blocks on GPUs begin at multiples of it."""
 
 _LARGEST = 1 << 30
-"""Bytes of a block, unless one tensor needs more."""
+"""Maximum size of a block in bytes, unless one tensor needs more."""
 
 
 @dataclass
 class PinnedBlock:
-    """Memory for several tensors."""
+    """One block for several tensors."""
 
     size: int
-    """Bytes, a power of two."""
+    """Size in bytes, a power of two."""
     used: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)
-    """(number of a tensor, byte at which it begins)."""
+    """(index of a tensor, byte offset)."""
 
 
 def pack_into_blocks(sizes: Sequence[int]) -> list[PinnedBlock]:
-    """Blocks for tensors of so many bytes: the largest first, each into the first block that has room for it."""
+    """Assign tensors of these sizes in bytes to blocks: largest first, each into the first block that fits it."""
     blocks: list[PinnedBlock] = []
     padded_sizes = [-(-max(1, size) // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     remaining = sum(padded_sizes)
@@ -38,7 +38,7 @@ def pack_into_blocks(sizes: Sequence[int]) -> list[PinnedBlock]:
         padded_size = padded_sizes[number]
         block = next((block for block in blocks if block.size - block.used >= padded_size), None)
         if block is None:
-            # As large as what is left fills, so that many tensors share what none of them can use.
+            # The new block is as large as the remaining tensors fill, so that many tensors share the unusable rest.
             block = PinnedBlock(
                 max(1 << (padded_size - 1).bit_length(), min(_LARGEST, 1 << (remaining.bit_length() - 1)))
             )
@@ -50,7 +50,7 @@ def pack_into_blocks(sizes: Sequence[int]) -> list[PinnedBlock]:
 
 
 def allocate_host_tensors(templates: Sequence[torch.Tensor], *, pinned_memory: bool) -> list[torch.Tensor]:
-    """Memory on the CPU for a copy of each tensor; contiguous, nothing in it."""
+    """Allocate uninitialized, contiguous CPU memory for a copy of each tensor."""
     if not pinned_memory:
         return [torch.empty(template.shape, dtype=template.dtype) for template in templates]
     allocated: dict[int, torch.Tensor] = {}

@@ -1,7 +1,7 @@
-"""One pipeline stage of a decoder; the whole model is the one stage of one.
+"""One pipeline stage of a decoder; without a pipeline, the only stage is the entire model.
 
-A stage makes only its own layers, and names them by their index in the model: a parameter has the same name in every
-layout, which is what initial weights and checkpoints go by.
+A stage builds only its own layers, and names them by their index in the model. A parameter therefore has the same name
+in every layout; initial weights and checkpoints rely on this.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ from meshwright_worker.models.moe import build_feed_forward
 from meshwright_worker.models.rotary import RotaryEmbedding
 
 LayerRunner = Callable[[Sequence[Block], torch.Tensor, TokenMetadata], torch.Tensor]
-"""A way to run layers on hidden states: `run_in_order`, or one that gives the same and keeps less for the backward
-pass.
+"""A function that runs layers on hidden states: `run_in_order`, or one with the same result that saves less for the
+backward pass.
 """
 
 
 def run_in_order(layers: Sequence[Block], x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
-    """Hidden states [batch, positions, hidden] through one layer after the other."""
+    """Run hidden states [batch, positions, hidden] through one layer after the other."""
     for layer in layers:
         x = layer(x, token_metadata)
     return x
 
 
 class DecoderStage(nn.Module):
-    """Some consecutive layers, with the embedding in the first stage and the output in the last.
+    """Consecutive layers, with the embedding in the first stage and the output in the last.
 
-    `layer_indices` are the layers, `split_layers(layers, stages)[stage]` when left out. With tied embeddings the
-    last stage has
-    the embedding's matrix too, under the same name: its holders add up their gradients.
+    `layer_indices` defaults to `split_layers(layers, stages)[stage]`. With tied embeddings the last stage has the
+    embedding's matrix too, under the same name: the gradients of both copies are summed.
 
-    Built on the meta device where only a shard of it is to be kept; `initialize` then gives it its weights.
+    Build it on the meta device if only a shard of it is to be kept; `init_weights` then fills it.
     """
 
     def __init__(
@@ -83,7 +82,9 @@ class DecoderStage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Let the output be the token embedding, if the model says so; again after parameters were replaced."""
+        """Use the token embedding as the output matrix, if the model ties them. Call again after parameters were
+        replaced.
+        """
         if self.tied and self.is_last:
             self.output.weight = self.embedding.weight
 
@@ -95,18 +96,18 @@ class DecoderStage(nn.Module):
         Args:
             x: tokens, int64 [batch, positions], for the first stage; otherwise the previous stage's output, hidden
                 states [batch, positions, hidden] (a slice of the positions under sequence parallelism).
-            targets: the tokens to predict, [batch, positions]; for the last stage alone.
-            token_metadata: where the tokens stand; None for one document a row, from position 0 on.
+            targets: the tokens to predict, [batch, positions]; only for the last stage.
+            token_metadata: positions and documents of the tokens; None for one document per row, from position 0 on.
 
         Returns:
-            Hidden states; from the last stage the loss summed over all targets, fp32 [], if it was given targets, and
-            logits [batch, positions, vocabulary] otherwise.
+            Hidden states. From the last stage: the loss summed over all targets, fp32 [], if targets were given, else
+            logits [batch, positions, vocabulary].
         """
         token_metadata = token_metadata or TokenMetadata()
         if self.is_first:
             x = self._embed(x, token_metadata)
         if self.rotary is not None and token_metadata.positions is None and token_metadata.token_indices is not None:
-            # Before the layers: compiled ones would make the table a part of their graph, and compile twice.
+            # Before the layers: compiled layers would include the table in their graph, and compile twice.
             self.rotary.table(token_metadata.token_indices.shape[1], x)
         x = self.run_layers([*self.layers.values()], x, token_metadata)  # type: ignore[list-item]
         if not self.is_last:

@@ -1,8 +1,8 @@
-"""Dropout (Srivastava et al., 2014) whose mask is a function of the token, not of who computes it when.
+"""Dropout (Srivastava et al., 2014) whose mask depends only on the token, not on the rank or the order of computation.
 
-A mask's bits are hashed from the run's seed, the place in the model, the token's serial number and the feature. The
-same token meets the same mask however its batch is split over replicas, micro-batches, stages or positions, and when a
-layer is recomputed; no mask is kept for the backward pass. What computes no gradients, an evaluation, drops nothing.
+A mask's bits are hashed from the run's seed, the layer, the token's index and the feature. A token gets the same mask
+however its batch is split over replicas, micro-batches, stages or positions, and when a layer is recomputed; no mask is
+saved for the backward pass. Nothing is dropped when no gradients are computed, as in an evaluation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class TokenDropout(nn.Module):
     """Dropout of the residual stream.
 
     Args:
-        rate: probability that a number is 0; the others grow by 1 / (1 - rate).
+        rate: probability that a number is set to 0; the others are scaled by 1 / (1 - rate).
         salt: a key of the run and of the place in the model.
-        slices: ranks that split the positions of the stream (sequence parallelism); 1 where each has all.
-        index: which slice this rank has.
+        slices: number of ranks that split the positions of the stream (sequence parallelism); 1 if each has all.
+        index: the index of this rank's slice.
     """
 
     def __init__(self, rate: float, salt: int, slices: int = 1, index: int = 0) -> None:
@@ -67,12 +67,12 @@ def _mask(x: torch.Tensor, tokens: torch.Tensor, salt: int, rate: float) -> torc
 
 
 class DropoutAttention(AttentionCore):
-    """Attention with dropout of its probabilities, which have to exist for that: [batch, heads, length, length].
+    """Attention with dropout of its probabilities, which must be stored for that: [batch, heads, length, length].
 
     Args:
-        rate: probability that a query does not see a key.
+        rate: probability that a query does not attend to a key.
         salt: a key of the run and of the layer.
-        first_head: number of this rank's first head in the layer.
+        first_head: index of this rank's first head in the layer.
         scale: see `AttentionCore`.
     """
 
@@ -111,7 +111,7 @@ class DropoutAttention(AttentionCore):
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """This rank's part of what its tensor group splits."""
+    """This rank's part in its tensor group."""
 
     rank: int = 0
     ranks: int = 1
@@ -120,7 +120,7 @@ class TensorSlice:
 
 
 def apply_dropout(stage: DecoderStage, heads: int, training: TrainingSpec, part: TensorSlice) -> None:
-    """Put a run's dropout into a stage in place; `heads` are those of one of its layers, whole."""
+    """Add a run's dropout to a stage in place; `heads` is the number of heads of a layer before splitting."""
     seed, rate = training.seed, training.dropout
     slices = (part.ranks, part.rank) if part.sequence else (1, 0)
 

@@ -1,7 +1,7 @@
-"""Matrix products of consecutive groups of rows, each with a matrix of its own: what experts without padding compute.
+"""Matrix products of consecutive groups of rows, each with its own matrix: dropless mixtures of experts compute these.
 
-One kernel for all groups where the device has it (MegaBlocks, arXiv 2211.15841, showed what that is worth); otherwise
-one product after the other, which any device and format has.
+One kernel computes all groups if the device has it (MegaBlocks, arXiv 2211.15841, measured the gain). Otherwise the
+groups are computed one after the other, which works on any device and in any format.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import torch
 from torch.nn import functional as F
 
 _ALIGNMENT = 16
-"""Bytes that the kernel's rows must be multiples of."""
+"""The kernel's rows must be multiples of this many bytes."""
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Rows of group g times the transposed matrix g.
+    """Multiply the rows of group g with the transposed matrix g.
 
     Args:
         rows: [rows, inputs], sorted by group.
         weight: [groups, outputs, inputs], in the format of the rows.
-        counts: int64 [groups], the rows of each; their sum is the number of rows.
+        counts: int64 [groups], number of rows per group; their sum is the number of rows.
 
     Returns:
         [rows, outputs]. Every matrix gets a gradient, 0 for a group without rows.
@@ -29,7 +29,7 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tenso
 
 
 def grouped_mm_kernel(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`grouped_linear` in one call, without waiting for the counts on the host."""
+    """`grouped_linear` in one call, without copying the counts to the host."""
     product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
     result: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
     return result
@@ -42,12 +42,12 @@ def grouped_mm_loop(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
 
 
 def grouped_input_grad(gradients: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The gradients of `grouped_linear`'s rows: each times the matrix of its group.
+    """The gradients of `grouped_linear`'s rows: each row's gradient times the matrix of its group.
 
     Args:
         gradients: [rows, outputs].
         weight: [groups, outputs, inputs], in the same format.
-        counts: int64 [groups], the rows of each.
+        counts: int64 [groups], number of rows per group.
 
     Returns:
         [rows, inputs].
@@ -66,7 +66,7 @@ def grouped_weight_grad(gradients: torch.Tensor, rows: torch.Tensor, counts: tor
     Args:
         gradients: [rows, outputs].
         rows: [rows, inputs], in the same format.
-        counts: int64 [groups], the rows of each.
+        counts: int64 [groups], number of rows per group.
 
     Returns:
         [groups, outputs, inputs].
@@ -81,7 +81,7 @@ def grouped_weight_grad(gradients: torch.Tensor, rows: torch.Tensor, counts: tor
 
 
 def _has_kernel(rows: torch.Tensor, *widths: int) -> bool:
-    """Whether one kernel multiplies matrices of these widths; of rows there may be any number."""
+    """Whether the kernel supports matrices of these widths; the number of rows does not matter."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
         return False
     known = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")

@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name alone, so that every layout starts from the same.
+"""Initial weights that depend only on the seed and the parameter's name, and are therefore the same in every layout.
 
-Each parameter has its own generator, and so has each expert of a mixture. A rank draws the whole matrix, one at a time
-on the CPU, and keeps its shard: no communication, and never more than one whole matrix in memory.
+Each parameter has its own generator, and so has each expert of a mixture. A rank generates one full matrix at a time on
+the CPU, and keeps its shard: no communication, and never more than one full matrix in memory.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _RESIDUAL_OUTPUTS = (
 
 
 def materialize(stage: DecoderStage, device: torch.device, storage_device: torch.device | None = None) -> None:
-    """Give a stage that was built on the meta device its memory on `device`, with nothing in it.
+    """Allocate uninitialized memory on `device` for a stage that was built on the meta device.
 
-    Parameters are at `storage_device`, if that is given: whoever gathers them brings them to the device. Nobody
-    brings buffers.
+    If `storage_device` is given, parameters are allocated there: the code that gathers them moves them to the device.
+    Buffers are always on `device`.
     """
     stage.to_empty(device=storage_device or device)
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            # Routers' biases move by steps too small for bf16, also where parameters are.
+            # In at least fp32: the steps of routers' biases are too small for bf16, even if parameters are bf16.
             setattr(module, name, torch.empty_like(buffer, device=device, dtype=upcast(buffer).dtype))
     stage.tie()
 
@@ -46,12 +46,12 @@ def init_weights(
     device: torch.device,
     storage_device: torch.device | None = None,
 ) -> None:
-    """Give a stage that was built on the meta device its memory, see `materialize`, and its initial weights.
+    """Allocate a stage that was built on the meta device, see `materialize`, and initialize its weights.
 
-    Norms are 1, biases 0; of an adapter one matrix is 0 and the other has deviation 1 / sqrt(inputs). Matrices are
-    normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX), those that write to the residual
-    stream divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). A fixed 0.02 makes narrow models lose
-    their first hundred steps. Buffers, the balancing biases of routers, are 0.
+    Norms are 1, biases 0. Of an adapter's matrices, one is 0 and the other has standard deviation 1 / sqrt(inputs).
+    Other matrices are normal with deviation sqrt(2 / 5 hidden) (arXiv 1910.05895; as in GPT-NeoX); those that write to
+    the residual stream are divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). With a fixed 0.02, narrow
+    models would not improve in their first hundred steps. Buffers, the balancing biases of routers, are 0.
     """
     materialize(stage, device, storage_device)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def init_weights(
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter, sharing its memory, and where in the whole it lies."""
+    """Return this rank's part of a parameter, in its memory, and the part's position in the full parameter."""
     local = local_part(parameter)
     if not isinstance(parameter, DTensor):
         return local, tuple(slice(0, size) for size in parameter.shape)
@@ -82,12 +82,12 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, sharing its memory."""
+    """Return this rank's part of a parameter, in its memory."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def initial_parameter(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
-    """The initial value of the whole parameter of that name, of all experts."""
+    """Return the initial value of the full parameter of that name, with all experts."""
     if len(shape) < 3:
         return init_parameter_part(name, shape, model, seed)
     return torch.stack([init_parameter_part(name, shape[1:], model, seed, expert) for expert in range(shape[0])])
@@ -96,7 +96,9 @@ def initial_parameter(name: str, shape: torch.Size, model: Architecture, seed: i
 def init_parameter_part(
     name: str, shape: torch.Size, model: Architecture, seed: int, expert: int | None = None
 ) -> torch.Tensor:
-    """The initial value of the whole parameter of that name, or of one expert's part, in the format of parameters."""
+    """Return the initial value of the full parameter of that name, or of one expert's part, in the format of
+    parameters.
+    """
     if name.endswith((".bias", UP)):
         return torch.zeros(shape, dtype=PARAMETER_DTYPE)
     if len(shape) == 1:

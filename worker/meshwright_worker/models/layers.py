@@ -1,7 +1,7 @@
-"""The layers of a decoder: those of Llama (arXiv 2302.13971), and what GPT, Qwen and DeepSeek have in their place.
+"""The layers of a decoder: those of Llama (arXiv 2302.13971), and their counterparts in GPT, Qwen and DeepSeek.
 
-Every layer computes in the format of its input and casts its fp32 parameters to it, on whatever part of them this rank
-holds: head counts are read from the tensors, so the same code runs on all heads and on one rank's share of them.
+Every layer computes in the format of its input and casts its fp32 parameters to it. Layers work on any part of their
+parameters: head counts are read from the tensors, so the same code runs on all heads and on one rank's share of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright_worker.precision.dtypes import WIDE_DTYPES, upcast
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, through which its gradient flows."""
+    """Return this rank's part of a parameter; its gradient flows to the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -30,9 +30,9 @@ class Linear(nn.Linear):
     """A matrix product in the format of its input."""
 
     adds_bias = True
-    """False where ranks hold parts of a sum: whoever adds the parts up adds the bias, once."""
+    """False if ranks compute parts of a sum: the bias is then added once, to the sum."""
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Multiplies input and weight in another way (`fp8`)."""
+    """Replaces the product of input and weight (`fp8`)."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -46,7 +46,7 @@ class Linear(nn.Linear):
 
 
 Products = Callable[[torch.Tensor, Sequence[Linear]], list[torch.Tensor]]
-"""A way to put one input through several linear layers: `multiply_separately`, or one that fetches the input
+"""A function that multiplies one input with several linear layers: `multiply_separately`, or one that gathers the input
 meanwhile.
 """
 
@@ -57,7 +57,9 @@ def multiply_separately(x: torch.Tensor, linears: Sequence[Linear]) -> list[torc
 
 
 class TokenEmbedding(nn.Embedding):
-    """A row a token. A rank that holds the rows from `first_row` on gives 0 for others: ranks add up."""
+    """One row per token. A rank whose rows start at `first_row` returns 0 for tokens of other ranks; ranks sum the
+    results.
+    """
 
     first_row = 0
 
@@ -114,7 +116,7 @@ def build_norm(model: Architecture) -> nn.Module:
 
 
 class PositionEmbedding(nn.Embedding):
-    """A learned row a position (GPT)."""
+    """A learned row per position (GPT)."""
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens [batch, length] and their positions, None for 0, 1, ... -> [batch or 1, length, width]."""
@@ -124,10 +126,10 @@ class PositionEmbedding(nn.Embedding):
 
 
 class AttentionCore(nn.Module):
-    """Attention, each document of a row on its own. A module, so that context parallelism can replace it.
+    """Attention inside each document of a row. A module, so that context parallelism can replace it.
 
     Args:
-        causal: whether a token sees only those up to itself.
+        causal: whether a token attends only to those up to itself.
         scale: factor of the scores; None for one over the root of the head size.
     """
 
@@ -139,13 +141,13 @@ class AttentionCore(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
-        """Mix values.
+        """Compute attention.
 
         Args:
             query: [batch, length, heads, head_size].
             key: [batch, length, key and value heads, head_size].
             value: like `key`, of any head size.
-            token_metadata: where the tokens stand.
+            token_metadata: positions and documents of the tokens.
 
         Returns:
             [batch, length, heads, value's head size].
@@ -207,8 +209,8 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Keys and values are projected from one narrow latent; position is told by a part of queries and keys of its own,
-    of which all heads share the key's. Over a tensor group the projections into latents stay whole on every rank.
+    Keys and values are projected from one narrow latent. Positions are encoded in a separate part of queries and keys;
+    all heads share the key's part. The projections into latents are replicated on every rank of a tensor group.
     """
 
     products: Products
@@ -279,15 +281,15 @@ class FeedForward(nn.Module):
 
 
 class NoDropout(nn.Module):
-    """The place of dropout in a run without; see `models/dropout.py`."""
+    """Takes the place of dropout in a run without it; see `models/dropout.py`."""
 
     def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
-        """`x` itself."""
+        """Return `x` itself."""
         return x
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The non-linearity of a feed-forward layer."""
+    """Apply the non-linearity of a feed-forward layer."""
     match activation:
         case Activation.SILU:
             return F.silu(x)
@@ -321,7 +323,9 @@ class Block(nn.Module):
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy in at least fp32, summed over the targets that count. A module: tensor parallelism replaces it."""
+    """Cross-entropy in at least fp32, summed over the targets that are not ignored. A module, so that tensor
+    parallelism can replace it.
+    """
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logits [batch, positions, vocabulary] and targets [batch, positions] -> []."""

@@ -1,7 +1,7 @@
-"""What keeps experts evenly loaded: capacity, the losses on the router, and the count of what went where.
+"""Load balancing of experts: capacity, the router's losses, and counts of the assignments.
 
-Everything is defined sequence by sequence, so that it does not depend on how a batch is cut into micro-batches or
-spread over ranks; ranks that share a sequence add up its counts (`SequencePartition`).
+Everything is defined per sequence, so that it does not depend on how a batch is split into micro-batches or over ranks.
+Ranks that share a sequence sum its counts (`SequencePartition`).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from meshwright_worker.models.router import Routing
 
 
 class SequencePartition:
-    """How a rank's rows belong to sequences. This one: each row is a whole one."""
+    """How a rank's rows map to sequences. Here, each row is a full sequence."""
 
     parts = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that share each sequence."""
 
     def total(self, counts: torch.Tensor) -> torch.Tensor:
-        """Counts of this rank's positions, int64 [batch, experts] -> those of the whole sequences."""
+        """Counts of this rank's positions, int64 [batch, experts] -> counts of the full sequences."""
         return counts
 
     def before(self, counts: torch.Tensor) -> torch.Tensor:
-        """Counts of this rank's positions, int64 [batch, experts] -> those of the positions before them."""
+        """Counts of this rank's positions, int64 [batch, experts] -> counts of the positions before them."""
         return torch.zeros_like(counts)
 
 
 class LoadBalancer:
-    """The rules of one mixture."""
+    """The balancing rules of one mixture."""
 
     def __init__(self, mixture: MixtureSpec, sequence_partition: SequencePartition) -> None:
         self._mixture = mixture
         self.sequence_partition = sequence_partition
 
     def within_capacity(self, experts: torch.Tensor) -> torch.Tensor | None:
-        """Which choices fit their expert's capacity, bool like `experts`; None where nothing is dropped.
+        """Return which assignments fit their expert's capacity, bool like `experts`; None if nothing is dropped.
 
-        The first tokens of a sequence come first (GShard, arXiv 2006.16668, algorithm 1).
+        The first tokens of a sequence have priority (GShard, arXiv 2006.16668, algorithm 1).
 
         Args:
             experts: int64 [batch, positions, per_token].
@@ -51,11 +51,11 @@ class LoadBalancer:
         return place.gather(2, experts) <= capacity_limit
 
     def losses(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-        """The auxiliary and the z-loss, each of this rank's tokens summed, [], with its gradient.
+        """Return the auxiliary loss and the z-loss, each summed over this rank's tokens, [], with its gradient.
 
         Auxiliary: of a sequence of T tokens, of which expert i is chosen by f_i T k / E and has the mean score P_i, the
         mean over tokens is the sum of f_i P_i, 1 when balanced (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20; with
-        one expert a token Switch's, 2101.03961, equation 4). Counts have no gradient, so summing them over ranks is
+        one expert per token Switch's, 2101.03961, equation 4). Counts have no gradient, so summing them over ranks is
         enough. z: the square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906, equation 5).
         """
         chosen = self.sequence_partition.total(_one_hot(routing.experts, self._mixture.experts).sum(1))
@@ -65,29 +65,29 @@ class LoadBalancer:
 
 
 class RoutingStats:
-    """What a mixture did since the last step, fp64: choices of each expert, dropped ones, auxiliary and z-loss."""
+    """Statistics of a mixture since the last step, fp64: assignments per expert, dropped ones, auxiliary and z-loss."""
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
         self._sum: torch.Tensor | None = None
         self.loss_weight: float | torch.Tensor = 0.0
-        """What the summed losses are multiplied by: as the cross-entropy, one over the tokens of a step."""
+        """Factor of the summed losses: like the cross-entropy's, one over the tokens of a step."""
 
     def entry(self, counts: torch.Tensor, dropped: int, auxiliary: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """One micro-batch's, [experts + 3]."""
+        """Return one micro-batch's statistics, [experts + 3]."""
         dropped_count = torch.full_like(counts[:1], dropped)
         return torch.cat([counts, dropped_count, auxiliary.detach().view(1), z.detach().view(1)]).double()
 
     def add(self, entry: torch.Tensor) -> None:
-        """Count a micro-batch."""
+        """Add a micro-batch."""
         self._sum = entry if self._sum is None else self._sum + entry
 
     def take(self, device: torch.device) -> torch.Tensor:
-        """The sum since the last call, [experts + 3]."""
+        """Return the sum since the last call, [experts + 3]."""
         taken, self._sum = self._sum, None
         return torch.zeros(self._experts + 3, dtype=torch.float64, device=device) if taken is None else taken
 
 
 def _one_hot(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """[batch, positions, per_token] -> int64 [batch, positions, experts]: which ones a token chose."""
+    """[batch, positions, per_token] -> int64 [batch, positions, experts]: the experts that a token chose."""
     return experts.new_zeros(*experts.shape[:2], count).scatter_(2, experts, 1)

@@ -1,11 +1,11 @@
-"""Low-rank adapters beside a model's matrices (LoRA, arXiv 2106.09685).
+"""Low-rank adapters for a model's matrices (LoRA, arXiv 2106.09685).
 
-A matrix W keeps its weights; what is trained is the product of two narrow ones: W x + (alpha / rank) B A x. B begins at
-0, so training begins at the model itself.
+A matrix W keeps its weights; the product of two narrow matrices is trained: W x + (alpha / rank) B A x. B starts at 0,
+so training starts from the original model.
 
-Over a tensor group the adapter is split as its matrix is. A matrix split by rows (its outputs) has B split by rows and
-A whole; one split by columns (its inputs) has A split by columns and B whole. What is whole sees a part of the outputs
-or inputs on each rank, so its gradient is a part of the sum.
+Over a tensor group the adapter is split like its matrix. If the matrix is split by rows (its outputs), B is split by
+rows and A is replicated. If it is split by columns (its inputs), A is split by columns and B is replicated. The
+replicated matrix sees a part of the outputs or inputs on each rank, so its gradient is a partial sum.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DOWN, UP = "adapter_down", "adapter_up"
 
 
 class AdaptedLinear(Linear):
-    """A matrix that stays as it is, with an adapter beside it, of its format and on its device."""
+    """A frozen matrix with an adapter, in its format and on its device."""
 
     def __init__(self, whole: Linear, spec: LoraSpec) -> None:
-        # What nn.Linear would allocate and fill is the whole matrix, before anything is split.
+        # nn.Linear would allocate and fill the full matrix, before anything is split.
         with torch.device("meta"):
             super().__init__(whole.in_features, whole.out_features, bias=whole.bias is not None)
         self.weight, self.bias = whole.weight, whole.bias
@@ -41,7 +41,7 @@ class AdaptedLinear(Linear):
 
 
 def apply_lora(stage: DecoderStage, spec: LoraSpec) -> None:
-    """Give the matrices that `spec` names an adapter, and let nothing else be trained. In place, on the meta device.
+    """Add adapters to the matrices that `spec` names, and freeze everything else. In place, on the meta device.
 
     Raises:
         ValueError: a layer has none of the matrices.
@@ -62,10 +62,10 @@ def apply_lora(stage: DecoderStage, spec: LoraSpec) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's matrix."""
+    """Return whether a parameter's name is that of an adapter's matrix."""
     return name.endswith((DOWN, UP))
 
 
 def merge_adapter(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
-    """The one matrix that computes what matrix and adapter compute, in the format of `weight`."""
+    """Merge matrix and adapter into one matrix with the same result, in the format of `weight`."""
     return (weight.double() + spec.alpha / spec.rank * (up.double() @ down.double())).to(weight.dtype)

@@ -1,7 +1,7 @@
-"""A mixture of experts as a feed-forward layer: route, send rows to the experts, compute, bring them back, add up.
+"""A mixture of experts as a feed-forward layer: route, dispatch rows to the experts, compute, combine.
 
-The steps are methods of their own, so that a schedule can run the `DispatchPlan` of one micro-batch while it computes
-another. Where experts are computed is the dispatcher's affair: here, or spread over ranks
+The steps are separate methods, so that a schedule can run the `DispatchPlan` of one micro-batch while it computes
+another. The dispatcher determines where experts are computed: on this rank, or distributed over ranks
 (`parallel/expert/expert_parallel`).
 """
 
@@ -24,37 +24,37 @@ from meshwright_worker.models.split_backward import grouped
 
 
 class DispatchPlan(Protocol):
-    """The way of one micro-batch's rows to the ranks of their experts and back. Autograd goes through both."""
+    """Exchanges one micro-batch's rows with the ranks of their experts. Autograd goes through both directions."""
 
     @property
     def counts(self) -> torch.Tensor:
-        """int64 [experts here]: rows that arrive for each."""
+        """int64 [experts here]: number of rows that arrive for each."""
 
     @property
     def sent_rows(self) -> int | None:
-        """Rows that set out; None where only the device knows."""
+        """Number of rows that are sent; None if only the device knows it."""
 
     @property
     def origin(self) -> torch.Tensor | None:
-        """int64 [rows that arrive]: which rank of the expert group sent each; None where this one sent all."""
+        """int64 [rows that arrive]: which rank of the expert group sent each; None if this rank sent all."""
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows sorted by expert, [rows, hidden] -> the rows of the experts here, sorted by expert."""
+        """Rows sorted by expert, [rows, hidden] -> the rows of this rank's experts, sorted by expert."""
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """The other way round."""
+        """The reverse of `dispatch`."""
 
 
 class Dispatcher(Protocol):
-    """Plans journeys."""
+    """Creates dispatch plans."""
 
     def plan(self, counts: torch.Tensor) -> DispatchPlan:
-        """The journey of rows of which `counts`, int64 [experts], go to each expert."""
+        """Plan the dispatch of rows of which `counts`, int64 [experts], go to each expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalDispatchPlan:
-    """The journey of rows whose experts are all here."""
+    """The plan of rows whose experts are all on this rank."""
 
     counts: torch.Tensor
 
@@ -84,7 +84,7 @@ class LocalDispatcher:
 
 
 class GroupedProduct(Protocol):
-    """Another way to multiply rows with the matrices of their experts (`fp8`)."""
+    """Replaces the product of rows with the matrices of their experts (`fp8`)."""
 
     def __call__(
         self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
@@ -93,18 +93,20 @@ class GroupedProduct(Protocol):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks (arXiv 2002.05202), one tensor a matrix for all of them."""
+    """SwiGLU networks (arXiv 2002.05202), with one tensor per matrix for all experts."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
         self.products: dict[str, GroupedProduct] = {}
-        """By matrix, where it is not multiplied by `split_backward.grouped`."""
+        """Replacements of `split_backward.grouped`, by matrix."""
         self.gate = nn.Parameter(torch.empty(experts, width, hidden))
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows sorted by expert, [rows, hidden], of which `counts` belong to each expert here -> the same shape."""
+        """Rows sorted by expert, [rows, hidden], of which `counts` belong to each of this rank's experts -> the same
+        shape.
+        """
 
         def times(name: str, x: torch.Tensor) -> torch.Tensor:
             weight, product = self.get_parameter(name), self.products.get(name)
@@ -118,22 +120,22 @@ class RoutedTokens:
     """A micro-batch between the router and the experts."""
 
     rows: torch.Tensor
-    """[rows, hidden]: a copy of a token for each of its experts, sorted by expert; dropped ones are missing."""
+    """[rows, hidden]: a copy of a token for each of its experts, sorted by expert; dropped copies are missing."""
     slots: torch.Tensor
-    """int64 [rows]: which of the batch x positions x per_token choices a row is."""
+    """int64 [rows]: the index of each row among the batch x positions x per_token assignments."""
     weights: torch.Tensor
     """[batch x positions, per_token]."""
     dispatch_plan: DispatchPlan
     balancing_loss: torch.Tensor
     """The balancing losses, weighted, summed over tokens: fp32 []."""
     routing_stats: torch.Tensor
-    """What is counted once this micro-batch's gradient passes, see `RoutingStats`."""
+    """Statistics to count when this micro-batch's gradient passes, see `RoutingStats`."""
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, routed experts and, where the model has them, shared ones.
+    """A router, routed experts and, if the model has them, shared experts.
 
-    `dispatcher`, `sequences` and `routing_replicas` are set by what splits the model over ranks.
+    `dispatcher`, `sequences` and `routing_replicas` are set by the code that splits the model over ranks.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -152,11 +154,11 @@ class MixtureOfExperts(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.load_balancer = LoadBalancer(mixture, SequencePartition())
         self.routing_replicas = 1
-        """How many ranks route the same tokens, each with a part of the experts' widths."""
+        """Number of ranks that route the same tokens, each with a part of the experts' widths."""
         self.slices = 1
-        """How many ranks of a tensor group route positions of their own."""
+        """Number of ranks of a tensor group that route their own positions."""
         self.whole = True
-        """Whether no tensor group splits the experts' widths."""
+        """Whether the experts' widths are not split over a tensor group."""
         self.routing_stats = RoutingStats(mixture.experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -171,11 +173,11 @@ class MixtureOfExperts(nn.Module):
         return self.finish(x, routed, dispatch_plan.combine(rows))
 
     def route(self, x: torch.Tensor) -> RoutedTokens:
-        """Choose experts for x, [batch, positions, hidden], and sort a copy of each token for each of them."""
+        """Choose experts for x, [batch, positions, hidden], and sort a copy of each token for each of its experts."""
         count, per_token = self.mixture.experts, self.mixture.per_token
         routing = self.router(x)
         within_capacity = self.load_balancer.within_capacity(routing.experts)
-        # What is dropped is sorted behind the last expert and then cut off.
+        # Dropped rows are sorted behind the last expert and then cut off.
         experts = routing.experts if within_capacity is None else routing.experts.masked_fill(~within_capacity, count)
         order = experts.flatten().argsort(stable=True)
         counts = _histogram(experts.flatten(), count + 1)[:count]
@@ -197,7 +199,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def finish(self, x: torch.Tensor, routed: RoutedTokens, rows: torch.Tensor) -> torch.Tensor:
-        """Add up what came back, the rows of `routed` from their experts, and the shared experts' output."""
+        """Sum the rows that the experts returned for `routed`, and the shared experts' output."""
         tokens, per_token = routed.weights.shape
         slots = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.slots, rows)
         mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), slots.view(tokens, per_token, -1))
@@ -209,10 +211,11 @@ class MixtureOfExperts(nn.Module):
 
 
 class _AttachBalancingLoss(torch.autograd.Function):
-    """Gives a loss its gradient when that of the layer's output passes, so that it needs no way to the last stage.
+    """Adds a loss's gradient when the gradient of the layer's output passes, so that the loss need not reach the last
+    stage.
 
-    Counting in the backward pass counts a micro-batch once, also where its forward pass is computed again, and leaves
-    evaluation out.
+    Counting in the backward pass counts a micro-batch once even if its forward pass is recomputed, and excludes
+    evaluation.
     """
 
     @staticmethod
@@ -232,12 +235,12 @@ class _AttachBalancingLoss(torch.autograd.Function):
 
 
 def build_feed_forward(model: Architecture, layer: int) -> nn.Module:
-    """The feed-forward part of layer number `layer`: a mixture of experts or a dense layer."""
+    """Build the feed-forward part of layer number `layer`: a mixture of experts or a dense layer."""
     return MixtureOfExperts(model) if is_mixture(model.mixture, layer) else FeedForward(model)
 
 
 def iter_moe_layers(stage: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
-    """The mixtures of a stage and their names."""
+    """Yield the mixtures of a stage and their names."""
     for name, module in stage.named_modules():
         if isinstance(module, MixtureOfExperts):
             yield name, module

@@ -1,4 +1,4 @@
-"""Rotary positions, and Llama 3.1's way to stretch them over a longer context."""
+"""Rotary positions, and methods to extend them to a longer context (Llama 3.1, YaRN)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (arXiv 2104.09864), halves rotated against each other as in Llama.
+    """Rotary position embedding (arXiv 2104.09864), which rotates the two halves of a head as in Llama.
 
-    The table is no buffer: it is neither trained nor saved, and is computed when the first batch shows its length.
+    The table is not a buffer: it is neither trained nor saved, and is computed when the first batch shows its length.
     """
 
     def __init__(self, head_size: int, theta: float, scaling: RopeScalingSpec | None = None) -> None:
@@ -30,14 +30,14 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
     def table(self, length: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions 0 to `length - 1`, in the format of `x` and on its device."""
+        """Return cosines and sines of positions 0 to `length - 1`, in the format of `x` and on its device."""
         table = self._table
         if table is None or table[0].shape[0] != length or table[0].dtype != x.dtype or table[0].device != x.device:
             table = self._table = self._at(torch.arange(length, device=x.device), x)
         return table
 
     def _at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each [*positions.shape, 1, head_size / 2]."""
+        """Return cosines and sines, each [*positions.shape, 1, head_size / 2]."""
         exponents = torch.arange(0, self.head_size, 2, device=x.device, dtype=torch.float32) / self.head_size
         frequencies = rescale_frequencies(self.theta**-exponents, self.scaling, self.theta)
         angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
@@ -47,11 +47,12 @@ class RotaryEmbedding(nn.Module):
 def rescale_frequencies(
     frequencies: torch.Tensor, scaling: RopeScalingSpec | None, theta: float = 10000.0
 ) -> torch.Tensor:
-    """Radians a position, with the low ones slowed down (arXiv 2407.21783, section 3.4.2; Llama 3.1's reference code).
+    """Return radians per position, with low frequencies reduced (arXiv 2407.21783, section 3.4.2; Llama 3.1's reference
+    code).
 
-    What turns at least `high_frequency_factor` times within the original length stays; what turns at most
-    `low_frequency_factor` times is divided by the factor; between them the two are mixed linearly: in the number of
-    turns, with YaRN in the number of the frequency.
+    Frequencies with at least `high_frequency_factor` turns within the original length stay. Those with at most
+    `low_frequency_factor` turns are divided by the factor. In between, the two are interpolated linearly: in the number
+    of turns, with YaRN in the index of the frequency.
     """
     if scaling is None:
         return frequencies
@@ -65,7 +66,9 @@ def rescale_frequencies(
 
 
 def _yarn_unscaled_share(frequencies: torch.Tensor, scaling: RopeScalingSpec, theta: float) -> torch.Tensor:
-    """Part of each frequency that stays (arXiv 2309.00071, section 3.2; whole numbers as in its reference code)."""
+    """Return the part of each frequency that stays (arXiv 2309.00071, section 3.2; integers as in its
+    reference code).
+    """
     count = len(frequencies)
 
     def place(turns: float) -> float:

@@ -1,6 +1,6 @@
-"""Which experts each token goes to, and how much each of them counts.
+"""Chooses each token's experts and their weights.
 
-Logits and scores are in at least fp32 whatever the compute format: the choice is a comparison of near numbers (Switch
+Logits and scores are in at least fp32 in every compute format: the choice compares numbers that may be close (Switch
 Transformers, arXiv 2101.03961, section 2.4).
 """
 
@@ -21,22 +21,22 @@ _TINY = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the router decided for tokens [batch, positions]."""
+    """The router's result for tokens [batch, positions]."""
 
     experts: torch.Tensor
-    """int64 [batch, positions, per_token]: all different for a token."""
+    """int64 [batch, positions, per_token]: distinct for each token."""
     weights: torch.Tensor
-    """[batch, positions, per_token], at least fp32: what each expert's output is multiplied by."""
+    """[batch, positions, per_token], at least fp32: the factor of each expert's output."""
     scores: torch.Tensor
-    """[batch, positions, experts], at least fp32: shares of all experts, 1 in sum."""
+    """[batch, positions, experts], at least fp32: scores of all experts, normalized to the sum 1."""
     logits: torch.Tensor
     """[batch, positions, experts], at least fp32."""
 
 
 class ExpertRouter(nn.Module):
-    """A linear layer, scores, and the best of them.
+    """A linear layer, scores, and the choice of the best experts.
 
-    With `balancing: Bias` it has the buffer `bias` [experts], which is added for the choice alone: it gets no gradient
+    With `balancing: Bias` it has the buffer `bias` [experts], which is added only for the choice: it gets no gradient
     and is saved in checkpoints.
     """
 
@@ -63,14 +63,14 @@ class ExpertRouter(nn.Module):
 
 
 def select_experts(scores: torch.Tensor, mixture: MixtureSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The experts of each token by falling score, int64 [..., per_token].
+    """Return the experts of each token by descending score, int64 [..., per_token].
 
-    With groups a token stays in its best ones: by their best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) or,
-    with sigmoid scores, by the sum of their two best (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    With groups, a token's experts come from its best groups: by their best expert (DeepSeek-V2, arXiv 2405.04434,
+    section 2.2.2) or, with sigmoid scores, by the sum of their two best (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     Args:
         scores: [..., experts], larger is better.
-        mixture: the numbers.
+        mixture: the mixture's settings.
         bias: [experts], added to the scores.
     """
     selection_scores = scores if bias is None else scores + bias

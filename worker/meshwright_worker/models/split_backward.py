@@ -1,11 +1,10 @@
-"""Weights' gradients computed apart from inputs' gradients: the `W` of zero-bubble schedules (arXiv 2401.10241).
+"""Computes weight gradients separately from input gradients: the `W` of zero-bubble schedules (arXiv 2401.10241).
 
-A matrix product whose backward pass runs under a store computes its input's gradient at once, which is what the stage
-before waits for, and leaves to the store what its weight's gradient is made of. Nothing is computed twice, and the
-gradients are those of a whole backward pass, bit by bit. So do linear layers, the experts of a mixture, fp8's products
-of both (`fp8`) and those on a ring (`parallel/tensor/async_tensor_parallel`). Vectors, look-ups and a router's few
-rows get their
-gradients at once: there is nothing in them to fill a bubble with.
+A matrix product whose backward pass runs under a store computes its input gradient at once, because the previous stage
+waits for it, and defers its weight gradient to the store. Nothing is computed twice, and the gradients are those of a
+full backward pass, bit by bit. This applies to linear layers, the experts of a mixture, fp8's products of both (`fp8`)
+and ring products (`parallel/tensor/async_tensor_parallel`). Vectors, look-ups and a router's few rows get their
+gradients at once: they are too small to fill a bubble.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from meshwright_worker.models.grouped_mm import grouped_input_grad, grouped_line
 
 
 class WeightGradStore:
-    """What is left to do for one micro-batch of one stage."""
+    """The deferred weight gradients of one micro-batch of one stage."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[nn.Parameter, Callable[[], torch.Tensor]]] = deque()
 
     def __len__(self) -> int:
-        """How many gradients are left."""
+        """Number of deferred gradients."""
         return len(self._pending)
 
     def defer(self, weight: nn.Parameter, compute_grad: Callable[[], torch.Tensor]) -> None:
-        """Keep how the gradient of this rank's part of `weight` is made, and what `compute_grad` holds with it."""
+        """Store the function that computes the gradient of this rank's part of `weight`, and its operands."""
         self._pending.append((weight, compute_grad))
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add the gradients to the weights, last layer first; nothing is collective."""
+        """Add the gradients to the weights, last layer first; uses no collective."""
         while self._pending:
             weight, compute_grad = self._pending.popleft()
             _accumulate(weight, compute_grad())
 
 
-# Not thread-local: autograd runs the backward pass of a device in a thread of its own.
+# Not thread-local: autograd runs the backward pass of a device in a separate thread.
 _store: WeightGradStore | None = None
 
 
 @contextmanager
 def deferring_weight_grads(store: WeightGradStore | None) -> Iterator[None]:
-    """Products that run in the block leave their weights' gradients to `store`; without one nothing changes."""
+    """Make products in the block defer their weight gradients to `store`; without a store nothing changes."""
     global _store
     before, _store = _store, store
     try:
@@ -63,19 +62,19 @@ def deferring_weight_grads(store: WeightGradStore | None) -> Iterator[None]:
 
 
 def current_store() -> WeightGradStore | None:
-    """The store of the block that runs."""
+    """Return the store of the current block."""
     return _store
 
 
 def set_current_store(store: WeightGradStore | None) -> None:
-    """Go on in a block that was interrupted: passes that take turns each have their own store."""
+    """Switch to the store of a block that was interrupted: overlapped passes each have their own store."""
     global _store
     _store = store
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredWeightGrad:
-    """A product's weight, and who computes its gradient. Autograd does not see the parameter in it."""
+    """A product's weight, and the store for its gradient. Hides the parameter from autograd."""
 
     weight: nn.Parameter
     store: WeightGradStore
@@ -86,19 +85,21 @@ class DeferredWeightGrad:
 
 
 def defer_weight_grad_of(x: torch.Tensor, weight: torch.Tensor) -> DeferredWeightGrad | None:
-    """What a product of `x` and `weight` leaves its weight's gradient to; None where the backward pass computes it."""
+    """Return where the product of `x` and `weight` defers its weight gradient; None if the backward pass
+    computes it.
+    """
     if _store is None or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter)):
         return None
     return DeferredWeightGrad(weight, _store)
 
 
 def local_operand(x: torch.Tensor, weight: torch.Tensor, deferred: DeferredWeightGrad | None) -> torch.Tensor:
-    """This rank's part of `weight` in the format of `x`; apart from the graph where its gradient is left to later."""
+    """Return this rank's part of `weight` in the format of `x`; detached if its gradient is deferred."""
     return _local(weight if deferred is None else weight.detach()).to(x.dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """X [..., inputs] times the rows of weight [outputs, inputs], in the format of x -> [..., outputs]."""
+    """Multiply x [..., inputs] with the rows of weight [outputs, inputs], in the format of x -> [..., outputs]."""
     deferred = defer_weight_grad_of(x, weight)
     if deferred is None:
         return F.linear(x, local_operand(x, weight, deferred))
@@ -107,7 +108,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def weight_grad(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a matrix [outputs, inputs] that x [..., inputs] was multiplied with; gradient [..., outputs]."""
+    """Return the gradient of a matrix [outputs, inputs] that x [..., inputs] was multiplied with; gradient [...,
+    outputs].
+    """
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
@@ -133,7 +136,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, cast = ctx.saved_tensors
         (gradient,) = gradients
-        # Attached to the graph, x would keep what the stage received until then.
+        # Attached to the graph, x would keep the stage's input alive until then.
         ctx.deferred.defer(partial(weight_grad, x.detach(), gradient))
         return gradient @ cast, None, None
 

@@ -1,1 +1,1 @@
-"""Optimizers of one rank: each works on the shards that the rank holds."""
+"""Optimizers of one rank: each updates the shards of its rank."""

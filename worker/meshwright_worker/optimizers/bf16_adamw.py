@@ -1,8 +1,8 @@
 """AdamW (arXiv 1711.05101) without fp32 copies: parameters and moments are bf16, rounded stochastically.
 
-Memory per parameter: 2 bytes of it, 2 of its gradient, 4 of its moments, against 16 with fp32 parameters. The update
-is computed in fp32, a few rows at a time. The noise of a rounding is a function of the seed, the parameter's name, the
-step and the element's place in the whole parameter, so every layout rounds equal updates alike.
+Memory per parameter: 2 bytes, plus 2 for its gradient and 4 for its moments, against 16 with fp32 parameters. The
+update is computed in fp32, a few rows at a time. The rounding noise is a function of the seed, the parameter's name,
+the step and the element's index in the full parameter, so equal updates are rounded equally in every layout.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from meshwright_worker.optimizers.stochastic_rounding import Matrix, element_num
 from meshwright_worker.parallel.shards import ParameterShard
 
 _ELEMENTS = 1 << 22
-"""Of one piece of the update: what its steps make in fp32 should be small beside what is kept."""
+"""Elements of one piece of the update: its fp32 intermediates should be small compared with the stored state."""
 _NOISE_BITS = 16
 
 
 class BF16AdamW:
-    """The optimizer of one rank where there are no master weights.
+    """The optimizer of one rank without master weights.
 
     Args:
-        shards: what it updates.
-        spec: the rule.
+        shards: the shards to update.
+        spec: the optimizer's settings.
         seed: of the rounding.
         compiled: whether the update of a shard runs as one compiled kernel, which reads and writes each number once.
     """
@@ -41,7 +41,8 @@ class BF16AdamW:
         self._seed = seed
         self._steps = 0
         self._compiled = compiled
-        # One kernel for all shapes. Numbers that change from step to step are tensors: a value would be compiled in.
+        # One kernel for all shapes. Numbers that change at each step are passed as tensors, since plain values would be
+        # compiled in.
         self._update_rows = torch.compile(_update_rows, dynamic=True) if compiled else _update_rows
         self._moments = {
             id(shard): {moment: torch.zeros_like(shard.local) for moment in MOMENTS} for shard in self._shards
@@ -90,7 +91,7 @@ class BF16AdamW:
 
 
 def _matrix(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """One of a local part's matrices, in its memory: a copy would be updated for nothing, so none is made."""
+    """Return one matrix of a local part, in its memory: updating a copy would have no effect."""
     if tensor.ndim == 1:
         return tensor.unsqueeze(0)
     leading = len(matrix.index)
@@ -111,10 +112,10 @@ def _update_rows(
     Args:
         stored: the parameter and both moments, bf16, [rows, columns].
         gradient: of the same shape.
-        stride: elements of the whole parameter from one row to the next.
-        offset: int64 [], the number of the first element among those of the whole.
+        stride: elements of the full parameter from one row to the next.
+        offset: int64 [], the index of the first element in the full parameter.
         salt: int64 [], of the step's noise.
-        rule: what the parameter shrinks by, the size of the step, the divisor of the second moment's root; fp64 [].
+        rule: the parameter's decay factor, the step size, the divisor of the second moment's root; fp64 [].
         betas: decays of the moments.
     """
     parameter, first, second = (tensor.float() for tensor in stored)
@@ -125,7 +126,7 @@ def _update_rows(
     second = second.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
     divisor = second.sqrt().div(correction).add(EPSILON)
     parameter = parameter.mul(decay_factor).sub(first.div(divisor).mul(size))
-    # One draw an element serves all three: its bits are independent.
+    # One random number per element is enough for all three: its bits are independent.
     rows, columns = gradient.shape
     bits = random_bits(element_numbers(rows, columns, stride, offset, gradient.device), salt)
     for number, (tensor, new) in enumerate(zip(stored, (parameter, first, second), strict=True)):

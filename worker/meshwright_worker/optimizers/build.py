@@ -1,4 +1,4 @@
-"""Which optimizer a run has."""
+"""Builds the optimizer of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ORTHOGONALISES_IN = {Precision.FP64: torch.float64, Precision.FP32: torch.float
 
 
 def build_optimizer(shards: Sequence[ParameterShard], training: TrainingSpec, mesh: Mesh) -> Optimizer:
-    """The optimizer of this rank's shards. What does not go together `validate` has refused."""
+    """Build the optimizer of this rank's shards. Validation has already rejected unsupported combinations."""
     spec = training.optimizer
     if spec.name is OptimizerName.MUON:
         return Muon(shards, spec, _ORTHOGONALISES_IN.get(training.precision, torch.bfloat16), mesh.device)

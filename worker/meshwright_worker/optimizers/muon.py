@@ -1,10 +1,10 @@
-"""Muon (Keller Jordan et al., 2024; "Muon is scalable", arXiv 2502.16982): the momentum of a matrix, orthogonalised.
+"""Muon (Keller Jordan et al., 2024; "Muon is scalable", arXiv 2502.16982): orthogonalized momentum of matrices.
 
-Orthogonalising is no element-wise operation: it needs the whole matrix. A rank that holds a part gathers the momentum
-of one matrix at a time, orthogonalises it as every rank of its group does, and keeps its own part: the numbers are
-those of one process. A stack of matrices (experts) that is split between them needs no gathering. Updates are scaled
-to the root mean square that AdamW's have (0.2), so both share one learning rate. Embeddings, of tokens and positions,
-the output projection and whatever is no matrix are AdamW's.
+Orthogonalization is not element-wise: it needs the full matrix. A rank that has a part gathers the momentum of one
+matrix at a time, orthogonalizes it as every rank of its group does, and keeps its part: the result equals that of one
+process. A stack of matrices (experts) that is split between them needs no gathering. Updates are scaled to the root
+mean square of AdamW's updates (0.2), so both share one learning rate. AdamW updates everything else: embeddings of
+tokens and positions, the output projection, and parameters that are not matrices.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Muon:
     """The optimizer of one rank: Muon for its layers' matrices, AdamW for the rest.
 
     Args:
-        shards: what the rank holds.
+        shards: the rank's shards.
         spec: rates, decay and momentum.
-        working: the format to orthogonalise in; bf16 is enough.
-        device: where to orthogonalise, and what collectives run on; shards may be in main memory.
+        working: the format of the orthogonalization; bf16 is enough.
+        device: for the orthogonalization and its collectives; shards may be in host memory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """See `Optimizer.step`. Collective where matrices are split."""
+        """See `Optimizer.step`. Collective if matrices are split."""
         rest = []
         for shard, gradient in zip(self._shards, gradients, strict=True):
             if id(shard) in self._momenta:
@@ -88,12 +88,12 @@ class Muon:
 
 
 def uses_muon(shard: ParameterShard) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, of a layer."""
+    """Return whether a parameter is a matrix, or a stack of matrices, of a layer."""
     return shard.local.ndim > 1 and shard.name not in _TABLES
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Five steps of the Newton-Schulz iteration of degree five: singular values of [..., m, n] brought near 1."""
+    """Run five steps of the degree-five Newton-Schulz iteration: singular values of [..., m, n] approach 1."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
@@ -106,7 +106,7 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _matrices(shard: ParameterShard, local: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """Whole matrices that hold the part `local`, and where in them it lies. Collective where they are split."""
+    """Return the full matrices that contain `local`, and its position in them. Collective if they are split."""
     everything = tuple(slice(None) for _ in local.shape)
     if shard.whole is None:
         return local, everything

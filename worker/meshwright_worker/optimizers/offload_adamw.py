@@ -1,7 +1,7 @@
-"""AdamW (arXiv 1711.05101) on the CPU, with moments that the accelerator never holds (ZeRO-Offload, arXiv 2101.06840).
+"""AdamW (arXiv 1711.05101) on the CPU; the moments are never on the accelerator (ZeRO-Offload, arXiv 2101.06840).
 
-Bucket by bucket: gradients and parameters come out, the CPU updates, parameters go back. On CUDA the next bucket comes
-out and the last one goes back, from and to page-locked memory, while the CPU works on the one between.
+Bucket by bucket, gradients and parameters are copied to the CPU, updated, and parameters copied back. On CUDA, the next
+bucket and the previous one are copied from and to pinned memory while the CPU updates the current one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright_worker.parallel.shards import ParameterShard
 
 
 class OffloadAdamW:
-    """The optimizer of one rank whose moments are in main memory or in a file."""
+    """The optimizer of one rank whose moments are in host memory or in a file."""
 
     def __init__(
         self, shards: Sequence[ParameterShard], spec: OptimizerSpec, state: MomentState, device: torch.device
@@ -75,7 +75,7 @@ class OffloadAdamW:
                     [first[i] for i in chosen],
                     [second[i] for i in chosen],
                     max_exp_avg_sqs=[],
-                    # The kernel counts each tensor's steps up by itself.
+                    # The kernel increments each tensor's step count itself.
                     state_steps=[self._steps.clone() for _ in chosen],
                     fused=True,
                     amsgrad=False,
@@ -92,7 +92,7 @@ _HostBucket = tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | N
 
 
 class _Transfer:
-    """Copies of a bucket's parameters and gradients; none where they are in main memory already."""
+    """Copies a bucket's parameters and gradients; does nothing if they are already in host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -126,5 +126,5 @@ class _Transfer:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    # torch keeps page-locked blocks and gives them out again once the copies that use them are done.
+    # torch caches pinned blocks and reuses them once the copies that use them are done.
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

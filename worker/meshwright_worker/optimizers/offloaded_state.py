@@ -1,8 +1,8 @@
-"""Where an offloaded optimizer's moments are: in main memory, or in a file that only passes through it.
+"""Storage of an offloaded optimizer's moments: in host memory, or in a file that is paged through it.
 
-Both deal them out in buckets. The file (ZeRO-Infinity, arXiv 2104.07857) is mapped into memory; a thread copies the
-next bucket out of it and the last one back into it while the one between is updated, so the main thread waits for no
-disk that keeps up.
+Both provide the moments in buckets. The file (ZeRO-Infinity, arXiv 2104.07857) is mapped into memory. A thread copies
+the next bucket out of it and the previous one back into it while the current one is updated, so the main thread does
+not wait for a disk that is fast enough.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from meshwright_worker.memory.pinned_memory import allocate_host_tensors
 from meshwright_worker.optimizers.optimizer import MOMENTS
 
 Bucket = list[int]
-"""Numbers of tensors."""
+"""Indices of tensors."""
 BucketMoments = list[list[torch.Tensor]]
-"""By moment, one tensor for each of a bucket."""
+"""By moment, one tensor for each parameter of a bucket."""
 
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
 class MomentState(Protocol):
-    """Moments, and the way to get at those of a bucket."""
+    """Stores the moments and provides them bucket by bucket."""
 
     buckets: list[Bucket]
 
     def prefetch(self, number: int) -> None:
-        """Begin to bring a bucket's moments into main memory."""
+        """Start to copy a bucket's moments to host memory."""
 
     def get(self, number: int) -> BucketMoments:
-        """A bucket's moments in main memory, to be changed in place."""
+        """Return a bucket's moments in host memory, to be changed in place."""
 
     def write_back(self, number: int) -> None:
-        """The bucket is updated."""
+        """Store the bucket's updated moments."""
 
     def moments(self, tensor: int) -> dict[str, torch.Tensor]:
-        """The moments of one tensor by name, to be read or filled between steps."""
+        """Return the moments of one tensor by name, to read or fill between steps."""
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Tensors in order, in buckets of at most 16 Mi elements or one tensor."""
+    """Split tensors, in order, into buckets of at most 16 Mi elements or one tensor."""
     buckets: list[Bucket] = []
     elements = 0
     for number, tensor in enumerate(tensors):
@@ -57,7 +57,7 @@ def buckets_of(tensors: Sequence[torch.Tensor]) -> list[Bucket]:
 
 
 class HostMomentState:
-    """Moments in main memory (ZeRO-Offload, arXiv 2101.06840), page-locked where a GPU copies next to them."""
+    """Moments in host memory (ZeRO-Offload, arXiv 2101.06840), pinned if a GPU copies them asynchronously."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> None:
         self.buckets = buckets_of(tensors)
@@ -65,14 +65,14 @@ class HostMomentState:
         self._moments = [moments[number * len(tensors) :][: len(tensors)] for number in range(len(MOMENTS))]
 
     def prefetch(self, number: int) -> None:
-        """See `MomentState.prefetch`: they are there."""
+        """See `MomentState.prefetch`: does nothing, they are in host memory."""
 
     def get(self, number: int) -> BucketMoments:
         """See `MomentState.get`."""
         return [[tensors[index] for index in self.buckets[number]] for tensors in self._moments]
 
     def write_back(self, number: int) -> None:
-        """See `MomentState.write_back`: they were changed in place."""
+        """See `MomentState.write_back`: does nothing, they were changed in place."""
 
     def moments(self, tensor: int) -> dict[str, torch.Tensor]:
         """See `MomentState.moments`."""
@@ -80,12 +80,12 @@ class HostMomentState:
 
 
 class FileMomentState:
-    """Moments in files of this rank's own under a directory, such as a local NVMe volume.
+    """Moments in this rank's files under a directory, such as a local NVMe volume.
 
-    Files live as long as the process: a restarted run loads its checkpoint.
+    The files are deleted with the process: a restarted run loads its checkpoint.
 
     Raises:
-        OSError: the directory cannot be made, or has no room.
+        OSError: the directory cannot be created, or has no free space.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], directory: str) -> None:
@@ -100,12 +100,12 @@ class FileMomentState:
             for file in files
         ]
         largest = max(sum(tensors[index].numel() for index in bucket) for bucket in self.buckets)
-        # Two buckets are in main memory at a time: the one that is updated and the one that comes or goes.
+        # Two buckets are in host memory at a time: the one being updated and the one being copied.
         self._staged = [[torch.empty(largest, dtype=dtype) for _ in MOMENTS] for _ in range(2)]
         self._shapes = [tensor.shape for tensor in tensors]
         self._reads: dict[int, Future[None]] = {}
         self._write_back: Future[None] | None = None
-        # One thread, so that a bucket is written back before the next one takes its place.
+        # One thread, so that a bucket is written back before the next one takes its memory.
         self._thread = ThreadPoolExecutor(1, "optimizer-state")
 
     def prefetch(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer is here, AdamW (arXiv 1711.05101) on the local shards, and the learning rate of each step."""
+"""The optimizer interface, AdamW (arXiv 1711.05101) on the local shards, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ EPSILON = 1e-8
 
 
 class Optimizer(Protocol):
-    """Updates the shards of one rank. What it remembers is shaped like them, and so saved and resharded like them."""
+    """Updates the shards of one rank. Its state has the shards' shapes, and is saved and resharded like them."""
 
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        """Update every shard with its gradient, and forget the gradients."""
+        """Update every shard with its gradient, and drop the gradients."""
 
     def forget(self) -> None:
         """Drop the gradients of a step."""
 
     def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
-        """What is remembered of a shard, by name, shaped like its local part."""
+        """Return the state of a shard, by name, with the shape of its local part."""
 
     def set_step_count(self, steps: int) -> None:
-        """Say how many updates were made before the moments were loaded: what the bias correction counts from."""
+        """Set the number of updates before the loaded moments, from which bias correction counts."""
 
 
 def applies_weight_decay(shard: ParameterShard) -> bool:
-    """Whether weight decay applies: to matrices alone."""
+    """Return whether weight decay applies: only to matrices."""
     return shard.parameter.ndim > 1
 
 
@@ -44,7 +44,9 @@ def forget(shards: Sequence[ParameterShard]) -> None:
 
 
 def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
-    """The rate of step `step`, 1 to `steps`: linear warm-up to the peak, then a cosine (SGDR, arXiv 1608.03983)."""
+    """Return the rate of step `step`, 1 to `steps`: linear warm-up to the peak, then a cosine (SGDR, arXiv
+    1608.03983).
+    """
     if step < spec.warmup_steps:
         return spec.learning_rate * step / spec.warmup_steps
     progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
@@ -53,7 +55,7 @@ def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
 
 
 class AdamW:
-    """The optimizer of one rank: state for its shards alone, decay on matrices alone."""
+    """The optimizer of one rank: state only for its shards, decay only on matrices."""
 
     def __init__(self, shards: Sequence[ParameterShard], spec: OptimizerSpec) -> None:
         self._shards = shards

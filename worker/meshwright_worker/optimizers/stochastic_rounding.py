@@ -1,7 +1,7 @@
-"""Stochastic rounding to bf16: up or down with the probability that makes it right on average.
+"""Stochastic rounding to bf16: rounds up or down with the probability that makes the result unbiased.
 
-An update far smaller than the distance of two bf16 numbers is lost by rounding to the nearest; rounded stochastically
-it counts in the mean (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192).
+Rounding to nearest drops an update far smaller than the distance of two bf16 numbers. With stochastic rounding it
+counts in the mean (Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ _LOW_HALF = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A part of a parameter as a matrix, and where it lies among the parameter's elements, counted row by row."""
+    """A part of a parameter as a matrix, and its position among the parameter's elements, counted row by row."""
 
     index: tuple[int, ...]
-    """Which one of those that the local part's leading dimensions count."""
+    """Its index in the leading dimensions of the local part."""
     offset: int
-    """Number of its first element."""
+    """Index of its first element."""
     stride: int
-    """Elements of the whole from one row to the next."""
+    """Elements of the full parameter from one row to the next."""
 
 
 def matrices(box: tuple[slice, ...], shape: tuple[int, ...]) -> list[Matrix]:
-    """The part of a whole of `shape` that `box` cuts out, as few matrices; dimensions that are whole become columns.
+    """Return the part `box` of a tensor of `shape` as the smallest number of matrices; full dimensions become columns.
 
-    A vector is one row. The local part has to be reshaped to [*leading, rows, columns], of which each matrix is one.
+    A vector is one row. Reshape the local part to [*leading, rows, columns]; each matrix is one index of the leading
+    dimensions.
     """
     spans, sizes = [(extent.start, extent.stop) for extent in box], list(shape)
     while len(sizes) > 2 and spans[-1] == (0, sizes[-1]):
@@ -51,15 +52,17 @@ def matrices(box: tuple[slice, ...], shape: tuple[int, ...]) -> list[Matrix]:
 def element_numbers(
     rows: int, columns: int, stride: int, offset: int | torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """int64 [rows, columns]: the number of each element of a matrix among those of the whole."""
+    """int64 [rows, columns]: the index of each element of a matrix in the full parameter."""
     along = torch.arange(rows, device=device).unsqueeze(-1) * stride + torch.arange(columns, device=device)
     return along + offset
 
 
 def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """fp32 `x` in bf16, each element rounded by the lowest 16 of its random bits, int64. Not-finite ones stay so."""
+    """Round fp32 `x` to bf16, each element by the lowest 16 of its random bits, int64. Non-finite elements stay
+    non-finite.
+    """
     pattern = x.float().contiguous().view(torch.int32)
     noise = (bits & _LOW_HALF).to(torch.int32)
-    # The upper half of an fp32 number is a bf16 number: what is added to the lower half carries, or is cut off.
+    # The upper half of an fp32 number is a bf16 number: a number added to the lower half carries over or is cut off.
     rounded = ((pattern + noise) & ~_LOW_HALF).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)

@@ -1,1 +1,1 @@
-"""How one stage of the model is split over ranks: tensor parallelism and data parallelism."""
+"""Splits one stage of the model over ranks: tensor, context, expert, data and pipeline parallelism."""

@@ -1,7 +1,7 @@
-"""Layers compiled one by one by torch.compile: one graph serves all that are alike, and compiles once.
+"""Compiles layers one by one with torch.compile: one graph serves all identical layers and is compiled once.
 
-What a layer's hooks do, gathering its parameters above all, stays outside of the graph. Collectives inside of a block
-break the graph in pieces: each matrix product and its neighbours are still fused.
+A layer's hooks, above all the gathering of its parameters, stay outside of the graph. Collectives inside a block break
+the graph into pieces; each matrix product is still fused with its neighbors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from meshwright_worker.precision.fp8.scaling_recipe import fp8_recipes
 def compile_layers(
     stage: DecoderStage, backend: str | Callable[..., Any] = "inductor", *, selective: bool = False
 ) -> None:
-    """Let the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's.
+    """Make the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's.
 
-    With `selective` what the blocks keep is decided inside of their graphs, see `selective_checkpoint`; a block that
-    breaks its
-    graph then raises `torch._dynamo.exc.Unsupported` in its first pass.
+    With `selective`, what the blocks save is decided inside their graphs, see `selective_checkpoint`. A block that
+    breaks its graph then raises `torch._dynamo.exc.Unsupported` in its first pass.
     """
     for product in fp8_recipes(stage):
         product.compile()

@@ -1,6 +1,6 @@
-"""Gradients that replicas have summed: what is left to add up, their norm, and clipping.
+"""The last steps on gradients that are summed over replicas: remaining sums, global norm, clipping.
 
-Every loss is divided by the tokens of the whole step before its backward pass, so all that is done is to add up.
+Every loss is divided by the tokens of the entire step before its backward pass, so gradients only need to be summed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from meshwright_worker.parallel.shards import ParameterShard
 def all_reduce_partial(
     shards: Sequence[ParameterShard], gradients: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Add up, in place and in one all-reduce, the gradients of which each rank of a tensor group has its positions'.
+    """All-reduce, in place and at once, the gradients that each rank of a tensor group computed for its positions only.
 
-    `device` is the group's, whether or not the gradients are there.
+    `device` is the group's device; gradients may be on another one.
     """
     partial = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.partial]
     if not partial:
@@ -32,8 +32,9 @@ def all_reduce_partial(
 
 
 def local_square_sum(shards: Sequence[ParameterShard], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's part of the squared global gradient norm, fp64 []: the sum of it over all ranks counts each element
-    of each parameter once.
+    """Return this rank's part of the squared global gradient norm, fp64 [].
+
+    Summed over all ranks, it counts each element of each parameter once.
     """
     counted = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.counted]
     if not counted:
@@ -44,9 +45,9 @@ def local_square_sum(shards: Sequence[ParameterShard], gradients: Sequence[torch
 
 
 def scale_and_clip(gradients: Sequence[torch.Tensor], factor: float, norm: float, limit: float) -> None:
-    """Scale gradients in place by `factor`, and so that their global norm, `norm` after it, is at most `limit`.
+    """Scale gradients in place by `factor`, then clip them so that their global norm is at most `limit`.
 
-    A limit of 0 clips nothing.
+    `norm` is their global norm after scaling by `factor`. A limit of 0 disables clipping.
     """
     if limit and norm > limit:
         factor *= limit / norm

@@ -1,16 +1,16 @@
-"""The model in the layout of its mesh. The order of the steps stands here and nowhere else.
+"""Builds the model in the layout of its mesh. This is the only module that defines the order of the steps.
 
-1. build on the meta device, with adapters if any: no memory yet;
-2. let attention go over the context group: it has no parameters;
-3. spread experts over the expert group and split over the tensor group: matrices become DTensors; put in what knows
-   which part of a layer a rank has (fp8 products, dropout, the loss in chunks);
-4. shard over replicas (FSDP2), experts over their own: shards of those shards;
-5. take memory for what is left and fill it with initial weights;
-6. recompute and offload activations, compile: a change of how layers are run, not of the layers;
-7. without FSDP, let modules compute on the local parts themselves.
+1. build on the meta device, with adapters if any: this allocates no memory;
+2. set up attention over the context group: it has no parameters;
+3. distribute experts over the expert group and split layers over the tensor group: matrices become DTensors; install
+  the modules that know which part of a layer this rank has (fp8 products, dropout, the chunked loss);
+4. shard over replicas (FSDP2), and experts over their own replicas: shards of the shards of step 3;
+5. allocate memory for this rank's shards and initialize the weights;
+6. add activation checkpointing and offloading, and compile: these change how layers run, not the layers;
+7. without FSDP, let modules compute directly on the local parts.
 
-The other way round FSDP would gather what tensor parallelism is about to split; and a model that had its weights before
-step 4 would have to fit into one rank.
+In the other order, FSDP would gather what tensor parallelism is about to split; and if weights were allocated before
+step 4, the entire model would have to fit on one rank.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from meshwright_worker.precision.fp8.linear import convert_to_fp8
 
 @dataclass(frozen=True)
 class LocalStage:
-    """One stage as this rank holds it."""
+    """This rank's part of one stage."""
 
     index: int
-    """Which of the model's stages."""
+    """The stage's index in the model."""
     module: DecoderStage
     distributed: dict[str, DTensor]
-    """By name, those of its parameters that are parts of a larger one."""
+    """The parameters that are parts of larger ones, by name."""
 
 
 def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[LocalStage]:
-    """This rank's shards of the stages that it holds, with initial weights.
+    """Build this rank's shards of its stages, with initial weights.
 
     Raises:
-        ValueError: `run` is not a run of this runtime.
+        ValueError: `run` is not a run of the built-in runtime.
     """
     division = pipeline_division(run, model)
     stages = len(division.layers)
-    # Once for all stages: forming groups is collective, and ranks may hold different numbers of them.
+    # Once for all stages: creating groups is collective, and ranks may have different numbers of stages.
     context_groups = build_context_groups(SequenceSharding.of(run), mesh)
     return [
         _build_stage(run, model, mesh, context_groups, index, stages, division.layers[index])
@@ -76,10 +76,10 @@ def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[LocalS
 
 
 def pipeline_division(run: RunConfig, model: Architecture) -> PipelineLayout:
-    """The run's pipeline: its schedule, and which stages and layers each of its ranks holds.
+    """Return the run's pipeline division: its schedule, and the stages and layers of each rank.
 
     Raises:
-        ValueError: `run` is not a run of this runtime.
+        ValueError: `run` is not a run of the built-in runtime.
     """
     if run.training is None:
         raise ValueError("`training` is required")
@@ -129,7 +129,7 @@ def _build_stage(
 def _apply_local_features(
     stage: DecoderStage, training: TrainingSpec, model: Architecture, mesh: Mesh, *, sequence: bool
 ) -> None:
-    """Put in what knows which part of a layer this rank has."""
+    """Install the modules that know which part of a layer this rank has."""
     tensor = mesh.layout.tensor
     group = mesh.group(TENSOR) if tensor > 1 else None
     if training.fp8 is not None:
@@ -147,10 +147,10 @@ def _apply_local_features(
 
 
 def uses_fsdp(run: RunConfig) -> bool:
-    """Whether FSDP shards parameters over replicas; a single replica has nobody to share with."""
+    """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
     return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.replicas > run.islands
 
 
 def packs_documents(run: RunConfig) -> bool:
-    """Whether rows are made of documents that attention keeps apart."""
+    """Return whether rows contain several documents, between which there is no attention."""
     return run.data is not None and run.data.packing is Packing.DOCUMENTS

@@ -1,8 +1,8 @@
-"""A stage's parameters as what this rank really holds: plain tensors that share their memory.
+"""A stage's parameters as this rank stores them: plain tensors that share the parameters' memory.
 
-Optimizer, norm, clipping and checkpoints are element-wise or sums, so they need no distributed tensor: working on the
-local shards they are the same code in every layout, free of DTensor's cost per operation. What they do need to know
-stands here: which rank counts a shard that several hold, and whose gradients are still to be summed.
+Optimizer, norm, clipping and checkpoints are element-wise or sums, so they need no distributed tensors. On local shards
+the same code works in every layout, without DTensor's overhead per operation. `ParameterShard` adds what they need to
+know: which rank counts a replicated shard, and whose gradients are still to be summed.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class ParameterShard:
     name: str
     parameter: nn.Parameter
     local: torch.Tensor
-    """The part itself, in the parameter's memory."""
+    """The shard itself, in the parameter's memory."""
     whole: DTensor | None
-    """What it is a part of; None where this rank holds all of it."""
+    """The tensor that it is a part of; None if this rank has the full tensor."""
     counted: bool
-    """Whether this rank is the one of its equals that counts the shard in sums over all ranks."""
+    """Whether this rank, of all that have the same shard, counts it in sums over all ranks."""
     partial: bool
     """Whether gradients are still to be summed over the tensor group."""
     replicated: bool
     """Whether gradients are still to be summed over replicas."""
     expert: bool = False
-    """Whether it is of experts that are spread over ranks, whose replicas are others than those of all else."""
+    """Whether it belongs to distributed experts, which have other replicas than the dense parameters."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter."""
+        """Shape of the full parameter."""
         return self.local.shape if self.whole is None else self.whole.shape
 
     @cached_property
     def box(self) -> tuple[slice, ...]:
-        """Where in the whole parameter the local part lies."""
+        """Position of the local part in the full parameter."""
         return local_shard(self.local if self.whole is None else self.whole)[1]
 
     def gradient(self) -> torch.Tensor:
@@ -61,14 +61,14 @@ class ParameterShard:
         gradient = self.parameter.grad
         if gradient is None:
             raise RuntimeError(f"no gradient was computed for {self.name}")
-        # Some gradients are one of several views of a tensor, which autograd lets nobody change in place.
+        # Some gradients are one of several views of a tensor, which autograd does not allow to change in place.
         return local_part(gradient)
 
 
 def parameter_shards(
     stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh
 ) -> list[ParameterShard]:
-    """The shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
+    """Return the shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
     sharded = uses_fsdp(run)
     layout, tensor, replica = mesh.layout, mesh.coordinates.tensor, mesh.replicas.get_local_rank()
     copies = mesh.hsdp_mesh is not None and mesh.hsdp_mesh.get_local_rank(SHARD_REPLICA) > 0
@@ -79,7 +79,7 @@ def parameter_shards(
     for name, parameter in stage.named_parameters():
         local, whole = local_part(parameter), distributed.get(name)
         expert = id(parameter) in expert_parameter_ids
-        # Norms and routers are whole on each rank of a tensor group.
+        # Norms and routers are replicated on the ranks of a tensor group.
         owns_part = tensor == 0 or is_split_over_tensor(whole)
         first = replica // layout.expert == 0 if expert else replica == 0
         counted = owns_part and (not copies if sharded else first)
@@ -90,12 +90,12 @@ def parameter_shards(
 
 
 def stage_buffers(stage: DecoderStage) -> dict[str, torch.Tensor]:
-    """What a stage has learned beside its parameters, whole on every rank: the routers' balancing biases."""
+    """Return a stage's learned buffers, full on every rank: the routers' balancing biases."""
     return dict(stage.named_buffers())
 
 
 def is_split_over_tensor(whole: DTensor | None) -> bool:
-    """Whether the ranks of a tensor group hold different parts of a parameter."""
+    """Return whether the ranks of a tensor group have different parts of a parameter."""
     if whole is None:
         return False
     names = whole.device_mesh.mesh_dim_names or ()

@@ -1,9 +1,10 @@
-"""Number formats: parameters, gradients' reduction and optimizer state are fp32; compute is what the job asks for.
+"""Number formats: fp32 for parameters, gradient reduction and optimizer state; the job sets the compute format.
 
-With `fp64` everything is: a format to check a layout in, where differences are rounding of the sixteenth digit.
+With `fp64` everything is fp64: use it to verify a layout, since differences are then rounding errors of the sixteenth
+digit.
 
-Modules cast explicitly instead of relying on autocast, because FSDP2 casts parameters itself: written out, replicated
-and sharded parameters go through the same roundings.
+Modules cast explicitly instead of relying on autocast, because FSDP2 casts parameters itself: with explicit casts,
+replicated and sharded parameters are rounded in the same places.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 
 PARAMETER_DTYPE = torch.float32
-"""The format of parameters, but for `fp64`."""
+"""The format of parameters, except for `fp64`."""
 
 _COMPUTE = {
     Precision.FP32: torch.float32,
@@ -45,12 +46,14 @@ WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in fp32, or in fp64 where it is that already: for sums over many numbers."""
+    """Return `x` in fp32, or unchanged if it is in fp64: for sums over many numbers."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def sharding_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """FSDP2's casts: parameters are gathered in the compute format, gradients are reduced in that of parameters."""
+    """Return FSDP2's casts: parameters are gathered in the compute format, gradients are reduced in the parameters'
+    format.
+    """
     return MixedPrecisionPolicy(
         param_dtype=compute_dtype(precision), reduce_dtype=parameter_dtype(precision), cast_forward_inputs=False
     )

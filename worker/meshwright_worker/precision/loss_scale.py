@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16 (mixed precision training, arXiv 1710.03740, section 3.2).
 
-Gradients are multiplied by a scale, so that they do not vanish in fp16. A step whose gradients overflowed changes
-nothing and halves the scale; after a number of steps without one it doubles. The scale is a plain number that every
-rank derives from what the step's one reduction says, so it agrees over every dimension without being sent.
+Gradients are multiplied by a scale, so that they do not underflow in fp16. A step whose gradients overflow updates
+nothing and halves the scale; after a number of steps without an overflow the scale doubles. Every rank computes the
+scale from the result of the step's one reduction, so it is equal on all ranks without being sent.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from meshwright.api.training import TrainingSpec
 from meshwright_worker.models.decoder import DecoderStage
 
 _MIN_SCALE = 2.0**-14
-"""A scale that falls below it would not help any more: what overflows is no gradient of a small loss."""
+"""Minimum scale: if gradients overflow at this scale, a lower one does not help."""
 
 
 @dataclass(slots=True)
 class LossScale:
-    """The scale now, and how it came about."""
+    """The current scale and its state."""
 
     value: float
     growth_interval: int
     steady: int = 0
     """Steps without an overflow since the scale last changed."""
     skipped: int = 0
-    """Steps of the run that changed nothing."""
+    """Steps of the run that updated nothing."""
     dynamic: bool = True
 
     @classmethod
     def of(cls, training: TrainingSpec) -> LossScale:
-        """The scale at the beginning of a run; always 1 but for fp16."""
+        """Return the scale at the beginning of a run; always 1 except for fp16."""
         spec: LossScaleSpec = training.loss_scale
         if training.precision is not Precision.FP16:
             return cls(1.0, spec.growth_interval, dynamic=False)
         return cls(float(spec.initial), spec.growth_interval)
 
     def record_overflow(self) -> bool:
-        """Take note of an overflow; whether the step may be skipped for it.
+        """Record an overflow; return whether the step may be skipped.
 
-        It may not where nothing is scaled, nor when halving has not helped for long: then training has diverged.
+        It may not if gradients are not scaled, or if halving has not helped for long: then training has diverged.
         """
         if not self.dynamic or self.value <= _MIN_SCALE:
             return False
@@ -52,14 +52,14 @@ class LossScale:
         return True
 
     def record_success(self) -> None:
-        """Take note of a step without an overflow."""
+        """Record a step without an overflow."""
         self.steady += 1
         if self.dynamic and self.steady >= self.growth_interval:
             self.value, self.steady = self.value * 2, 0
 
 
 def scale_loss_gradients(stages: Iterable[DecoderStage], scale: LossScale) -> None:
-    """Multiply what flows back from the loss of the last stage by the scale of the time. The loss stays as it is."""
+    """Multiply the gradient of the last stage's loss by the current scale. The loss does not change."""
 
     def hook(_: torch.nn.Module, inputs: object, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = _ScaledGradient.apply(loss, scale)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whether published weights are whole and of a model, by their headers alone."""
+"""Checks by their headers that published weights are complete and fit a model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshwright_worker.pretrained.tensor_files import PretrainedError, TensorFil
 
 
 def check_pretrained(model: Architecture, directory: Path) -> None:
-    """Refuse a directory that `load_pretrained` could not fill every parameter of the model from.
+    """Reject a directory from which `load_pretrained` could not fill every parameter of the model.
 
     Raises:
-        PretrainedError: a file is missing or cut off, or a tensor is missing or of another shape.
+        PretrainedError: a file is missing or truncated, or a tensor is missing or of another shape.
     """
     published = check_architecture(model, directory)
     files = TensorFiles(directory)

@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face model: `config.json` and safetensors files that transformers and others read.
+"""Exports a checkpoint as a Hugging Face model: `config.json` and safetensors files.
 
-One tensor after the other is read whole, so a file's worth of weights is the most that is in memory.
+Full tensors are read one after the other, so memory use is at most one file of weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Piece = tuple[str, TensorSource, int | None]
 """A parameter, the rows of a published tensor that it is, and which of its experts that is; None for a whole one."""
 
 Reader = Callable[[str], torch.Tensor]
-"""The whole parameter of a name, on the CPU."""
+"""Returns the full parameter of a name, on the CPU."""
 
 
 def export(
@@ -63,7 +63,7 @@ def export(
     shapes = _shapes(model)
     groups = _groups(model)
     plan = list(_files(groups, shapes, dtype, file_bytes))
-    # The experts of a layer are one parameter and many published tensors, one after the other.
+    # The experts of a layer are one parameter here and many published tensors, one after the other.
     reader = lru_cache(maxsize=1)(_reader(checkpoint, manifest, base))
     where: dict[str, str] = {}
     for number, tensors in enumerate(plan, start=1):
@@ -144,7 +144,7 @@ def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:
 
     def read(name: str) -> torch.Tensor:
         try:
-            # What is learned beside adapters: the routers' biases.
+            # Learned state besides adapters: the routers' biases.
             return stored.read(f"{MODEL}.{name}")
         except KeyError:
             weight = own(name)
@@ -159,12 +159,12 @@ def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:
 
 
 def _base_model_dir(manifest: Manifest, base: Path | None) -> Path | None:
-    """The model that adapters belong to, or that training began from, as far as is known."""
+    """Return the directory of the model that adapters belong to, or that training began from, if known."""
     return base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
 
 
 def _max_sequence_length(manifest: Manifest, base: Path | None) -> int:
-    """Tokens of the longest sequences that the model is known for: those it was trained on, here or before."""
+    """Return the longest sequence length that the model was trained on, in this run or before."""
     found, configured_length = _base_model_dir(manifest, base), 0
     with suppress(OSError, ValueError):
         configured_length = (

@@ -1,4 +1,6 @@
-"""Published weights into the shards of any layout: each rank reads the rows it holds, nobody holds the whole."""
+"""Loads published weights into the shards of any layout: each rank reads only its rows, no rank reads the
+full model.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,12 @@ def load_part(
 
 
 def has_router_biases(model: Architecture) -> bool:
-    """Whether the model's routers choose by scores plus biases."""
+    """Return whether the model's routers choose by scores plus biases."""
     return model.mixture is not None and model.mixture.balancing is Balancing.BIAS
 
 
 def check_architecture(model: Architecture, directory: Path) -> Architecture:
-    """Refuse weights of another model; returns what `config.json` describes.
+    """Reject weights of another model; return the architecture that `config.json` describes.
 
     Raises:
         PretrainedError: `config.json` is missing or describes another model.
@@ -105,7 +107,9 @@ def check_architecture(model: Architecture, directory: Path) -> Architecture:
 
 
 def _shape(model: Architecture) -> dict[str, object]:
-    """What decides a model's output; how a mixture is balanced in training does not, unless by biases."""
+    """Return the fields that determine a model's output. Balancing of a mixture in training is not among them, except
+    by biases.
+    """
     numbers: dict[str, object] = model.model_dump(exclude={"name", "mixture"})
     balancing = Balancing.BIAS.value if has_router_biases(model) else "no biases"
     mixture = None if model.mixture is None else model.mixture.model_dump(exclude=OF_TRAINING)
@@ -114,9 +118,9 @@ def _shape(model: Architecture) -> dict[str, object]:
 
 def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bool:
     if field == _BIASED:
-        # Biases that the files do not have begin at 0, where they change nothing.
+        # Biases that are missing in the files start at 0, where they have no effect.
         return there[field] == Balancing.BIAS.value != here[field]
-    # transformers says neither what a GPT's rotary base would be, nor the other way round.
+    # transformers does not define the rotary base of a GPT, nor the reverse.
     return there[field] != here[field] and not (field == "rope_theta" and here["positions"])
 
 

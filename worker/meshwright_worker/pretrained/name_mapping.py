@@ -1,7 +1,7 @@
-"""Which rows of which published tensor a parameter of the runtime is.
+"""Maps each parameter of the runtime to rows of a published tensor.
 
-The runtime turns halves of a head against each other, as published Llama, Mistral and Qwen weights want it. DeepSeek's
-turn neighbours, so the rows of their rotary parts are taken in another order. GPT-2 stores matrices transposed, and
+The runtime rotates the two halves of a head, as published Llama, Mistral and Qwen weights require. DeepSeek's weights
+rotate neighboring elements, so the rows of their rotary parts are reordered. GPT-2 stores matrices transposed, and
 queries, keys and values as one.
 """
 
@@ -26,25 +26,25 @@ class TensorSource:
     """A parameter as rows of a published tensor."""
 
     tensor: str
-    """Name, without the prefix that some files have."""
+    """Name, without the prefix that some files use."""
     transposed: bool = False
     """Whether the file stores [inputs, outputs]."""
     first: int = 0
-    """Where the parameter's rows begin, after the transposition."""
+    """First row of the parameter, after the transposition."""
     parts: int = 1
-    """How many parameters of this one's shape the published tensor holds, one after the other."""
+    """Number of parameters of this shape in the published tensor, one after the other."""
     order: torch.Tensor | None = None
     """int64 [rows]: which row of the published tensor each row is; None for `first`, `first + 1`, ..."""
 
     def rows(self, published: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Rows `start` to `stop - 1` of the parameter."""
+        """Return rows `start` to `stop - 1` of the parameter."""
         view = published.T if self.transposed and published.ndim == 2 else published
         if self.order is None:
             return view[self.first + start : self.first + stop]
         return view[self.order[start:stop]]
 
     def write_into(self, parameter: torch.Tensor, published: torch.Tensor) -> None:
-        """The other way round: write the whole parameter into its rows."""
+        """Write the full parameter into its rows: the reverse of reading it."""
         view = published.T if self.transposed and published.ndim == 2 else published
         if self.order is None:
             view[self.first : self.first + len(parameter)] = parameter
@@ -54,13 +54,13 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class StackedSource:
-    """A parameter with one row an expert, each a published tensor of its own."""
+    """A parameter with one row per expert, each of which is a separate published tensor."""
 
     parts: tuple[TensorSource, ...]
 
 
 def parameter_sources(model: Architecture) -> dict[str, TensorSource | StackedSource]:
-    """The source of every parameter of the model, and of the routers' biases, by the runtime's name.
+    """Return the source of every parameter of the model, and of the routers' biases, by the runtime's name.
 
     Raises:
         ConfigError: no published model has this shape; see `meshwright.models.huggingface.runtime_config`.

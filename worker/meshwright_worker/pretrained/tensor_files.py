@@ -1,4 +1,4 @@
-"""A directory of safetensors files as one set of named tensors, mapped into memory: only what is used of it is read."""
+"""A directory of safetensors files as one set of named tensors, mapped into memory: only accessed parts are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PretrainedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes are."""
+    """Location of a tensor's bytes."""
 
     path: Path
     offset: int
@@ -55,15 +55,16 @@ class TensorFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of names, formats, shapes and places: whether two machines see the same files."""
+        """Hash of names, formats, shapes and offsets: equal if two machines see the same files."""
         lines = (f"{n}\0{t.path.name}\0{t.offset}\0{t.dtype}\0{tuple(t.shape)}" for n, t in self._tensors.items())
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
     def find(self, name: str) -> StoredTensor:
-        """The tensor of that name; files of one model differ in whether `model.` or `transformer.` stands before it.
+        """Return the tensor of that name. Files of one model may or may not prefix names with `model.` or
+        `transformer.`.
 
         Raises:
-            PretrainedError: there is none.
+            PretrainedError: there is no such tensor.
         """
         for prefix in _PREFIXES:
             found = self._tensors.get(prefix + name)

@@ -1,11 +1,11 @@
-"""The guard of one rank that runs the user's command: starts it, forwards SIGTERM, leaves nothing of it behind.
+"""The guard process of a rank that runs the user's command: it starts the command, forwards SIGTERM and cleans up.
 
     python -m meshwright_worker.rank.command_guard COMMAND...
 
-Standard input is a pipe that only the agent holds: its end of file means that the rank must go at once, because the
-agent says so or because it died. Whatever the command started (data loader workers, a shell's children, daemons) goes
-with it: the guard adopts what loses its parent, and ends last. The exit status is the command's. Only the standard
-library is imported: one of these starts per rank.
+Standard input is a pipe that only the agent holds open. End of file means that the rank must be killed at once, because
+the agent closed the pipe or died. Every process that the command started (data loader workers, a shell's children,
+daemons) is killed too: the guard adopts orphaned descendants and exits last. Its exit status is the command's. It
+imports only the standard library, because one guard starts per rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 
 from meshwright_worker.rank.process_lifetime import become_subreaper, die_with_parent
 
-# A shell's codes for a command that cannot be started.
+# Exit codes that shells use for a command that cannot be started.
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
 
 
 def main(command: list[str]) -> int:
-    """Run `command` to its end, or to the end of standard input. Returns its status as `subprocess` gives it."""
+    """Run `command` until it exits or standard input ends. Return its status as `subprocess` does."""
     guard = os.getpid()
     become_subreaper()
     try:
@@ -49,7 +49,7 @@ def main(command: list[str]) -> int:
 
 
 def kill_orphans() -> None:
-    """Kill and reap every child of this process, and theirs as they come, until there is none."""
+    """Kill and reap every child of this process, and every orphan that it adopts meanwhile, until none is left."""
     while children := _children():
         for pid in children:
             os.kill(pid, signal.SIGKILL)
@@ -58,15 +58,15 @@ def kill_orphans() -> None:
 
 
 def _children() -> list[int]:
-    # A child cannot vanish before it is reaped here, so its id stays valid until then.
+    # A child stays a zombie until it is reaped here, so its pid is valid until then.
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN: the pod's end is what ends a daemon then
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN: daemons end with the pod
         return []
 
 
 def exit_like(status: int) -> None:
-    """End this process the way the command ended: with its code, or by its signal."""
+    """Exit as the command did: with its code, or by its signal."""
     if status >= 0:
         sys.exit(status)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

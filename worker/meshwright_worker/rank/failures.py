@@ -1,7 +1,8 @@
-"""Whose fault a rank's failure looks like, and what to tell people about it.
+"""Classifies a rank's failure by its likely cause, and describes it for users.
 
 When one rank dies, every other rank fails within milliseconds with a broken connection. The root cause is the one
-failure that is not of that kind, so each failure is classified where it happens, by what torch, gloo and NCCL say.
+failure of another kind. Each failure is therefore classified where it happens, by the error messages of torch, gloo and
+NCCL.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PEER_LOST = re.compile(
     ),
     re.IGNORECASE,
 )
-# `[rank0]:` is what torch's own exception hook puts before each line.
+# torch's exception hook prefixes each line with `[rank0]:`.
 _EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$")
 MAX_MESSAGE = 1500
 
@@ -43,20 +44,20 @@ class InvalidRunError(ValueError):
 
 
 def classify_output(text: str) -> FailureKind:
-    """`PeerLost` if the text is what a broken connection to another rank leaves behind, else `Error`."""
+    """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`."""
     return FailureKind.PEER_LOST if _PEER_LOST.search(text) else FailureKind.ERROR
 
 
 def describe(error: BaseException) -> str:
-    """The exception in one paragraph: its type and text, without the stack."""
+    """Describe the exception in one paragraph: its type and message, without the stack."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()[:MAX_MESSAGE]
 
 
 def classify(error: BaseException) -> FailureKind:
-    """Whose fault an exception of the training loop is.
+    """Classify an exception of the training loop.
 
     A failed rendezvous or collective surfaces as `RuntimeError`, as one of torch's `Dist*Error` types or as the
-    interpreter's `ConnectionError`; other types never speak of a peer, whatever their text.
+    interpreter's `ConnectionError`. Other types are never classified as a lost peer, whatever their message.
     """
     if isinstance(error, InvalidRunError):
         return FailureKind.REFUSED
@@ -67,7 +68,7 @@ def classify(error: BaseException) -> FailureKind:
 
 
 def describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
-    """A process's end for people: code or signal, and the most telling of its last lines of output."""
+    """Describe the exit of a process: code or signal, and the most informative of its last lines of output."""
     if code < 0:
         how = f"rank {rank} was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL:
@@ -79,7 +80,7 @@ def describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
 
 
 def error_line(tail: Sequence[str]) -> str:
-    """The last line that names an exception, else the last line that is not blank, else nothing."""
+    """Return the last line that names an exception, else the last line that is not blank, else an empty string."""
     for line in reversed(tail):
         match = _EXCEPTION_LINE.match(line.strip())
         if match:

@@ -1,13 +1,13 @@
 """The process that ranks are forked from: it imports torch once, while the pod still waits for its gang.
 
-A rank that imports torch itself takes seconds to start, a fork of this process tenths. `multiprocessing`'s fork server
-would do as much, but it speaks pickle, leaves a socket directory behind when its owner is killed, and lives on while
-any rank does; this one speaks JSON over an inherited socket and ties every life to the agent's: the kernel kills it
-with the agent, and each rank with it.
+A rank that imports torch itself takes seconds to start, a fork of this process tenths of a second. The fork server of
+`multiprocessing` uses pickle, leaves a socket directory behind when its parent is killed, and lives as long as any
+rank. This one uses JSON over an inherited socket, and no process outlives the agent: the kernel kills the server when
+the agent dies, and each rank when the server dies.
 
     agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output)
-    server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per end,
-                      {"failed": TEXT} when it ends by an error of its own
+    server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per exit,
+                      {"failed": TEXT} when the server exits with an error
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TASK = TypeAdapter(RankTask)
 
 
 def encode_request(task: RankTask, environment: Mapping[str, str]) -> bytes:
-    """A fork request.
+    """Encode a fork request.
 
     Raises:
         ValueError: it is longer than the server reads.
@@ -50,13 +50,13 @@ def encode_request(task: RankTask, environment: Mapping[str, str]) -> bytes:
 
 
 def decode_request(data: bytes) -> tuple[RankTask, dict[str, str]]:
-    """The task and environment of a fork request."""
+    """Decode a fork request into its task and environment."""
     request = json.loads(data)
     return _TASK.validate_python(request["task"]), request["environment"]
 
 
 class ForkServer:
-    """Forks ranks on request and tells how each ended. Single-threaded, so that a fork copies no held lock."""
+    """Forks ranks on request and reports how each exited. Single-threaded, so that a fork copies no held lock."""
 
     def __init__(self, channel: socket.socket, module: str) -> None:
         self._channel = channel
@@ -64,7 +64,7 @@ class ForkServer:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Preload, then serve until the agent closes its end."""
+        """Preload, then serve until the agent closes its end of the socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write)
         started = time.monotonic()
@@ -85,9 +85,9 @@ class ForkServer:
         try:
             importlib.import_module(self._module).preload()
         except ImportError as error:
-            # An image for the user's own command needs no torch. A rank of ours would import again and say so itself.
+            # An image for the user's command needs no torch. A rank of the built-in runtime fails at its own import.
             sys.stderr.write(f"the training runtime cannot be preloaded: {error}\n")
-        # Collected objects would touch, and so copy, pages that all ranks share.
+        # Collecting garbage in a rank would write to, and so copy, pages that all ranks share.
         gc.collect()
         gc.freeze()
 
@@ -97,7 +97,7 @@ class ForkServer:
             return False
         task, environment = decode_request(data)
         events, output = descriptors
-        # The rank's own handler must be in place before SIGTERM can arrive, or it would be ignored as it is here.
+        # The rank's own handler must be installed before SIGTERM can arrive: the inherited setting ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         server = os.getpid()
         pid = os.fork()
@@ -141,7 +141,7 @@ class ForkServer:
 
 
 def main(arguments: list[str]) -> None:
-    """`fork_server DESCRIPTOR AGENT_PID MODULE`, started by the agent alone."""
+    """Run `fork_server DESCRIPTOR AGENT_PID MODULE`; only the agent starts it."""
     descriptor, agent, module = arguments
     die_with_parent(int(agent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

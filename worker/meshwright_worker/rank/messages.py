@@ -1,6 +1,6 @@
-"""What a rank's process writes to its agent: one JSON object a line, one line an event.
+"""Messages from a rank's process to its agent: one JSON object per line, one line per event.
 
-JSON and not pickles: the agent must be able to read what a broken rank wrote without running any of it.
+JSON and not pickle: the agent must be able to read messages of a broken rank without executing any of its code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright_worker.rank.task import Outcome, StepReport
 
 @dataclass(frozen=True, slots=True)
 class PhaseDone:
-    """A phase of the start is over."""
+    """A start-up phase is complete."""
 
     name: str
     seconds: float
@@ -26,7 +26,7 @@ class PhaseDone:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Start-up is over; training goes on after `step`."""
+    """Start-up is complete; training resumes after `step`."""
 
     step: int
     kind: Literal["running"] = "running"
@@ -34,7 +34,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is finished."""
+    """A step is complete."""
 
     report: StepReport
     kind: Literal["step"] = "step"
@@ -52,7 +52,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """The rank raised; it exits next."""
+    """The rank raised an exception; it exits next."""
 
     failure: FailureKind
     message: str
@@ -73,14 +73,14 @@ _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(di
 
 
 def encode(message: RankMessage) -> bytes:
-    """The line, with its line feed. A loss that is not a number is written as `NaN`, which `decode` reads."""
+    """Encode a message as a line with its line feed. A NaN loss is written as `NaN`, which `decode` accepts."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 
 def decode(line: bytes) -> RankMessage:
-    """The message that stands in `line`.
+    """Decode the message in `line`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line is not a valid message.
     """
     return _ADAPTER.validate_python(json.loads(line))

@@ -1,4 +1,4 @@
-"""Dying with one's parent: a rank must never outlive the agent that answers for it, however the agent ends."""
+"""Processes that die with their parent: a rank must never outlive its agent, however the agent exits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when `parent`, its parent, ends.
+    """Make the kernel send SIGKILL to this process when its parent, `parent`, exits.
 
-    The kernel watches the parent's *thread*, so the parent must start this process from its main thread. A parent that
-    ended before the call is noticed here.
+    The kernel watches the parent's *thread*, so the parent must start this process from its main thread. If the parent
+    exited before this call, this process exits now.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -22,7 +22,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of every descendant whose own parent ends, as process 1 is for everyone else."""
+    """Adopt every descendant whose parent exits, as process 1 otherwise would."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

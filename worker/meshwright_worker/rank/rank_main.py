@@ -1,4 +1,4 @@
-"""The process side of one rank of Meshwright's runtime: run training, tell the agent, end with a clear code."""
+"""The main function of a rank of the built-in runtime: run training, report to the agent, exit with a defined code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXIT_FAILED = 1
 
 
 class PipeEvents:
-    """`RankEvents` over a pipe to the agent. Writes block only while the agent does not read, which it always does."""
+    """`RankEvents` over a pipe to the agent. A write blocks while the pipe is full; the agent reads it continuously."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -51,17 +51,17 @@ class PipeEvents:
         self._stop = True
 
     def send(self, message: messages.RankMessage) -> None:
-        """Write one message whole, however large the pipe's buffer is."""
+        """Write one complete message, even if it is larger than the pipe's buffer."""
         line = memoryview(messages.encode(message))
         while line:
             line = line[os.write(self._descriptor, line) :]
 
 
 def run(module: str, task: RankTask, environment: Mapping[str, str], descriptor: int) -> NoReturn:
-    """Run `module.train(task, events)` in this freshly forked process, then end it. SIGTERM must come in blocked.
+    """Run `module.train(task, events)` in this freshly forked process, then exit. SIGTERM must be blocked on entry.
 
-    Ends with `os._exit`: torch's threads now and then abort an interpreter that shuts down in the ordinary way, and
-    the exit code is what the agent goes by.
+    Exits with `os._exit`: torch's threads sometimes abort an interpreter that shuts down normally, and the agent relies
+    on the exit code.
     """
     events = PipeEvents(descriptor)
     signal.signal(signal.SIGTERM, events.request_stop)
@@ -78,7 +78,7 @@ def run(module: str, task: RankTask, environment: Mapping[str, str], descriptor:
         outcome = importlib.import_module(module).train(task, events)
         events.send(messages.Finished(outcome))
         code = EXIT_DONE
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException does not inherit from Exception
         traceback.print_exc()
         events.send(messages.RankFailed(failures.classify(error), f"rank {task.rank}: {failures.describe(error)}"))
     finally:

@@ -1,4 +1,4 @@
-"""What passes between the agent and one rank's process: the task it gets, the events it tells, how it ended."""
+"""The interface between the agent and a rank's process: the rank's task, its events and its outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.protocol.messages import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """One rank of one mesh generation. Picklable: it travels to the forked process."""
+    """One rank of one mesh generation. Serializable: it is sent to the forked process."""
 
     run: RunConfig
     generation: int
@@ -24,29 +24,29 @@ class RankTask:
     master_port: int
     pod_address: str
     checkpoint_dir: str | None
-    """Directory of this job's checkpoints; None when it keeps none."""
+    """Directory of this job's checkpoints; None if it writes none."""
     data_dir: str | None
-    """Mounted root of the data volume; None when the data is in the image."""
+    """Mount point of the data volume; None if the data is in the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """How a mixture of experts was used in one step, over all tokens of the global batch."""
+    """Load of the experts of one layer in one step, over all tokens of the global batch."""
 
     layer: int
     imbalance: float
-    """Choices of the busiest expert over the mean; 1 when balanced."""
+    """Assignments to the busiest expert, divided by the mean; 1 when balanced."""
     dropped: float
-    """Part of the choices that found their expert full."""
+    """Share of the assignments that were dropped because their expert was full."""
     auxiliary_loss: float
-    """Mean over sequences, not weighted; 1 when balanced."""
+    """Mean over sequences, without its coefficient; 1 when balanced."""
     z_loss: float
-    """Mean over tokens, not weighted."""
+    """Mean over tokens, without its coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One finished optimizer step, as every rank knows it. Times in seconds."""
+    """One completed optimizer step; the same on every rank. Times in seconds."""
 
     step: int
     loss: float
@@ -54,48 +54,49 @@ class StepReport:
     gradient_norm: float
     learning_rate: float
     tokens: int
-    """Tokens of the global batch, without what rows are padded with."""
+    """Tokens of the global batch, without padding."""
     samples: int
     """Sequences consumed since the beginning of the run."""
     seconds: float
     data_seconds: float
     model_flops: float = 0.0
-    """Floating-point operations of the whole job's step: 6·N + 12·L·d·s a token."""
+    """Floating-point operations of one step of the entire job: 6·N + 12·L·d·s per token."""
     hardware_flops: float = 0.0
-    """The same with what was recomputed."""
+    """The same plus recomputation."""
     peak_flops: float | None = None
-    """What the job's GPUs could do in a second, in bf16; None where they are not known."""
+    """Peak bf16 FLOP/s of all of the job's GPUs; None if they are not known."""
     evaluation_loss: float | None = None
-    """Mean loss per token on documents that are never trained on, after this step; None when it was not evaluated."""
+    """Mean loss per token on held-out documents after this step; None if it was not evaluated."""
     experts: tuple[ExpertLoad, ...] = ()
-    """Mixture by mixture, in the order of layers."""
+    """One entry per mixture-of-experts layer, in the order of layers."""
     pipeline_bubble: float | None = None
-    """Part of a step in which the pipeline's ranks wait, simulated with measured times; None where none were."""
+    """Share of a step in which the pipeline's ranks are idle, simulated with measured times; None without measurements.
+    """
 
 
 class RankEvents(Protocol):
-    """What a training rank tells its agent, and asks of it. Called from the rank's main thread."""
+    """What a training rank reports to its agent, and asks it. Called from the rank's main thread."""
 
     def phase(self, name: str, seconds: float) -> None:
-        """A phase of the start is over: `data`, `rendezvous`, `build`, `load`, `first-step`."""
+        """A start-up phase is complete: `data`, `rendezvous`, `build`, `load`, `first-step`."""
 
     def running(self, step: int) -> None:
-        """Start-up is over; the next step to run is `step + 1`."""
+        """Start-up is complete; the next step is `step + 1`."""
 
     def step(self, report: StepReport) -> None:
-        """A step is finished."""
+        """A step is complete."""
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
-        """The checkpoint of `step` is durable and complete. Told by rank 0 alone."""
+        """The checkpoint of `step` is durable and complete. Only rank 0 reports it."""
 
     def stop_requested(self) -> bool:
-        """Whether this pod was told to go away (SIGTERM)."""
+        """Return whether this pod was asked to stop (SIGTERM)."""
 
 
 class Outcome(StrEnum):
-    """How training ended without an error."""
+    """How training ended, if without an error."""
 
     COMPLETE = "Complete"
     """Every step is done and the last checkpoint is durable."""
     STOPPED = "Stopped"
-    """A pod of the job drains: all ranks stopped after the same step and saved it."""
+    """A pod of the job is draining: all ranks stopped after the same step and saved it."""

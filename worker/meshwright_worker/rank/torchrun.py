@@ -1,4 +1,4 @@
-"""This process' place among ranks that torchrun, or an operator's `runtime.command`, started."""
+"""This process's rank among processes that torchrun, or a job's `runtime.command`, started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshwright_worker.rank.task import RankTask
 
 
 def task_from_environment(run: RunConfig) -> RankTask:
-    """The task of this rank, from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    """Build this rank's task from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: they are not set, or there are not as many ranks as the run's layout needs.
+        ValueError: they are not set, or the number of ranks does not match the run's layout.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != run.layout.world_size or "MASTER_PORT" not in os.environ:
@@ -22,7 +22,7 @@ def task_from_environment(run: RunConfig) -> RankTask:
             f"`torchrun --nproc-per-node {run.layout.world_size}`"
         )
     rank = int(os.environ["RANK"])
-    # torchrun's own store listens on MASTER_PORT.
+    # torchrun's own store listens on MASTER_PORT itself.
     own_store = int("TORCHELASTIC_RUN_ID" in os.environ)
     return RankTask(
         run=run,
@@ -41,7 +41,7 @@ def task_from_environment(run: RunConfig) -> RankTask:
 
 
 def _own_address(master: str) -> str:
-    """The address of this machine's interface towards the master. No packet is sent."""
+    """Return the address of this machine's interface towards the master. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))
         return str(probe.getsockname()[0])

@@ -1,9 +1,9 @@
-"""Training without a flush: each stage updates its weights by itself, and what all ranks must know comes steps later.
+"""Training without pipeline flushes: each stage updates its own weights, and global results arrive steps later.
 
-See `parallel.pipeline.pipedream` for which weights a gradient is taken at. There is no moment at which a step's
-gradients are known
-everywhere, so their global norm clips nothing, and what a step came to is told when it has reached every rank. Before a
-checkpoint, and at the end, the pipeline drains: after that all stages have made the same number of updates.
+`parallel.pipeline.pipedream` defines which weight version each gradient is computed at. A step's gradients are never
+complete on all ranks at the same time, so they cannot be clipped by their global norm. A step's result is reported once
+every rank has finished the step. Before a checkpoint, and at the end, the pipeline drains: all stages have then made
+the same number of updates.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AsyncPipelineTrainer:
             slices=run.tensor if run.parallelism.sequence else 1,
             update=self._update,
         )
-        # Reports travel on the host, so that no rank waits for the device of one that is steps behind.
+        # Reports are reduced on the host, so that no rank waits for the device of a rank that is steps behind.
         self._reports = dist.new_group(backend="gloo")
         replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
             mesh.layout.replica_groups(), backend="gloo"
@@ -76,20 +76,21 @@ class AsyncPipelineTrainer:
         self._token_counts: dict[int, TokenCounts] = {}
         _, *others = mesh.coordinates
         self._reports_token_counts = self._micro_batches.padded and not any(others)
-        """Whether this rank tells what the padded rows of its replica hold."""
+        """Whether this rank counts the tokens in the padded rows of its replica."""
         self._step_sums: dict[int, torch.Tensor] = {}
         self._in_flight: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._last_started = self._first_unreported = 0
         self._stop_seen = False
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult | None:
-        """Send the batch of step `number` into the pipeline.
+        """Feed the batch of step `number` into the pipeline.
 
         Returns:
-            What an earlier step came to; None while the pipeline fills.
+            The result of an earlier step, or None while the pipeline fills.
 
         Raises:
-            DivergedError: that step's loss or gradients are not finite; weights have been updated with them.
+            DivergedError: that step's loss or gradients are not finite; the weights have already been updated with
+                them.
         """
         micro_batches = self._micro_batches.of(batch)
         stage_count = self._mesh.layout.pipeline
@@ -107,20 +108,20 @@ class AsyncPipelineTrainer:
         return self._finish_reduction()
 
     def on_parameters_loaded(self, step: int) -> None:
-        """See `Trainer.on_parameters_loaded`: every replica has whole parameters."""
+        """See `Trainer.on_parameters_loaded`: every replica has full parameters."""
 
     def close(self) -> None:
         """See `Trainer.close`."""
 
     def update_state(self, state: TrainingState) -> TrainingState:
-        """See `Trainer.update_state`: there is nothing more to remember."""
+        """See `Trainer.update_state`: this trainer has no state beyond its tensors."""
         return state
 
     def restore_state(self, state: TrainingState) -> None:
         """See `Trainer.restore_state`."""
 
     def drain(self) -> list[StepResult]:
-        """Drain the pipeline; what the steps came to that were not told yet. Collective."""
+        """Drain the pipeline and return the results of all unreported steps. Collective."""
         if self._first_unreported == 0:
             return []
         self._pipeline.drain()
@@ -134,26 +135,26 @@ class AsyncPipelineTrainer:
         return results
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """See `Trainer.evaluate`. The pipeline must be empty, as `drain` leaves it."""
+        """See `Trainer.evaluate`. The pipeline must be empty: call `drain` first."""
         return mean_loss(self._pipeline.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
-        """The stage's own update, when its part of a step's gradients is there."""
+        """Update this stage's weights, once its gradients of a step are complete."""
         gradients = self._replicas.reduce()
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         correction = self._corrections.pop(number)
         squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
         loss = loss.double() if self._mesh.coordinates.tensor == 0 else torch.zeros_like(squares)
-        # Stays on the device until it is told, steps later: the host does not wait for this one.
+        # Stays on the device until it is reported, steps later, so that the host does not wait for this step.
         self._step_sums[number] = torch.stack([loss * correction, squares * correction * correction])
         scale_and_clip(gradients, correction, 0.0, 0.0)
         self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
 
     def _loss_correction(self, batch: Batch) -> float:
-        """What corrects a step's gradient for the tokens that have no target: every stage knows them.
+        """Return the factor that corrects a step's gradient for tokens without a target. Every stage has the targets.
 
-        Counted before the batch goes to the device, which is busy with the steps before.
+        They are counted before the batch moves to the device, which is busy with earlier steps.
         """
         targets = self._micro_batches.targets(batch).double()
         if self._mesh.layout.replicas > 1:

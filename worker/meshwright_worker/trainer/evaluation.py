@@ -1,4 +1,4 @@
-"""The loss on documents that are never trained on, while training goes on."""
+"""The loss on held-out documents, during training."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from meshwright_worker.distributed.mesh import Mesh
 
 
 class Evaluator(Protocol):
-    """What has a model to evaluate."""
+    """An object with a model to evaluate."""
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        """Return the mean loss over the targets of all batches: this replica passes its part, every rank gets the same
+        value.
+        """
 
 
 def mean_loss(
     loss_fn: Callable[[Sequence[Batch]], torch.Tensor], batches: Iterable[Sequence[Batch]], mesh: Mesh
 ) -> float:
-    """The mean over the targets of all replicas' batches. Collective.
+    """Return the mean loss over the targets of all replicas' batches. Collective.
 
     Args:
         loss_fn: see `Executor.evaluate`.
-        batches: of this rank, on its device, in micro-batches.
+        batches: this rank's batches, on its device, split into micro-batches.
         mesh: all ranks.
     """
     _, pipeline, _, tensor = mesh.coordinates
@@ -41,7 +43,7 @@ def mean_loss(
         loss = loss_fn(parts)
         if tensor == 0:
             sums[0] += loss.double()
-            # Every stage has the targets.
+            # Every stage has the targets: count them once.
             sums[1] += count_targets(parts) if pipeline == 0 else 0
     all_reduce_sum(sums, dist.group.WORLD)
     total, targets = sums.tolist()
@@ -49,23 +51,23 @@ def mean_loss(
 
 
 def count_targets(parts: Sequence[Batch]) -> torch.Tensor:
-    """How many tokens are predicted in micro-batches, int64 []."""
+    """Return the number of targets in the micro-batches, int64 []."""
     return torch.stack([(part.targets != IGNORED).sum() for part in parts]).sum()
 
 
 class Evaluation:
-    """Evaluates at the steps that `training.evaluation` asks for, each time on the same samples.
+    """Evaluates at the steps that `training.evaluation` asks for, on the same samples each time.
 
-    With FedAvg each island has held-out documents of its own, and the mean is over the targets of all islands.
+    With FedAvg, each island has its own held-out documents, and the mean is over the targets of all islands.
 
     Args:
-        spec: how often, and on how many samples of all islands.
-        training: see above.
-        data: see above.
-        data_dir: where the text of this rank's island is.
+        spec: the interval, and the number of samples over all islands.
+        training: the job's training section.
+        data: the job's data section.
+        data_dir: directory with the corpus of this rank's island.
 
     Raises:
-        DataError: what is held out cannot be read, or is too short for one sample.
+        DataError: the held-out documents cannot be read, or are too short for one sample.
     """
 
     def __init__(self, spec: EvaluationSpec, training: TrainingSpec, data: DataSpec, data_dir: str | None) -> None:
@@ -75,11 +77,11 @@ class Evaluation:
         self._stream = open_stream(data, data_dir, training.sequence_length, training.seed, held_out=True)
 
     def due(self, step: int) -> bool:
-        """Whether `step` is followed by an evaluation."""
+        """Return whether an evaluation follows `step`."""
         return step % self._spec.every_steps == 0 or step == self._training.steps
 
     def loss(self, trainer: Evaluator, mesh: Mesh) -> float:
-        """Mean loss per token, on every rank. Collective."""
+        """Return the mean loss per token, on every rank. Collective."""
         return trainer.evaluate(self._batches(mesh))
 
     def _batches(self, mesh: Mesh) -> Iterator[Batch]:

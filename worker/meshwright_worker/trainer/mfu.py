@@ -1,9 +1,9 @@
-"""What a step's floating-point operations are, against what the GPUs could have done meanwhile.
+"""Floating-point operations of a step, compared with the peak of the GPUs.
 
-Model FLOPs (for MFU, arXiv 2204.02311) are 6·N + 12·L·d·s a token, with adapters 4·N of what is frozen; hardware FLOPs
-(for HFU) add what activation checkpointing and `parallelism.rematerialize` compute again, as whole forward passes. Both
-are measured against the dense bf16 peak, whatever the format, so that numbers can be compared; without a known GPU
-there is no peak and no utilisation.
+Model FLOPs (for MFU, arXiv 2204.02311) are 6·N + 12·L·d·s per token; with adapters, frozen parameters count 4·N.
+Hardware FLOPs (for HFU) add recomputation by activation checkpointing and `parallelism.rematerialize`, as entire
+forward passes. Both are compared with the dense bf16 peak, for every number format, so that runs are comparable. If the
+GPU is unknown, there is no peak and no utilization.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright_worker.trainer.micro_batches import TokenCounts
 
 _RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVERY_K, ActivationCheckpointing.SQRT)
-"""`Selective` keeps every matrix product: what it computes again is not counted in FLOPs at all."""
+"""`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """The operations of one step of the whole job."""
+    """The operations of one step of the entire job."""
 
     model: float
     hardware: float
     peak: float | None
-    """FLOP/s of all of the job's GPUs; None where they are not known."""
+    """FLOP/s of all of the job's GPUs; None if they are not known."""
 
 
 def step_flops(
@@ -45,11 +45,10 @@ def step_flops(
     *,
     rematerializes: bool = False,
 ) -> StepFlops:
-    """The work of a step of a run on `ranks` devices like this rank's; `token_counts` is what its rows hold, if not
-    whole ones,
-    `rematerializes` of its pipeline's stages.
+    """Return the operations of one step on `ranks` devices of this rank's type.
 
-    Padding is no work, whether it is computed or not.
+    `token_counts` is the content of the rows, if they are padded. `rematerializes` says whether pipeline stages
+    recompute their forward pass. Padding does not count as work, even where it is computed.
     """
     tokens, length, lora = (
         training.global_batch_size * training.sequence_length,
@@ -57,7 +56,8 @@ def step_flops(
         training.lora,
     )
     if token_counts is not None:
-        # Operations a token are linear in the length of its row: those of all are as if each row were as long as this.
+        # FLOPs per token are linear in the row's length, so rows of different lengths count as rows of this mean
+        # length.
         tokens, length = token_counts.tokens, round(token_counts.squares / max(1, token_counts.tokens))
     model = trained_flops_per_token(architecture, length, lora)
     recomputed = forward_flops_per_token(architecture, length, lora) if rematerializes else 0

@@ -1,13 +1,13 @@
-"""A replica's batch as the micro-batches that a rank computes, without padding that nobody needs.
+"""A replica's batch, split into micro-batches with excess padding trimmed.
 
-Rows of prompts with completions are filled up to `training.sequenceLength`. Attention is causal, so nothing that is
-predicted sees what stands behind the last target of its row: each micro-batch is cut behind the last target of its
-longest row, to a length that the tensor and context groups can share. All ranks of a replica have the whole batch and
-cut it alike; replicas need not, since they meet in parameters alone. Losses and gradients stay what they were, but for
-rounding, and so do dropout masks, which follow a token's number.
+Rows of prompts with completions are padded to `training.sequenceLength`. Attention is causal, so no prediction depends
+on tokens after the last target of its row. Each micro-batch is truncated after the last target of its longest row, to a
+length that the tensor and context groups can split evenly. All ranks of a replica have the full batch and truncate it
+to the same length. Replicas may use different lengths, since they only share parameters. Losses and gradients change
+only by rounding. Dropout masks do not change, since they depend on a token's index.
 
-Not cut are batches of mixtures of experts, whose balance counts every token that is routed, and those computed in fp8,
-whose scales are taken from all tokens.
+Two kinds of batches are never truncated: those of mixtures of experts, whose balancing losses count every routed token,
+and those computed in fp8, whose scales are taken from all tokens.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.context.context_parallel import context_slice
 
 COMPILED_LENGTHS = 4
-"""Different lengths that compiled layers meet: each may be compiled for."""
+"""Maximum number of different lengths with compiled layers: each length may be compiled separately."""
 
 
 class TokenCounts(NamedTuple):
-    """What is in padded rows."""
+    """Content of padded rows."""
 
     tokens: int
-    """Without the padding."""
+    """Number of tokens without padding."""
     squares: int
-    """Sum over rows of the square of their tokens, which attention's operations go by."""
+    """Sum over rows of the squared number of tokens: attention's operations are proportional to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrimLengths:
-    """The lengths that a micro-batch may have, in tokens: multiples of `unit` from `min_length` on, and the whole."""
+    """The lengths that a micro-batch may have, in tokens: multiples of `unit` from `min_length` on, and the full
+    length.
+    """
 
     unit: int
     min_length: int
     whole: int
 
     def length(self, needed: int) -> int:
-        """The shortest that has room for `needed` tokens."""
+        """Return the shortest allowed length that fits `needed` tokens."""
         return min(self.whole, max(self.min_length, -(-needed // self.unit) * self.unit))
 
 
 def trim_lengths(run: RunConfig) -> TrimLengths | None:
-    """How micro-batches of a run are cut; None where they stay whole. Knows no tensors."""
+    """Return how a run's micro-batches are truncated, or None if they keep their full length. Uses no tensors."""
     if run.training is None or not is_padded(run):
         return None
     if run.training.fp8 is not None or (run.architecture is not None and run.architecture.mixture is not None):
@@ -66,21 +68,21 @@ def trim_lengths(run: RunConfig) -> TrimLengths | None:
 
 
 def may_have_ignored_targets(run: RunConfig) -> bool:
-    """Whether some tokens of a step may have no target: fillers, prompts, and what stands before another document."""
+    """Return whether some tokens may have no target: padding, prompts, and the last token before another document."""
     return is_padded(run) or (run.data is not None and run.data.packing is Packing.DOCUMENTS)
 
 
 def is_padded(run: RunConfig) -> bool:
-    """Whether rows are filled up to the length of a sequence."""
+    """Return whether rows are padded to the sequence length."""
     return run.data is not None and run.data.format is DataFormat.PROMPT_COMPLETION
 
 
 class MicroBatches:
-    """Makes a rank's micro-batches.
+    """Builds a rank's micro-batches.
 
     Args:
         run: the run.
-        mesh: this rank's.
+        mesh: this rank's mesh.
     """
 
     def __init__(self, run: RunConfig, mesh: Mesh) -> None:
@@ -89,7 +91,7 @@ class MicroBatches:
         self._trim_lengths, self.padded = trim_lengths(run), is_padded(run)
 
     def of(self, batch: Batch) -> list[Batch]:
-        """This rank's part of each micro-batch of the replica's whole batch on the CPU, on the rank's device."""
+        """Return this rank's part of each micro-batch, on its device. `batch` is the replica's, on the CPU."""
         if self._trim_lengths is None:
             return self._to_device_slice(batch).chunk(self._count)
         longest = _row_lengths(batch).view(self._count, -1).amax(dim=1).tolist()
@@ -97,22 +99,23 @@ class MicroBatches:
         if self._deal.ranks > 1:
             parts = zip(batch.chunk(self._count), lengths, strict=True)
             return [self._to_device_slice(_truncate(part, length)) for part, length in parts]
-        # Moved whole: of page-locked memory a copy does not wait, of parts of its rows it would.
+        # Moved in one piece: a copy from pinned memory is asynchronous, a copy of parts of its rows is not.
         parts = zip(self._to_device_slice(batch).chunk(self._count), lengths, strict=True)
         return [_truncate(part, length) for part, length in parts]
 
     def preslice(self, batch: Batch) -> Batch:
-        """What a thread that reads ahead can do of `of`: take this rank's part, but of rows that `token_counts` is
-        asked of.
+        """Do the part of `of` that a prefetch thread can do: slice the batch for this rank.
+
+        Padded rows are not sliced, since `token_counts` needs them.
         """
         return batch if self.padded else context_slice(batch, self._deal, self._rank)
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """How many targets this rank's part of the replica's batch has, int64 [], counted on the CPU."""
+        """Return the number of targets in this rank's part of the replica's batch, int64 [], counted on the CPU."""
         return (context_slice(batch, self._deal, self._rank).targets != IGNORED).sum()
 
     def token_counts(self, batch: Batch) -> TokenCounts:
-        """What is in the replica's batch, whatever is cut."""
+        """Return the content of the replica's batch, before truncation."""
         lengths = _row_lengths(batch)
         return TokenCounts(int(lengths.sum()), int(lengths.square().sum()))
 
@@ -127,7 +130,7 @@ def _row_lengths(batch: Batch) -> torch.Tensor:
 
 
 def _truncate(batch: Batch, length: int) -> Batch:
-    """The first tokens of every row."""
+    """Return the first `length` tokens of every row."""
     return batch.each(partial(_truncate_columns, length=length))
 
 

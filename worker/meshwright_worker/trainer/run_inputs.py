@@ -1,8 +1,9 @@
-"""What a rank reads in a run, opened and checked before any process group forms.
+"""A rank's inputs, opened and checked before any process group is created.
 
-A rank that refuses here is in no collective: it says what is wrong and ends, and its agent's report ends its peers,
-which may see other files and already wait for it. Tokens are checked as they are read (`meshwright.data.checksums`);
-here it is lists of files, manifests and headers that are read, and records that have to be tokenized anyway.
+Peers may see other files and already wait in the rendezvous. A rank that finds invalid inputs takes part in no
+collective: it reports the error and exits, and its agent's report stops the peers. This module reads file lists,
+manifests, headers, and records that have to be tokenized anyway. Tokens are verified as they are read
+(`meshwright.data.checksums`).
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from meshwright_worker.trainer.evaluation import Evaluation
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """What a rank reads."""
+    """A rank's inputs."""
 
     stream: Stream
     evaluation: Evaluation | None
-    """None where `training.evaluation` is left out."""
+    """None if `training.evaluation` is not set."""
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch, for `FedAvg`; 1 of a mixture, which has no epochs and is refused there."""
+        """Samples of an epoch, for `FedAvg`; 1 for a mixture, which has no epochs and excludes `FedAvg`."""
         return 1 if isinstance(self.stream, MixtureStream) else self.stream.samples_per_epoch
 
 
 def open_inputs(task: RankTask, architecture: Architecture, data: DataSpec, training: TrainingSpec) -> RunInputs:
-    """The samples to train on and those that are held out, after a look at the weights to begin from.
+    """Open the training samples and the held-out samples, after checking the initial weights.
 
     Raises:
-        DataError: text is missing, damaged or too short; the message names the field and what would do.
-        PretrainedError: `training.initialWeights` names no whole model of this shape.
+        DataError: the corpus is missing, damaged or too short; the message names the field and a value that works.
+        PretrainedError: `training.initialWeights` does not contain a complete model of this shape.
     """
     if training.initial_weights is not None:
         check_pretrained(architecture, Path(training.initial_weights))

@@ -1,6 +1,4 @@
-"""A run's parts, once `meshwright.rules.resolved` has nothing against them: the ranks' look before any process group
-forms.
-"""
+"""Validation of a run on every rank, before any process group is created (rules: `meshwright.rules.resolved`)."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ __all__ = ["InvalidRunError", "nearest", "validate_run"]
 
 
 def validate_run(run: RunConfig) -> tuple[Architecture, DataSpec, TrainingSpec]:
-    """The parts of a run of this runtime, after checking that they fit each other.
+    """Return the sections of a run of the built-in runtime, after checking that they are compatible.
 
     Raises:
-        InvalidRunError: a part is missing, or degrees, model, batch and data do not fit; lists every problem.
+        InvalidRunError: a section is missing, or degrees, model, batch and data are incompatible; lists every problem.
     """
     problems = run_problems(run)
     if problems:

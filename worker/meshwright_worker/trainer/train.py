@@ -1,14 +1,14 @@
-"""Training on one rank, from the first look at its data to the last checkpoint.
+"""Training on one rank, from opening its data to the final checkpoint.
 
-1. data: what it reads is opened, and the run is refused if that, the device or the configuration will not do;
-2. rendezvous: the process groups of the mesh generation;
-3. build: this rank's shard of the model and its optimizer;
-4. load: the newest whole checkpoint, whatever layout wrote it;
-5. steps, each reported, with a checkpoint at every interval written in the background;
-6. the last checkpoint, written before the rank says that it is done.
+1. data: opens the inputs; invalid data, device or configuration is rejected here;
+2. rendezvous: creates the process groups of the mesh generation;
+3. build: creates this rank's shard of the model and its optimizer;
+4. load: reads the newest complete checkpoint, in whatever layout it was written;
+5. steps: each is reported; checkpoints are written in the background at every interval;
+6. final checkpoint: written before the rank reports that it is done.
 
-Every rank takes each of these steps, and every decision that all must share (which checkpoint, when to stop) is taken
-from numbers that all of them have.
+Every rank takes each of these steps. Decisions that all ranks must share (which checkpoint, when to stop) depend only
+on values that all ranks have.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ log = logging.getLogger(__name__)
 
 
 def preload() -> None:
-    """Nothing beyond importing this module, which brings torch and all that training uses: do it before forking ranks.
+    """Import torch and everything that training uses, as a side effect of importing this module. Call before forking
+    ranks.
 
-    No thread is started and no device is touched, so forking stays safe.
+    It starts no thread and touches no device, so forking stays safe.
     """
 
 
 def train(task: RankTask, events: RankEvents) -> Outcome:
-    """Run this rank of the task's mesh generation to its end.
+    """Run this rank of the task's mesh generation until training completes or stops.
 
     Raises:
-        InvalidRunError: the run cannot be executed in this layout or on this device, or the model lacks tokens of the
-            text.
-        PretrainedError: the weights to begin from cannot be used.
-        DataError: there is no text to train on, it is damaged, or it is not the same on every rank.
-        CheckpointMismatchError: the checkpoints are another run's.
-        ForeignCheckpointError: they are another version's, or of a module of one's own.
+        InvalidRunError: the run cannot be executed in this layout or on this device, or the model's vocabulary is
+            smaller than the corpus needs.
+        PretrainedError: the initial weights cannot be used.
+        DataError: the corpus is missing, damaged, or not the same on every rank.
+        CheckpointMismatchError: the checkpoints belong to another run.
+        ForeignCheckpointError: they were written by another version or by a custom module.
         CheckpointVolumeError: a rank cannot read them, or does not see those that rank 0 lists.
         CheckpointError: a checkpoint could not be written.
         DivergedError: loss or gradients are not finite.
@@ -86,7 +87,8 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
             identity = combined_identity(training, stream.identity, mesh)
-            # Stages read tokens and targets independently, so different texts would train without any other sign.
+            # Stages read tokens and targets independently, so without this check different corpora would train
+            # unnoticed.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
             trainer = build_trainer(task.run, mesh, inputs.samples)
@@ -111,7 +113,7 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
 
 
 def build_trainer(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | AsyncPipelineTrainer:
-    """What trains this rank's part; `samples` are those of its island, see `Trainer`.
+    """Return the trainer of this rank's part. `samples` is the number of samples of its island, see `Trainer`.
 
     Raises:
         InvalidRunError: the run cannot be executed in this layout.
@@ -127,10 +129,10 @@ def build_trainer(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | Asy
 def load_initial_weights(
     trainer: Trainer | AsyncPipelineTrainer, model: Architecture, training: TrainingSpec, mesh: Mesh
 ) -> None:
-    """Fill the model from `training.initialWeights`, if there is any. A checkpoint of adapters holds nothing else.
+    """Fill the model from `training.initialWeights`, if it is set. Adapter checkpoints contain only the adapters.
 
     Raises:
-        PretrainedError: the files hold another model, are damaged, or are not the same on every rank.
+        PretrainedError: the files contain another model, are damaged, or are not the same on every rank.
     """
     if training.initial_weights is None:
         return
@@ -141,7 +143,7 @@ def load_initial_weights(
 
 
 class _TrainingLoop:
-    """The steps from a state to the end of the run or to a stop."""
+    """Runs the steps from a given state to the end of the run or to a stop."""
 
     def __init__(
         self,
@@ -174,18 +176,18 @@ class _TrainingLoop:
         self._events = events
         self._digest = SampleDigest()
         self._unreported = 0.0
-        """Seconds of steps whose results are still to come: a pipeline without a flush tells them later."""
+        """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
         self._samples = Prefetcher(self._read_samples, mesh.device)
 
     def run(self, state: TrainingState) -> Outcome:
-        """Train until the last step, or until any rank is asked to stop; what was done is durable on return."""
+        """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
         try:
             return self._run(state)
         finally:
             self._samples.close()
 
     def _run(self, state: TrainingState) -> Outcome:
-        # One rank carries what earlier generations fed; each adds its own part, and saving sums them up.
+        # Rank 0 carries the digest of earlier generations. Each rank adds its part, and saving sums them.
         if self._mesh.rank == 0:
             self._digest.value = state.digest
         first, stopped = state.step + 1, False
@@ -232,7 +234,7 @@ class _TrainingLoop:
         results = [] if result is None else [result]
         evaluation = self._evaluation if self._evaluation is not None and self._evaluation.due(number) else None
         if evaluation is not None:
-            # A pipeline without a flush drains: all stages' weights are then those after this step.
+            # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine.numbers, mine.samples)
@@ -241,8 +243,10 @@ class _TrainingLoop:
         return self._trainer.update_state(after), any(result.stop for result in results)
 
     def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
-        """The state when every update of its steps is made, and whether any rank wished to stop in one of them: a
-        pipeline without a flush is some steps behind.
+        """Finish all started steps; a pipeline without flushes is some steps behind.
+
+        Returns:
+            The state after them, and whether any rank was asked to stop in one of them.
         """
         started_at = time.monotonic()
         results = self._trainer.drain()
@@ -259,12 +263,12 @@ class _TrainingLoop:
         data_seconds: float,
         evaluation: Evaluation | None,
     ) -> TrainingState:
-        """Report results, the last of them with an evaluation if there is one; the state with the last one's loss."""
+        """Report results, with an evaluation on the last one if given. Return the state with the last result's loss."""
         if not results:
             self._unreported += seconds
             return state
         if len(results) > 1:
-            # Of several steps at once each took its share of what has passed.
+            # Several results arrive at once: divide the elapsed time equally between their steps.
             seconds, self._unreported = (seconds + self._unreported) / len(results), 0.0
         for result in results:
             report = self._report(result, state, seconds, data_seconds / len(results))
@@ -274,14 +278,14 @@ class _TrainingLoop:
         return state.model_copy(update={"loss": results[-1].loss.hex()})
 
     def _read_samples(self, first: int) -> StepSamples:
-        """What this replica trains on in the step that begins with sample `first`."""
+        """Read this replica's samples of the step that begins with sample `first`."""
         mine = self._assigned_samples(range(first, first + self._training.global_batch_size))
         samples = self._stream.rows(mine)
         batch = make_batch(samples, self._data, self._stream.separator, mine)
         return StepSamples(mine, samples, self._micro_batcher.preslice(batch))
 
     def _assigned_samples(self, step: range) -> Sequence[int]:
-        """The numbers of the samples that this replica takes of a step's."""
+        """Return the numbers of the samples that this replica takes in a step."""
         if not self._data.balance:
             return self._assignment.replica_samples(step)
         return self._assignment.balanced_samples(
@@ -291,7 +295,7 @@ class _TrainingLoop:
     def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
         tokens, flops = self._training.global_batch_size * self._training.sequence_length, self._full_row_flops
         if result.token_counts is not None:
-            # Islands hear of each other after a round alone: this one stands for all.
+            # Islands exchange results only after a round: multiply this island's counts instead.
             token_counts = TokenCounts(
                 result.token_counts.tokens * self._islands, result.token_counts.squares * self._islands
             )

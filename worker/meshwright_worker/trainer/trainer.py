@@ -1,4 +1,4 @@
-"""One optimizer step on all ranks: gradients, one small reduction that tells every rank everything, the update."""
+"""One optimizer step on all ranks: gradients, one small all-reduce of the step's results, the update."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class DivergedError(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to; the same numbers on every rank."""
+    """The result of a step; the same values on every rank."""
 
     step: int
-    """Its number, from 1."""
+    """The step's number, from 1."""
     loss: float
     """Mean loss over the global batch's targets, before the update."""
     gradient_norm: float
@@ -52,19 +52,19 @@ class StepResult:
     stop: bool
     """Whether any rank was asked to stop."""
     experts: tuple[ExpertLoad, ...] = ()
-    """Mixture by mixture."""
+    """One entry per mixture-of-experts layer."""
     skipped: bool = False
-    """Whether gradients overflowed fp16, and nothing was updated."""
+    """Whether gradients overflowed fp16, so that nothing was updated."""
     bubble: float | None = None
     """See `Executor.bubble`."""
     token_counts: TokenCounts | None = None
-    """What the rows of all replicas that take the step together hold; None where rows are never padded."""
+    """Content of the padded rows of all replicas of this island; None if rows are never padded."""
 
 
 class Trainer:
-    """The model's stages, their optimizer and the way to run them on this rank.
+    """This rank's stages, their optimizer and their executor.
 
-    `samples` is the number of samples of this island's own text, for `FedAvg`.
+    `samples` is the number of samples in this island's corpus, for `FedAvg`.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class Trainer:
             self.outer = build_outer_optimizer(training.outer, training, self.replicas, self.optimizer, mesh, samples)
 
     def on_parameters_loaded(self, step: int) -> None:
-        """Parameters were loaded from the checkpoint of `step`, or were just initialized. Collective."""
+        """Synchronize after loading the checkpoint of `step`, or after initializing parameters. Collective."""
         self.replicas.sync_parameters()
         if self.outer is not None:
             self.outer.on_parameters_loaded(step)
 
     def close(self) -> None:
-        """Training is over. Collective."""
+        """Finish after the last step. Collective."""
         if self.outer is not None:
             self.outer.close()
 
     def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
-        `stop` is this rank's wish to stop after the step; the result says whether any rank has it, so all ranks act
-        alike.
+        `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
+        the same step.
 
         Raises:
-            DivergedError: loss or gradients are not finite, in fp16 at any scale; no parameter was changed.
+            DivergedError: loss or gradients are not finite (in fp16: at any loss scale); no parameter was changed.
         """
         if self.outer is not None:
             self.outer.begin_step()
@@ -128,7 +128,7 @@ class Trainer:
         replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
         self._fp8.advance()
-        # Losses were divided by the tokens that a step may have; this many of them had a target.
+        # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
         (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._reduce_step_results(
             replica_loss,
             local_square_sum(self.shards, gradients).to(self._mesh.device),
@@ -156,7 +156,7 @@ class Trainer:
             self.optimizer.step(gradients, rate)
         else:
             self.outer.update(gradients, rate)
-            # A single pod cannot stop alone: until islands meet, only its own knows of the wish.
+            # Only this island knows of the stop request until the round ends, so stop there.
             stopping = self._rounds.ends_round(number) and self.outer.synchronize(stop=stopping)
         self.loss_scale.record_success()
         if self.loss_scale.value != scale and self.compression_state is not None:
@@ -164,7 +164,7 @@ class Trainer:
         self.replicas.sync_parameters()
         self._loads.move_biases(expert_counts)
         if self.outer is not None and self._rounds.ends_round(number):
-            # Routers' biases have just moved, by each island's own loads.
+            # Router biases have just been moved, by each island's own expert loads.
             average_over_islands(
                 list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device
             )
@@ -173,23 +173,25 @@ class Trainer:
         )
 
     def _target_share(self, micro_batches: Sequence[Batch]) -> torch.Tensor | float:
-        """The share of this step's tokens that have a target, fp64 []: gradients are divided by it, and the losses that
-        balance experts count every token. Collective where some may have none.
+        """Return the share of this step's tokens that have a target, fp64 [].
+
+        Gradients are divided by it, whereas load-balancing losses count every token. Collective if some tokens may have
+        no target.
         """
         if not self._balances_with_ignored_targets:
             return 1.0
         targets = self._targets(micro_batches)
         all_reduce_sum(targets, self._mesh.island_group)
-        # An island has its part of a step's tokens.
+        # An island processes one part of a step's tokens.
         return targets.clamp(min=1.0) * self._islands / tokens_of_step(self._training)
 
     def _targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """This rank's part of a step's targets, fp64 []: every stage has them, and one rank tells."""
+        """Return this rank's part of a step's targets, fp64 []. Every stage has them, so only one rank counts them."""
         _, pipeline, _, tensor = self._mesh.coordinates
         return count_targets(micro_batches).double() * (pipeline == tensor == 0)
 
     def _rescale(self, residuals: Mapping[str, torch.Tensor] | None, scale: float) -> None:
-        """Remember what compression left out, when the loss scale was `scale`, in that of now."""
+        """Convert compression residuals, taken at loss scale `scale`, to the current loss scale and store them."""
         if self.compression_state is not None and residuals is not None:
             self.compression_state.load_state_dict(
                 {name: t * (self.loss_scale.value / scale) for name, t in residuals.items()}
@@ -197,31 +199,33 @@ class Trainer:
 
     def _gradients(self) -> list[torch.Tensor]:
         gradients = self.replicas.reduce()
-        # Sums all: those over replicas come first, since they may be under way while backward runs.
+        # Both are sums. The sums over replicas come first, since they may overlap the backward pass.
         self._shared_weights.sum_gradients()
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         return gradients
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss over the targets of batches, each this replica's part; the same number on every rank."""
+        """Return the mean loss over the targets of all batches: this replica passes its part, every rank gets the same
+        value.
+        """
         loss = mean_loss(self._executor.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
         self._fp8.forget()
         return loss
 
     def _token_counts(self, batch: Batch) -> TokenCounts | None:
-        """What this rank tells of padded rows: one rank of a replica speaks for all."""
+        """Return this rank's token counts of padded rows: one rank per replica counts, the others return 0."""
         if not self._micro_batches.padded:
             return None
         _, *others = self._mesh.coordinates
         return TokenCounts(0, 0) if any(others) else self._micro_batches.token_counts(batch)
 
     def drain(self) -> list[StepResult]:
-        """What steps came to that was not told yet, before a checkpoint and at the end: nothing, every step waits."""
+        """Return results that were not reported yet: none, since `step` returns each result itself."""
         return []
 
     def update_state(self, state: TrainingState) -> TrainingState:
-        """`state` with what this trainer has to remember beside its tensors."""
+        """Return `state` with this trainer's state outside of tensors."""
         scale = self.loss_scale
         if not scale.dynamic:
             return state
@@ -229,9 +233,7 @@ class Trainer:
         return state.model_copy(update=more)
 
     def restore_state(self, state: TrainingState) -> None:
-        """Go on from a state that `update_state` has seen. The optimizer's state is loaded by the checkpoint's
-        session.
-        """
+        """Restore what `update_state` stored. `CheckpointManager` loads the optimizer's state."""
         if self.loss_scale.dynamic:
             self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
             self.loss_scale.value = state.loss_scale or self.loss_scale.value
@@ -244,12 +246,15 @@ class Trainer:
         stop: bool,
         token_counts: TokenCounts | None,
     ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
-        """Loss, norm, targets and stop flag; what padded rows hold; the experts' counts on the device, and their sense.
+        """Reduce the step's results over the island, in one small collective: the only time the host waits for the
+        device.
 
-        All travel in one reduction: one small collective a step, and the one time that the host waits for the device.
+        Returns:
+            Loss, gradient norm, number of targets and stop flag; content of padded rows; expert counts on the device;
+            expert loads for the report.
         """
         _, _, _, tensor = self._mesh.coordinates
-        # Ranks of a pipeline that compute no loss have 0.
+        # Pipeline stages without a loss contribute 0.
         loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
         targets = self._targets(micro_batches)
         reported_numbers = [torch.full_like(squares, float(number)) for number in (stop, *(token_counts or ()))]

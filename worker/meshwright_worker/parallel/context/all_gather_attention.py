@@ -1,8 +1,8 @@
-"""All-gather context parallelism (Llama 3, arXiv 2407.21783, section 3.3.2): every rank sees all keys and values.
+"""All-gather context parallelism (Llama 3, arXiv 2407.21783, section 3.3.2): every rank gets all keys and values.
 
-They are gathered before attention, and gathered again in the backward pass rather than kept; their gradients are then
-reduced and scattered. With grouped heads keys and values are small, and one collective of a known size suits masks and
-networks on which a ring's many small messages do not. Bytes that a rank takes in, with X those of its own keys and
+They are gathered before attention, and gathered again in the backward pass instead of saved; their gradients are then
+reduce-scattered. With grouped heads, keys and values are small. One collective of a known size works with masks, and on
+networks that are slow for a ring's many small messages. Bytes that a rank receives, with X the size of its keys and
 values and n ranks: (n - 1) X forward, 2 (n - 1) X backward.
 """
 
@@ -27,19 +27,19 @@ _TOKENS = 2
 
 @dataclass(frozen=True)
 class AllGatherPlan:
-    """What the ranks of a group do with one micro-batch's keys and values."""
+    """The group and the attention blocks for one micro-batch."""
 
     group: dist.ProcessGroup | None
-    """None where one rank has whole rows."""
+    """None if one rank has full rows."""
     slices: Sequence[TokenSlice]
-    """What each rank holds of a row."""
+    """The slice of a row that each rank has."""
     blocks: Sequence[AttentionBlock]
-    """Of this rank's queries against the keys of the whole row, in its order."""
+    """Of this rank's queries against the keys of the full row, in row order."""
     scale: float
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest slice: a collective moves as many for every rank."""
+        """Tokens of the longest slice: a collective moves the same number for every rank."""
         return max(size(part) for part in self.slices)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class AllGatherPlan:
         return all_gather_sequence(padded, self.group)[:, order].transpose(1, _TOKENS)
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of [batch, heads, tokens of the row, size], of which each keeps its own tokens."""
+        """Sum [batch, heads, tokens of the row, size] over ranks; each rank gets its own tokens."""
         if self.group is None:
             return x
         own = size(self.slices[self.group.rank()])
@@ -62,9 +62,9 @@ class AllGatherPlan:
 
 @lru_cache(maxsize=8)
 def _order(slices: tuple[TokenSlice, ...], longest: int, device: torch.device) -> torch.Tensor:
-    """Where each token of the row lies among what was gathered, int64 [tokens of the row].
+    """Return the index of each token of the row among the gathered tokens, int64 [tokens of the row].
 
-    Remembered: every layer asks for the same, and the copy to the device would hold the host up each time.
+    Cached: every layer needs the same, and copying it to the device would block the host each time.
     """
     places = torch.empty(sum(size(part) for part in slices), dtype=torch.int64)
     for rank, part in enumerate(slices):
@@ -107,7 +107,7 @@ def _gather_key_value(key: torch.Tensor, value: torch.Tensor, plan: AllGatherPla
 def gathered_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AllGatherPlan
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys of whole rows. Collective, but where one rank has whole rows.
+    """Compute attention of this rank's queries to the keys of full rows. Collective, unless one rank has full rows.
 
     Args:
         query: [batch, heads, own tokens, head size].

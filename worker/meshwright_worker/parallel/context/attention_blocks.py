@@ -1,8 +1,9 @@
-"""What attention between two slices of rows comes to: the rectangles and triangles of the score matrix that count.
+"""The attention blocks between two slices of rows: the rectangles and triangles of the score matrix that are not
+masked.
 
-A block is a stretch of queries against a stretch of keys, each of which is in one piece in memory. What a causal mask
-or the borders between documents hide is in no block, so it costs nothing; inside a block every score counts, or the
-lower triangle does, so no mask is ever stored. Pure: documents are read on the host.
+A block is a range of queries against a range of keys, each contiguous in memory. Scores that the causal mask or
+document borders hide are in no block, so they cost nothing. Inside a block every score is used, or the lower triangle,
+so no mask is ever stored. Pure: documents are read on the host.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import numpy.typing as npt
 from meshwright.sequence_sharding import TokenSlice, size
 
 Documents = npt.NDArray[np.int64]
-"""[batch, length of a row]: which document of its row each token belongs to; never less than before it."""
+"""[batch, length of a row]: the document of each token in its row; never decreasing."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Scores to compute, in indices of the two slices as they lie in memory."""
+    """Scores to compute, as index ranges into the memory of the two slices."""
 
     rows: slice
-    """Of the batch."""
+    """Rows of the batch."""
     queries: slice
     keys: slice
     causal: bool
-    """Whether a query sees only the keys up to its own; then there are as many keys as queries."""
+    """Whether a query attends only to the keys up to its own; there are then as many keys as queries."""
 
     @property
     def scores(self) -> int:
-        """Scores that count, of one row and head."""
+        """Number of scores to compute, of one row and head."""
         count: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
         return count * (count + 1) // 2 if self.causal else count * keys
@@ -44,9 +45,9 @@ _ALL_ROWS = slice(None)
 def blocks_of(
     queries: TokenSlice, keys: TokenSlice, *, causal: bool, documents: Documents | None = None
 ) -> list[AttentionBlock]:
-    """The blocks of a rank's queries against some rank's keys, those on the diagonal first.
+    """Return the blocks of a rank's queries against a rank's keys, those on the diagonal first.
 
-    Two parts of a row are either the same stretch or do not meet, or one holds the other whole.
+    Two parts of a row are equal, disjoint, or one contains the other.
     """
     if documents is None:
         if causal and queries == keys:
@@ -83,7 +84,7 @@ def _pairs(queries: Sequence[range], keys: Sequence[range], causal: bool) -> Ite
 
 
 def _by_document(parts: Sequence[range], documents_of_row: npt.NDArray[np.int64]) -> dict[int, list[range]]:
-    """The parts, cut where a document ends, by document."""
+    """Split the parts at document borders; return them by document."""
     found: dict[int, list[range]] = {}
     for part in parts:
         borders = np.flatnonzero(np.diff(documents_of_row[part.start : part.stop])) + part.start + 1
@@ -94,7 +95,7 @@ def _by_document(parts: Sequence[range], documents_of_row: npt.NDArray[np.int64]
 
 
 def _merge_adjacent(rows: slice, pairs: Sequence[_Pair], queries: TokenSlice, keys: TokenSlice) -> list[AttentionBlock]:
-    """Blocks in memory, with neighbours that make a larger block in one."""
+    """Convert to blocks in memory; merge neighbors that form a larger block."""
     blocks = [
         AttentionBlock(rows, _local_slice(query_part, queries), _local_slice(key_part, keys), causal)
         for query_part, key_part, causal in pairs
@@ -114,7 +115,7 @@ def _merge_adjacent(rows: slice, pairs: Sequence[_Pair], queries: TokenSlice, ke
 
 
 def _merge_rows(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
-    """Equal blocks of consecutive rows in one; triangles first, so that every query meets its own key first of all."""
+    """Merge equal blocks of consecutive rows; triangles first, so that every query starts with its own key."""
     merged: list[AttentionBlock] = []
     for block in sorted(blocks, key=lambda b: (not b.causal, b.queries.start, b.keys.start, b.keys.stop, b.rows.start)):
         last = merged[-1] if merged else None
@@ -126,7 +127,7 @@ def _merge_rows(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
 
 
 def _local_slice(positions: range, part: TokenSlice) -> slice:
-    """Where positions of a row lie in a slice of it."""
+    """Return where positions of a row are in a slice of it."""
     begin = 0
     for piece in part:
         if piece.start <= positions.start and positions.stop <= piece.stop:

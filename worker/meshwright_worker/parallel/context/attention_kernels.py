@@ -1,9 +1,9 @@
 """One block of attention and its gradient, by torch's flash kernels (arXiv 2205.14135).
 
-`scaled_dot_product_attention` does not return the logarithm of the softmax's denominator, which is what parts of a
-softmax are put together by. The operators below it do, on CPU and CUDA, and their backward passes take the output and
-the denominator of the whole softmax, so a part's gradient is exact (arXiv 2310.01889, section 3). They are private:
-this module is the only one that knows them. Where CUDA has no such kernel (fp32, fp64) scores are computed plainly.
+`scaled_dot_product_attention` does not return the log-sum-exp of the scores (lse), which is needed to merge parts of a
+softmax. The operators below it do, on CPU and CUDA. Their backward passes take output and lse of the full softmax, so a
+part's gradient is exact (arXiv 2310.01889, section 3). These operators are private: only this module uses them. For
+formats without such a kernel on CUDA (fp32, fp64), scores are computed with plain operators.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ _CUDA_HEAD_MULTIPLE = 8
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of one block.
+    """Compute softmax attention of one block.
 
     Args:
         query: [batch, heads, queries, head size].
         key: [batch, key and value heads, keys, head size].
         value: [batch, key and value heads, keys, value size].
-        causal: whether query i sees keys 0 to i; then there are as many keys as queries.
+        causal: whether query i attends to keys 0 to i; there are then as many keys as queries.
         scale: factor of the scores.
 
     Returns:
-        The mix of values [batch, heads, queries, value size] and the logarithm of the sum of exponentials
-        [batch, heads, queries], both in at least fp32.
+        The output [batch, heads, queries, value size] and the lse [batch, heads, queries], both in at least fp32.
     """
     size = value.shape[-1]
     key, value = _repeat_kv_heads(key, query), _repeat_kv_heads(value, query)
@@ -56,10 +55,10 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of a block's query, key and value, shaped like them, in their format.
+    """Return the gradients of a block's query, key and value, with the same shapes and formats.
 
-    `gradient` and `attended` are those of the whole softmax for these queries, in the query's format, and so is
-    `lse`, as `attend` gives it.
+    `gradient`, `attended` and `lse` belong to the full softmax of these queries: the first two in the query's format,
+    `lse` as `attend` returns it.
     """
     heads, size, head_size = key.shape[1], value.shape[-1], query.shape[-1]
     key, value = _repeat_kv_heads(key, query), _repeat_kv_heads(value, query)
@@ -104,7 +103,7 @@ def _cuda_backward(
     causal: bool,
     scale: float,
 ) -> _Gradients:
-    # Without dropout the state of the random numbers is not read, and without ragged rows neither are their borders.
+    # Without dropout the RNG state is not read; without ragged rows neither are their borders.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     lengths = (query.shape[2], key.shape[2])
     parts: _Gradients = _aten._scaled_dot_product_flash_attention_backward(
@@ -114,7 +113,9 @@ def _cuda_backward(
 
 
 def _needs_fallback(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether there is no kernel: flash attention takes short formats, heads up to 256, and GPUs since Ampere."""
+    """Whether there is no kernel: flash attention needs a 16-bit format, heads up to 256, and an Ampere GPU
+    or newer.
+    """
     if not query.is_cuda:
         return False
     short = query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= 256
@@ -167,7 +168,7 @@ def _sum_over_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _same_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Gradients:
-    """All with heads of one size, and on CUDA of a multiple of 8: zeros change neither scores nor the mix."""
+    """Pad all heads to one size, on CUDA to a multiple of 8: zeros change neither scores nor outputs."""
     width = max(query.shape[-1], value.shape[-1])
     if query.is_cuda:
         width += -width % _CUDA_HEAD_MULTIPLE

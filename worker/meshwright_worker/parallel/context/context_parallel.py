@@ -1,9 +1,9 @@
-"""Context parallelism: the ranks of a group share the tokens of each row, and attention goes over all of them.
+"""Context parallelism: the ranks of a group share the tokens of each row, and attention spans all of them.
 
-Everything but attention treats tokens one by one, so each rank trains on its slice of a row as if it were the row:
-`context_slice` takes it from the replica's batch, and `install_context_attention` puts a method of attention into
-the model. Losses and
-gradients are sums over tokens, which the reduction over replicas (data x context) completes.
+All layers except attention process tokens independently, so each rank trains on its slice of a row as if it were the
+row. `context_slice` takes the slice from the replica's batch, and `install_context_attention` installs an attention
+method in the model. Losses and gradients are sums over tokens, which the reduction over replicas (data x context)
+completes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from meshwright_worker.parallel.context.ulysses import exchange_heads, return_to
 
 
 def context_slice(batch: Batch, deal: SequenceSharding, rank: int) -> Batch:
-    """What rank `rank` of a context group trains on, from the replica's whole batch on the CPU; a slice stays it."""
+    """Return the part of the replica's full batch, on the CPU, for rank `rank` of a context group. A slice is returned
+    as is.
+    """
     if batch.row_length is not None:
         return batch
     whole = replace(batch, row_documents=batch.documents)
@@ -42,12 +44,12 @@ def context_slice(batch: Batch, deal: SequenceSharding, rank: int) -> Batch:
 
 
 def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: ContextGroups) -> None:
-    """Let every attention of a model go over the ranks of the context group.
+    """Make every attention layer of a model work over the ranks of the context group.
 
-    One rank alone gets attention that leaves out what documents of a row do not share.
+    A single rank gets attention that skips scores between documents of a row.
     """
     cores = {name: module for name, module in model.named_modules() if isinstance(module, AttentionCore)}
-    # Layers that attend alike share a core, which finds a micro-batch's blocks once for all of them.
+    # Layers with equal attention share a core, which computes a micro-batch's blocks once for all of them.
     shared: dict[tuple[bool, float | None], AttentionCore] = {}
     for name, core in cores.items():
         kind = (core.causal, core.scale)
@@ -59,23 +61,23 @@ def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: 
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The groups of ranks that attention goes over; None where there is none."""
+    """The process groups of attention; None for those that the method does not use."""
 
     heads: dist.ProcessGroup | None
     """Ranks that exchange heads for tokens."""
     tokens: dist.ProcessGroup | None
-    """Ranks that keys and values go round or are gathered over."""
+    """Ranks that pass keys and values around or gather them."""
 
 
 def build_context_groups(deal: SequenceSharding, mesh: Mesh) -> ContextGroups:
-    """The groups that a method needs. Collective over all ranks."""
+    """Create the groups that a method needs. Collective over all ranks."""
     if deal.ranks == 1:
         return ContextGroups(None, None)
     if deal.method is ContextMethod.ULYSSES:
         return ContextGroups(mesh.group(CONTEXT), None)
     if deal.method is not ContextMethod.RING_ULYSSES:
         return ContextGroups(None, mesh.group(CONTEXT))
-    # Heads are exchanged between consecutive ranks: that is the traffic for the fastest links (arXiv 2405.07719).
+    # Heads are exchanged between consecutive ranks: this traffic needs the fastest links (arXiv 2405.07719).
     layout = mesh.layout
     ranks = torch.arange(layout.world_size)
     shape = (layout.data, layout.pipeline, deal.ranks // deal.inner, deal.inner, layout.tensor)
@@ -96,7 +98,7 @@ def _build_core(deal: SequenceSharding, groups: ContextGroups, template: Attenti
 
 
 class AllGatherAttentionCore(AttentionCore):
-    """Attention of a rank's tokens to whole rows, gathered over a group or its own."""
+    """Attention of a rank's tokens to full rows, gathered over a group or already on this rank."""
 
     def __init__(self, deal: SequenceSharding, group: dist.ProcessGroup | None, template: AttentionCore) -> None:
         super().__init__(causal=template.causal, scale=template.scale)
@@ -122,7 +124,7 @@ class AllGatherAttentionCore(AttentionCore):
 
 
 class RingAttentionCore(AttentionCore):
-    """Attention of a rank's tokens to keys and values that go round a group."""
+    """Attention of a rank's tokens to keys and values that are passed around a group."""
 
     def __init__(self, deal: SequenceSharding, group: dist.ProcessGroup, template: AttentionCore) -> None:
         super().__init__(causal=template.causal, scale=template.scale)
@@ -145,12 +147,12 @@ class RingAttentionCore(AttentionCore):
 
     @property
     def place(self) -> int:
-        """This rank's place in the ring."""
+        """This rank's index in the ring."""
         return self._group.rank()
 
 
 class UlyssesAttentionCore(AttentionCore):
-    """Another core on the tokens of a group and a share of the heads."""
+    """Wraps another core: it computes the tokens of the entire group for a share of the heads."""
 
     def __init__(self, inner: AttentionCore, deal: SequenceSharding, group: dist.ProcessGroup) -> None:
         super().__init__(causal=inner.causal, scale=inner.scale)
@@ -172,7 +174,7 @@ class UlyssesAttentionCore(AttentionCore):
         return return_tokens(self.inner(*exchanged, token_metadata), self._group, lengths)
 
     def _first(self, ranks: int, own: int) -> int:
-        """Place in the context group of the first rank that heads are exchanged with."""
+        """Return the index in the context group of the first rank that heads are exchanged with."""
         if ranks == own:
             return 0
         assert isinstance(self.inner, RingAttentionCore)
@@ -191,7 +193,7 @@ def _check(query: torch.Tensor, own: TokenSlice) -> None:
 
 
 class _BlockCache:
-    """Blocks of the last micro-batch: every layer asks for the same."""
+    """Caches the blocks of the last micro-batch: every layer needs the same."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -201,7 +203,7 @@ class _BlockCache:
     def of(
         self, own: TokenSlice, others: Sequence[TokenSlice], token_metadata: TokenMetadata, *, causal: bool
     ) -> list[list[AttentionBlock]]:
-        """Blocks of this rank's queries against each of `others`."""
+        """Return the blocks of this rank's queries against each of `others`."""
         key = (own, tuple(others))
         if key != self._key or token_metadata.row_documents is not self._documents or not self._blocks:
             documents = None if token_metadata.row_documents is None else token_metadata.row_documents.numpy()

@@ -1,7 +1,7 @@
-"""Attention over keys that come in several parts: each part's softmax is corrected as the next one arrives.
+"""Attention over keys that arrive in several parts: the softmax so far is corrected with each new part.
 
-What blocks give is put together in at least fp32 by the denominators of their softmaxes (online softmax, arXiv
-1805.02867; Liu et al., arXiv 2310.01889).
+Block outputs are merged in at least fp32 using their log-sum-exps (online softmax, arXiv 1805.02867; Liu et al., arXiv
+2310.01889).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OnlineSoftmax:
         self._lse = query.new_full(query.shape[:-1], float("-inf"), dtype=numbers)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[AttentionBlock]) -> None:
-        """Let the queries see some more keys, [batch, key and value heads, keys, ...], those of the blocks."""
+        """Add more keys, [batch, key and value heads, keys, ...]; `blocks` says which queries attend to them."""
         for block in blocks:
             rows, columns = block.rows, block.queries
             attended, lse = attend(
@@ -49,17 +49,17 @@ class OnlineSoftmax:
             self._lse[rows, :, columns] = after
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mix in the queries' format, [batch, heads, queries, value size], and the denominators' logarithms."""
+        """Return the output in the queries' format, [batch, heads, queries, value size], and the log-sum-exps."""
         return self._attended.to(self._query.dtype), self._lse
 
 
 class AttentionGradients:
-    """The gradients of a rank's queries, and of each part of the keys and values as it comes by.
+    """The gradients of a rank's queries, and of each part of the keys and values as it arrives.
 
     Args:
         gradient: that of the output, [batch, heads, queries, value size].
         query: as in the forward pass.
-        mixed, denominator: what `OnlineSoftmax.result` gave.
+        mixed, denominator: what `OnlineSoftmax.result` returned.
         scale: factor of the scores.
     """
 
@@ -76,7 +76,7 @@ class AttentionGradients:
     def add(
         self, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[AttentionBlock]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the gradients of some keys and values, shaped like them, in at least fp32."""
+        """Return this rank's part of the gradients of keys and values, with their shapes, in at least fp32."""
         key_grad = torch.zeros_like(key, dtype=self.query_grad.dtype)
         value_grad = torch.zeros_like(value, dtype=self.query_grad.dtype)
         for block in blocks:

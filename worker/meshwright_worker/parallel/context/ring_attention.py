@@ -1,11 +1,11 @@
-"""Ring attention: keys and values travel round the ranks of a group (Liu et al., arXiv 2310.01889).
+"""Ring attention: keys and values are passed around the ranks of a group (Liu et al., arXiv 2310.01889).
 
-Each rank keeps its queries. In every turn it works on the keys and values of one rank while it hands them to the next
-rank and takes the following ones from the rank before: n - 1 turns. In the backward pass they travel again, and with
-them, one turn behind, the gradients that the ranks add up; the n-th hand-over brings those home.
+Each rank keeps its queries. In each of n - 1 turns it computes with the keys and values of one rank, sends them to the
+next rank and receives others from the previous rank. In the backward pass they are passed around again, followed one
+turn later by the gradients that the ranks sum; the n-th transfer returns those to their rank.
 
-Bytes that a rank sends, with X those of its own keys and values: (n - 1) X forward; backward (n - 1) X and n X of
-gradients, which are fp32 where X is of a narrower format.
+Bytes that a rank sends, with X the size of its keys and values: (n - 1) X forward; backward (n - 1) X and n X of
+gradients, which are in fp32 even if X is in a narrower format.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What the ranks of a group do with one micro-batch's keys and values."""
+    """The group and the attention blocks for one micro-batch."""
 
     group: dist.ProcessGroup
     blocks: Sequence[Sequence[AttentionBlock]]
     """Of this rank's queries against each rank's keys, by rank."""
     lengths: Sequence[int]
-    """How many keys each rank has."""
+    """Number of keys of each rank."""
     scale: float
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """This rank's index."""
         return self.group.rank()
 
     @property
@@ -45,12 +45,12 @@ class RingPlan:
         return len(self.lengths)
 
     def source(self, turn: int) -> int:
-        """Whose keys this rank works on."""
+        """The rank whose keys this rank currently processes."""
         return (self.rank - turn) % self.ranks
 
 
 class _RingTransfer:
-    """Tensors on their way to the next rank, and those that come from the one before."""
+    """Tensors that are sent to the next rank, and those that are received from the previous one."""
 
     def __init__(self, tensors: Pair, ring: RingPlan, turn: int) -> None:
         length = ring.lengths[ring.source(turn + 1)]
@@ -62,12 +62,12 @@ class _RingTransfer:
         for sent, received in zip(tensors, self._received, strict=True):
             operations.append(dist.P2POp(dist.isend, sent, after, ring.group))
             operations.append(dist.P2POp(dist.irecv, received, before, ring.group))
-        # Kept until they have left: on gloo nothing else holds on to them.
+        # Referenced until they are sent: on gloo nothing else references them.
         self._sent = tensors
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> Pair:
-        """What came."""
+        """Wait, and return the received tensors."""
         for work in self._works:
             work.wait()
         key, value = self._received
@@ -111,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: RingPlan) -> torch.Tensor:
-    """Attention of this rank's queries to every rank's keys. Collective.
+    """Compute attention of this rank's queries to every rank's keys. Collective.
 
     Args:
         query: [batch, heads, own tokens, head size].

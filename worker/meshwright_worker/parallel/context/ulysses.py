@@ -1,9 +1,9 @@
-"""DeepSpeed-Ulysses: tokens of some heads instead of heads of some tokens (Jacobs et al., arXiv 2309.14509).
+"""DeepSpeed-Ulysses: exchanges heads for tokens (Jacobs et al., arXiv 2309.14509).
 
-An all-to-all before attention gives each rank whole rows of its share of the heads, another one after it gives back its
-tokens of all heads; attention between them is anybody's. Where there are fewer key and value heads than ranks, each is
-sent to every rank whose query heads it serves. Bytes that a rank sends, of each of the four tensors with Y bytes here
-and n ranks: (n - 1) / n Y, forward and backward alike.
+An all-to-all before attention gives each rank full rows for its share of the heads; another one afterwards returns its
+tokens for all heads. Any attention can run in between. If there are fewer key and value heads than ranks, each is sent
+to every rank whose query heads use it. Bytes that a rank sends, for each of the four tensors with Y bytes here and n
+ranks: (n - 1) / n Y, both forward and backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEADS = 2
 class _Exchange(torch.autograd.Function):
     """[batch, tokens, width], of which part i is for rank i, -> those parts of every rank, one after the other.
 
-    Splits the width and joins tokens, or, `to_tokens`, splits tokens and joins the width.
+    Splits the width and concatenates tokens or, with `to_tokens`, splits tokens and concatenates the width.
     """
 
     @staticmethod
@@ -56,14 +56,14 @@ def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup, lengths: Sequence[int]
 def exchange_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, lengths: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The group's tokens of this rank's share of the heads, in one all-to-all.
+    """Return the group's tokens for this rank's share of the heads, in one all-to-all.
 
     Args:
         query: [batch, own tokens, heads, head size].
         key: [batch, own tokens, key and value heads, head size].
         value: [batch, own tokens, key and value heads, value size].
-        group: the ranks that share the heads, in the order of the tokens that they hold.
-        lengths: how many tokens each of them holds.
+        group: the ranks that share the heads, in the order of their tokens.
+        lengths: number of tokens of each rank.
 
     Returns:
         The three as [batch, all tokens, share of the heads, size]; at least one key and value head.
@@ -90,7 +90,7 @@ def return_tokens(attended: torch.Tensor, group: dist.ProcessGroup, lengths: Seq
 
 
 def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[batch, tokens, heads, size] -> [batch, tokens, ranks, width]: what each rank gets."""
+    """[batch, tokens, heads, size] -> [batch, tokens, ranks, width]: the part for each rank."""
     heads = x.shape[_HEADS]
     if heads < ranks:
         x = x.repeat_interleave(ranks // heads, dim=_HEADS)

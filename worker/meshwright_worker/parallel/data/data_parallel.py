@@ -1,4 +1,4 @@
-"""What every way of keeping replicas equal offers to the step, and the choice of one."""
+"""The interface of data parallelism to the training step, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from meshwright_worker.parallel.shards import ParameterShard
 
 
 class DataParallel(Protocol):
-    """Makes the gradients of replicas one, and hands out what each has updated."""
+    """Reduces gradients over replicas and synchronizes updated parameters."""
 
     @property
     def shards(self) -> Sequence[ParameterShard]:
-        """What this rank updates, norms, clips and saves: its parameters, or its parts of them."""
+        """The tensors that this rank updates, norms, clips and saves: its parameters, or its shards of them."""
 
     @property
     def compression_state(self) -> CompressionState | None:
-        """What compressed sums left out and a checkpoint must hold; None without compression."""
+        """Residuals of gradient compression that a checkpoint must contain; None without compression."""
 
     def reduce(self) -> list[torch.Tensor]:
-        """The gradients of the shards, summed over replicas, after the step's last backward pass. Collective."""
+        """Return the shards' gradients, summed over replicas, after the step's last backward pass. Collective."""
 
     def sync_parameters(self) -> None:
-        """Give every replica the parameters that the others have updated or loaded. Collective."""
+        """Give every replica the parameters that other replicas updated or loaded. Collective."""
 
 
 class NoReduction:
-    """FSDP has summed gradients over replicas already, or there is only one of them.
+    """For FSDP, which has already summed gradients over replicas, or for a single replica.
 
     Args:
         shards: of all stages.
@@ -56,11 +56,11 @@ class NoReduction:
 
 
 def build_data_parallel(run: RunConfig, shards: Sequence[ParameterShard], mesh: Mesh) -> DataParallel:
-    """The way of `parallelism.dataParallel` for the shards of all stages of this rank."""
+    """Build the implementation of `parallelism.dataParallel` for the shards of all stages of this rank."""
     engine = data_parallel_engine(run.parallelism)
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
         return NoReduction(shards)
-    # Other schedules compute gradients of weights apart, past autograd's hooks, or a part of them on another rank.
+    # Other schedules compute weight gradients separately, past autograd's hooks, or partly on another rank.
     hooks = run.pipeline == 1 or run.parallelism.order in WHOLE_BACKWARD
     if engine is DataParallelEngine.FLAT:
         return ZeroShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)

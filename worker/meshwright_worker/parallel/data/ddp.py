@@ -1,8 +1,8 @@
-"""Data parallelism: every replica holds everything and adds up gradients (PyTorch DDP, arXiv 2006.15704).
+"""Data parallelism: every replica has all parameters and all-reduces gradients (PyTorch DDP, arXiv 2006.15704).
 
-One all-reduce a bucket and step, however many micro-batches: 2 (N - 1) / N times the gradients' bytes on a ring. It
-runs while backward of the last micro-batch goes on, and needs nothing from the schedule: what hooks miss is summed
-after the last pass. torch's DDP sees neither DTensors nor a pipeline's own calls of backward.
+There is one all-reduce per bucket and step, for any number of micro-batches: 2 (N - 1) / N times the gradients' bytes
+on a ring. It overlaps the backward pass of the last micro-batch. It works with every schedule: gradients that hooks
+miss are reduced after the last pass. torch's DDP supports neither DTensors nor a pipeline's own calls of backward.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class BucketedAllReduce:
 
     Args:
         shards: of all stages of this rank; each `replicated` one is summed.
-        mesh: its `REPLICA` group, and `EXPERT_REPLICA` for experts that are spread.
+        mesh: its groups `REPLICA` and, for distributed experts, `EXPERT_REPLICA`.
         spec: bucket size and compression.
         micro_batches: backward passes of a step.
-        overlap: whether hooks see all of a gradient, and may start sums.
+        overlap: whether hooks see the complete gradient, and may start reductions.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BucketedAllReduce:
         self._order = BucketScheduler(watched, micro_batches, 1, self._start)
 
     def reduce(self) -> list[torch.Tensor]:
-        """See `Replicas.reduce`."""
+        """See `DataParallel.reduce`."""
         self._order.finish()
         for index in range(len(self._pending), len(self._buckets)):
             self._start(index)
@@ -63,14 +63,14 @@ class BucketedAllReduce:
         return [shard.gradient() for shard in self.shards]
 
     def sync_parameters(self) -> None:
-        """See `Replicas.sync_parameters`: every replica made the same update."""
+        """See `DataParallel.sync_parameters`: every replica made the same update."""
 
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
         flat = torch.cat([shard.gradient().reshape(-1) for shard in bucket])
         parts = torch.split(flat, [shard.local.numel() for shard in bucket])
         for shard, part in zip(bucket, parts, strict=True):
-            # The gradient lives in the bucket from here on, so that a step needs no second copy of all of them.
+            # The gradient is stored in the bucket from here on, so that a step needs no second copy of all gradients.
             shard.parameter.grad = part.view_as(shard.parameter)
         shapes = [shard.local.shape for shard in bucket]
         self._pending.append(_InFlight(flat, self._compressors[index].start(index, flat, shapes)))

@@ -1,9 +1,9 @@
-"""Gradients in buckets, each handed over as soon as backward passes are done with it (PyTorch DDP, arXiv 2006.15704).
+"""Gradient buckets, each handed over as soon as its backward passes are done (PyTorch DDP, arXiv 2006.15704).
 
-Backward reaches parameters from the last to the first, so buckets are made in that order. A hook on each parameter
-counts; a bucket whose parameters have all been reached is due, but never before the one ahead of it: every replica then
-starts the same collectives in the same order. What no hook saw (a schedule that computes the gradients of weights
-apart, a parameter that a batch does not use) is handed over by `finish`.
+Backward reaches parameters from the last to the first, so buckets are built in that order. A hook on each parameter
+counts its gradients. A bucket is ready when all of its parameters were reached, but not before the previous bucket:
+every replica then starts the same collectives in the same order. Gradients that no hook saw (a schedule with separate
+weight gradients, a parameter that a batch does not use) are handed over by `finish`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from meshwright_worker.parallel.shards import ParameterShard
 
 
 def buckets_of(shards: Sequence[ParameterShard], limit: int) -> list[list[ParameterShard]]:
-    """The shards in the order of backward, in buckets of at most `limit` elements; a larger is alone.
+    """Return the shards in the order of backward, in buckets of at most `limit` elements; a larger shard has its own
+    bucket.
 
-    Those of a bucket have the same dtype and the same replicas.
+    The shards of a bucket have the same dtype and the same replicas.
     """
     return list(_split_into_buckets(list(reversed(shards)), limit))
 
@@ -40,13 +41,13 @@ def _bucket_key(shard: ParameterShard) -> tuple[torch.dtype, bool]:
 
 
 class BucketScheduler:
-    """Says when a bucket's gradients can be taken.
+    """Determines when a bucket's gradients are ready.
 
     Args:
         buckets: from `buckets_of`.
-        passes: backward passes that add to a gradient before its bucket is due.
-        rounds: how often a step hands over each bucket; backward has `passes * rounds` passes.
-        on_ready: takes the index of a bucket that is due; called `rounds` times a step for each, in their order.
+        passes: backward passes that add to a gradient before its bucket is ready.
+        rounds: how often a step hands over each bucket; there are `passes * rounds` backward passes.
+        on_ready: called with the index of a ready bucket, `rounds` times per step for each, in their order.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class BucketScheduler:
                 register(self._hook(index, position, shard.name))
 
     def finish(self) -> None:
-        """Hand over what is left of the step, and begin the next."""
+        """Hand over the step's remaining buckets, and start the next step."""
         while self._ready_count < self._rounds * len(self._reached):
             self._hand_over_next()
         self._ready_count = 0

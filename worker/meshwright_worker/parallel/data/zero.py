@@ -1,11 +1,11 @@
-"""ZeRO stages 1 and 2 on flat shards (arXiv 1910.02054), without FSDP's hooks on modules: any schedule goes with it.
+"""ZeRO stages 1 and 2 on flat shards (arXiv 1910.02054), without FSDP's module hooks: works with any schedule.
 
-Each replica owns consecutive rows of every parameter, and keeps optimizer state for them alone. A bucket of gradients
-is laid out as [replica, its rows of every tensor] and reduce-scattered; after the update the rows are all-gathered the
-same way. Together that is an all-reduce's 2 (N - 1) / N times the bytes.
+Each replica owns consecutive rows of every parameter, and stores optimizer state only for them. A bucket of gradients
+is laid out as [replica, its rows of every tensor] and reduce-scattered. After the update the rows are all-gathered in
+the same layout. Together that is an all-reduce's 2 (N - 1) / N times the bytes.
 
-Stage 1 reduces once a step. Stage 2 reduces after each micro-batch and frees the gradients, so that between two
-buckets a rank has only its part of them: N times less memory for M times the reduce-scatters.
+Stage 1 reduces once per step. Stage 2 reduces after each micro-batch and frees the gradients, so that between two
+buckets a rank stores only its part of them: N times less memory for M times the reduce-scatters.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from meshwright_worker.parallel.shards import ParameterShard, is_split_over_tens
 @dataclass
 class _Bucket:
     members: list[ParameterShard]
-    """What is summed, whole."""
+    """The full tensors to sum."""
     widths: list[int]
-    """Elements of each that a replica owns, the last one's padding included."""
+    """Elements of each that a replica owns, including the padding of the last one."""
     summed: torch.Tensor | None = None
-    """Own rows of the gradients, summed over replicas so far."""
+    """This rank's rows of the gradients, summed over replicas so far."""
 
 
 class ZeroShards:
-    """Reduces to own rows, and gathers the rows of others.
+    """Reduces gradients to this rank's rows, and gathers updated rows.
 
     Args:
         shards: of all stages of this rank.
         mesh: its groups `SHARD` and, with `shardSize`, `SHARD_REPLICA`.
-        parallelism: the stage and the options.
+        parallelism: the ZeRO stage and its options.
         micro_batches: backward passes of a step.
-        watch: whether hooks see all of a gradient; if not, gradients are reduced after the last pass alone.
+        watch: whether hooks see the complete gradient; if not, gradients are only reduced after the last pass.
     """
 
     compression_state = None
@@ -76,7 +76,7 @@ class ZeroShards:
         self._order = BucketScheduler(watched, passes, self._rounds, self._start)
 
     def reduce(self) -> list[torch.Tensor]:
-        """See `Replicas.reduce`."""
+        """See `DataParallel.reduce`."""
         self._order.finish()
         for index in range(self._started, len(self._buckets)):
             self._start(index)
@@ -94,7 +94,7 @@ class ZeroShards:
         return [parts[own.name][: own.local.numel()].view_as(own.local) for own in self.shards]
 
     def sync_parameters(self) -> None:
-        """See `Replicas.sync_parameters`."""
+        """See `DataParallel.sync_parameters`."""
         own = {shard.name: shard.local for shard in self.shards}
         for bucket in self._buckets:
             local_rows = torch.cat(
@@ -109,19 +109,20 @@ class ZeroShards:
                 shard.local.copy_(rows.flatten()[: shard.local.numel()].view_as(shard.local))
 
     def _start(self, index: int) -> None:
-        # One collective at a time: a second input would be as much memory again.
+        # One collective at a time: a second input buffer would double the memory.
         self._wait_pending()
         bucket, ranks = self._buckets[index], self._group.size()
         columns = []
         for shard, width in zip(bucket.members, bucket.widths, strict=True):
-            # A pass that handed over late finds the gradient in a later round: sums do not mind.
+            # If a pass hands over late, its gradient is counted in a later round; the sum is the same.
             grad = shard.parameter.grad
             if grad is None:
                 if self._rounds == 1:
                     raise RuntimeError(f"no gradient was computed for {shard.name}")
                 grad = torch.zeros_like(shard.local)
             shard.parameter.grad = None
-            # A gradient that autograd tracks, as some that are put together past its hooks, would make the sums so too.
+            # Some gradients are assembled past autograd's hooks and tracked by autograd: without this, the sums would
+            # be too.
             grad = grad.detach()
             columns.append(F.pad(grad.flatten(), (0, width * ranks - grad.numel())).view(ranks, width))
         send_buffer = torch.cat(columns, dim=1)
@@ -144,11 +145,11 @@ def _rows(tensor: torch.Tensor, ranks: int) -> int:
 
 
 def _owned_rows(shard: ParameterShard, mesh: Mesh) -> ParameterShard:
-    """The rows of a shard that this replica owns, in its memory; cut as FSDP does, so that checkpoints fit both."""
+    """Return this replica's rows of a shard, in its memory; split as FSDP does, so that checkpoints fit both."""
     rows = _rows(shard.local, mesh.shards.size())
     first = rows * mesh.shards.get_local_rank()
     local = shard.local[first : first + rows]
-    # What the tensor group holds whole, each of its ranks has alike.
+    # A parameter that the tensor group replicates is the same on each of its ranks.
     counted = (is_split_over_tensor(shard.whole) or mesh.coordinates.tensor == 0) and (
         mesh.hsdp_mesh is None or mesh.hsdp_mesh.get_local_rank(SHARD_REPLICA) == 0
     )

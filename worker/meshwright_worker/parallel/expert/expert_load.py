@@ -1,9 +1,7 @@
-"""What a step's routers did, on every rank: the report of it, and the balancing biases that follow from it.
+"""The expert loads of a step, on every rank: their report, and the update of the balancing biases.
 
-The counts travel with the step's one reduction, which the host waits for in any case.
-
-Loads are counted over the whole step and all ranks that take it together, so the biases move alike in every layout
-(arXiv 2408.15664).
+The counts are part of the step's one reduction, which the host waits for anyway. Loads are counted over the entire step
+and all ranks of the island, so the biases are the same in every layout (arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ class ExpertLoads:
 
     Args:
         stages: the modules of the stages.
-        model: the whole model.
+        model: the entire model.
         mesh: all ranks.
-        tokens: what every summed loss is divided by, `tokens_of_step`.
-        islands: that train apart; each counts its own part of a step's tokens.
+        tokens: the divisor of every summed loss, `tokens_of_step`.
+        islands: number of islands; each counts its own part of a step's tokens.
     """
 
     def __init__(
@@ -45,11 +43,11 @@ class ExpertLoads:
             for name, mixture in iter_moe_layers(stage)
         }
         self.any = bool(self._layers)
-        """Whether the model, here or elsewhere, has mixtures."""
+        """Whether the model has mixtures, on this or another rank."""
         self.scale_losses(1.0)
 
     def scale_losses(self, factor: float | torch.Tensor) -> None:
-        """Multiply the balancing losses, as a scaled cross-entropy is, from the next micro-batch's backward pass on.
+        """Scale the balancing losses like the cross-entropy, from the next micro-batch's backward pass on.
 
         `factor` is a number or fp64 [] on the device.
         """
@@ -57,23 +55,23 @@ class ExpertLoads:
             mixture.routing_stats.loss_weight = factor / self._tokens
 
     def take(self) -> torch.Tensor:
-        """This rank's part of what was counted since the last call, fp64 [numbers]: to be summed over an island."""
+        """Return this rank's counts since the last call, fp64 [numbers]: to be summed over an island."""
         count = self._mixture.experts if self._mixture is not None else 0
         table = torch.zeros(len(self._layers), count + 3, dtype=torch.float64, device=self._mesh.device)
         for row, mixture in self._local_mixtures.items():
             routing_stats = mixture.routing_stats.take(table.device)
-            # Ranks that route the same tokens count them once.
+            # Of ranks that route the same tokens, only one counts them.
             if mixture.routing_replicas == 1 or self._mesh.coordinates.tensor == 0:
                 table[row] += routing_stats
         return table.flatten()
 
     def move_biases(self, sums: torch.Tensor) -> None:
-        """Let the routers' biases follow the loads. `sums` are over the island, of what its ranks gave by `take`."""
+        """Update the routers' biases by their loads. `sums` is the sum of `take` over the island's ranks."""
         for row, mixture in self._local_mixtures.items():
             self._move_bias(mixture, sums.view(len(self._layers), -1)[row, : mixture.mixture.experts])
 
     def to_reports(self, sums: Sequence[float]) -> tuple[ExpertLoad, ...]:
-        """The loads, layer by layer; `sums` as of `move_biases`, on the host."""
+        """Return the loads, layer by layer; `sums` as for `move_biases`, on the host."""
         width = len(sums) // max(1, len(self._layers))
         rows = [sums[first : first + width] for first in range(0, len(sums), max(1, width))]
         return tuple(self._load(layer, row) for layer, row in zip(self._layers, rows, strict=True))

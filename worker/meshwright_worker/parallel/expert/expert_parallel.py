@@ -1,14 +1,13 @@
-"""Expert parallelism: a mixture's experts spread over the ranks that hold the same dense parameters.
+"""Expert parallelism: a mixture's experts are distributed over the ranks that have the same dense parameters.
 
-Each rank of the expert group holds experts / group of them; rows travel there and back (`parallel/expert/dispatch`).
-Experts
-with the same index on other ranks are replicas of each other: their gradients are summed over `EXPERT_REPLICA`.
+Each rank of the expert group has experts / group of them; rows are sent there and back (`parallel/expert/dispatch`).
+Experts with the same index on other ranks are replicas of each other: their gradients are summed over `EXPERT_REPLICA`.
 
-Tensor parallelism splits the experts' widths (DeepSpeed-TED, arXiv 2303.06318). Then either every rank of a tensor
-group routes all of its tokens and adds its part of their experts' outputs, between the same collectives as a dense
-layer; or, with sequence parallelism and spread experts, each routes its own positions and the parts are gathered at the
-experts. Or the widths stay whole: each rank of a tensor group routes its own positions to experts that all of the group
-hold, and sums up their gradients as it does those of norms.
+Tensor parallelism splits the experts' widths (DeepSpeed-TED, arXiv 2303.06318). Either every rank of a tensor group
+routes all of its tokens and adds its part of their experts' outputs, between the same collectives as a dense layer. Or,
+with sequence parallelism and distributed experts, each routes its own positions and the parts are gathered at the
+experts. Or the widths are not split: each rank of a tensor group routes its own positions to experts that are
+replicated in the group, and sums their gradients as it does those of norms.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from meshwright_worker.parallel.expert.dispatch import AllToAllDispatcher
 from meshwright_worker.precision.dtypes import sharding_policy
 
 _WIDTH_DIMENSION = {"gate": 1, "up": 1, "down": 2}
-"""Which dimension of each of the experts' tensors is their width."""
+"""The width dimension of each of the experts' tensors."""
 
 
 class SplitSequencePartition(SequencePartition):
@@ -52,7 +51,7 @@ class SplitSequencePartition(SequencePartition):
         return counts
 
     def before(self, counts: torch.Tensor) -> torch.Tensor:
-        """See `SequencePartition`. Collective; the ranks of the innermost group hold consecutive positions.
+        """See `SequencePartition`. Collective; the ranks of the innermost group have consecutive positions.
 
         Raises:
             ValueError: several groups share the sequences.
@@ -85,16 +84,16 @@ def apply_expert_parallel(stage: DecoderStage, mesh: Mesh, *, sequence: bool, te
 
 
 def routes_slices(mixture: MixtureOfExperts) -> bool:
-    """Whether each rank of a tensor group routes positions of its own."""
+    """Return whether each rank of a tensor group routes its own positions."""
     return mixture.slices > 1
 
 
 def apply_fsdp_to_experts(
     stage: DecoderStage, mesh: Mesh, *, zero_stage: int, precision: Precision, offload: OffloadPolicy
 ) -> None:
-    """Shard spread experts over their own replicas (ZeRO 2 and 3), before the layers that hold them are sharded.
+    """Shard distributed experts over their replicas (ZeRO 2 and 3), before the layers that contain them are sharded.
 
-    Experts that are not spread have the same replicas as all parameters and are sharded with their layer.
+    Experts that are not distributed have the same replicas as all parameters and are sharded with their layer.
     """
     if mesh.layout.expert == 1:
         return
@@ -113,18 +112,18 @@ def apply_fsdp_to_experts(
 
 
 def unsplit_expert_parameters(stage: DecoderStage) -> list[nn.Parameter]:
-    """Experts that every rank of a tensor group holds whole, and runs on its own positions."""
+    """Return the experts that are replicated in a tensor group; each rank runs them on its own positions."""
     each = [mixture for _, mixture in iter_moe_layers(stage) if mixture.whole and mixture.slices > 1]
     return [parameter for mixture in each for parameter in mixture.experts.parameters()]
 
 
 def router_parameters(stage: DecoderStage) -> list[nn.Parameter]:
-    """The routers' matrices: whole on every rank of a tensor group, each of which has a part of their gradient."""
+    """Return the routers' matrices: replicated in a tensor group, where each rank has a part of their gradient."""
     return [mixture.router.weight for _, mixture in iter_moe_layers(stage)]
 
 
 def expert_parameters(stage: DecoderStage) -> list[nn.Parameter]:
-    """The parameters that expert parallelism spreads."""
+    """Return the parameters that expert parallelism distributes."""
     return [parameter for _, mixture in iter_moe_layers(stage) for parameter in mixture.experts.parameters()]
 
 
@@ -133,7 +132,7 @@ def _split(experts: Experts, mesh: Mesh, *, tensor: bool) -> None:
     names = tuple(name for name, splits in ((EXPERT, layout.expert > 1), (TENSOR, tensor)) if splits)
     if not names:
         return
-    # FSDP wants its own mesh and the one below it to have the same root.
+    # FSDP requires that its mesh and the one below it have the same root.
     device_mesh: DeviceMesh = mesh.experts[names] if layout.expert > 1 else mesh.device_mesh[TENSOR]
     for name, dimension in _WIDTH_DIMENSION.items():
         whole = experts.get_parameter(name)
@@ -143,7 +142,9 @@ def _split(experts: Experts, mesh: Mesh, *, tensor: bool) -> None:
 
 
 def _placement(experts: Experts, replicas: int) -> Callable[[nn.Parameter], Shard | None]:
-    """By experts where their number divides, else along the residual stream, which nothing else splits."""
+    """Return the sharding: by experts if their number divides evenly, else along the residual stream, which nothing
+    else splits.
+    """
     widths = {id(parameter): _WIDTH_DIMENSION[name] for name, parameter in experts.named_parameters()}
 
     def place(parameter: nn.Parameter) -> Shard | None:

@@ -1,1 +1,1 @@
-"""How the micro-batches of a step run through the stages of a replica."""
+"""Pipeline parallelism: runs the micro-batches of a step through the stages of a replica."""

@@ -1,8 +1,7 @@
-"""The schedule `Automatic`: its passes are timed in the first steps, and the next ones run in an order for these times.
+"""The schedule `Automatic`: times its passes in the first steps, then runs an order that is searched for these times.
 
-The times are the clock's, and so is the order; the numbers are not: whatever the order, a stage adds up its gradients
-micro-batch by micro-batch (`schedules.automatic`). So a repeated or resumed run, which measures other times, trains the
-same bits.
+The measured times differ from run to run, and so may the order; the results do not: in every order, a stage sums its
+gradients micro-batch by micro-batch (`schedules.automatic`). A repeated or resumed run therefore trains the same bits.
 """
 
 from __future__ import annotations
@@ -26,24 +25,26 @@ from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStag
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS, MEASURED_STEPS = 1, 2
-"""Steps of a process before passes are timed, which compile, connect and take memory; and steps whose passes are."""
+"""Steps before passes are timed, in which the process compiles, connects and allocates; then the number of
+timed steps.
+"""
 _SENDS = 5
-"""How often a send is timed, after one that makes both ends meet."""
+"""Number of timed sends, after one that connects both ends."""
 _HOP = "hop"
 
 
 class AutoScheduleExecutor(ScheduleExecutor):
-    """The executor of a rank that follows a searched order, one stage a rank.
+    """The executor of a rank that follows a searched order, with one stage per rank.
 
     Args:
         pipeline_stage: this rank's stage.
         schedule: of the first steps, within `limit`.
         channels: to the other ranks of the pipeline.
-        mesh: whose ranks that take every step together agree on the times.
-        watch: under which the chunk's passes stand.
-        limit: most micro-batches whose activations a rank may hold.
+        mesh: its ranks that take every step together agree on the times.
+        watch: the stopwatch that times the stage's passes.
+        limit: maximum number of micro-batches whose activations a rank may store.
         width: of the hidden states.
-        slices: into how many parts the positions of hidden states are split over a tensor group.
+        slices: number of parts that the positions of hidden states are split into over a tensor group.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         self._mesh, self._watch, self._limit = mesh, watch, limit
         self._steps = 0
         self.times: PipelineTimes | None = None
-        """What was measured and agreed upon, in seconds."""
+        """The measured times that all ranks agreed on, in seconds."""
 
     def run(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """See `Executor.run`. Collective over the ranks that take every step together."""
@@ -77,7 +78,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         return total
 
     def _time_sends(self, part: Batch) -> None:
-        """Exchange hidden states with both neighbours, in pairs: first the even ranks with the next ones."""
+        """Exchange hidden states with both neighbors, in pairs: first even ranks with the next ones, then odd ranks."""
         rows, length = part.tokens.shape
         x = torch.zeros(
             rows,
@@ -114,7 +115,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         )
 
     def _gather_times(self) -> PipelineTimes:
-        """The times that every rank has then, to the last bit."""
+        """Return times that are the same on every rank, to the last bit."""
         group, device = self._mesh.island_group, self._mesh.device
         seconds = [
             self._watch.seconds(what) for what in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT, _HOP)

@@ -1,4 +1,4 @@
-"""From a run to what runs its steps on this rank. The one place that knows every executor."""
+"""Builds the executor of a run on this rank. The only module that knows every executor."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStag
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How this rank runs its stages."""
+    """The executor of this rank's stages, and their shared weights."""
 
     executor: Executor
     shared_weights: SharedWeights
 
 
 def build_executor(stages: Sequence[LocalStage], run: RunConfig, model: Architecture, mesh: Mesh) -> Pipeline:
-    """The executor for a run's schedule. Collective over the world.
+    """Build the executor for a run's schedule. Collective over the world.
 
     Raises:
-        ValueError: `run` is not a run of this runtime.
+        ValueError: `run` is not a run of the built-in runtime.
     """
     if run.training is None:
         raise ValueError("`training` is required")

@@ -1,7 +1,7 @@
-"""When FSDP reduces a stage's gradients: once a step, after the last action of the stage.
+"""Controls when FSDP reduces a stage's gradients: once per step, after the stage's last action.
 
-A whole backward pass reduces layer by layer through FSDP's own hooks. Weights' gradients that come apart from it, after
-the hooks have run, are reduced by calling what the hooks call; torch.distributed.pipelining does the same.
+A full backward pass reduces layer by layer through FSDP's hooks. Weight gradients that are computed separately, after
+the hooks ran, are reduced by calling what the hooks call; torch.distributed.pipelining does the same.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def disable_gradient_sync(module: nn.Module) -> None:
-    """Let backward passes add up gradients of whole parameters and reduce nothing."""
+    """Make backward passes accumulate full gradients without reducing them."""
     _set(module, reduce=False)
 
 
 def enable_gradient_sync(module: nn.Module) -> None:
-    """Let the next backward pass, the last one, reduce what was added up."""
+    """Make the next backward pass, the last one, reduce the accumulated gradients."""
     _set(module, reduce=True)
 
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Reduce what was added up; nothing for a module that FSDP does not shard.
+    """Reduce the accumulated gradients; does nothing for a module that FSDP does not shard.
 
     Raises:
-        RuntimeError: this version of torch keeps FSDP's parameters elsewhere.
+        RuntimeError: this version of torch stores FSDP's parameters elsewhere.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -39,14 +39,14 @@ def reduce_gradients(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Give back what a forward pass without a backward pass gathered."""
+    """Free the parameters that a forward pass without a backward pass gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def upcast_gradients(module: nn.Module) -> None:
-    """Move gradients that were added to weights in the compute format, past FSDP's hooks, to its wide accumulators."""
+    """Move gradients that were added in the compute format, past FSDP's hooks, to its wide accumulators."""
     if not isinstance(module, FSDPModule):
         return
     root: Any = module._get_fsdp_state()
@@ -64,7 +64,7 @@ def _set(module: nn.Module, *, reduce: bool) -> None:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    # torch 2.13 has several groups a module, earlier versions one or none.
+    # torch 2.13 has several groups per module, earlier versions one or none.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

@@ -1,4 +1,4 @@
-"""Micro-batches one after the other, for a model that is not split into stages."""
+"""Runs micro-batches one after the other, for a model that is not split into stages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright_worker.parallel.pipeline.fsdp_reduction import reshard
 
 
 class GradientAccumulation:
-    """Adds up gradients over micro-batches; those of FSDP are reduced with the last one alone.
+    """Sums gradients over micro-batches; FSDP reduces them only with the last one.
 
     Args:
-        stage: the whole model.
-        tokens: what the summed loss is divided by, `tokens_of_step`.
+        stage: the entire model.
+        tokens: the divisor of the summed loss, `tokens_of_step`.
     """
 
     bubble: float | None = None

@@ -1,4 +1,4 @@
-"""Tokens forward through the stages of a replica, one stage after the other and without micro-batches."""
+"""Runs tokens forward through the stages of a replica, one stage after the other and without micro-batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright_worker.models.decoder import DecoderStage
 def forward_stages(
     stage: DecoderStage, tokens: torch.Tensor, token_metadata: TokenMetadata, hidden: int, mesh: Mesh | None
 ) -> torch.Tensor | None:
-    """Run the replica's stages on tokens, int64 [batch, length], that every rank of it has.
+    """Run the replica's stages on tokens, int64 [batch, length], the same on every rank of the replica.
 
     Args:
         stage: this rank's one stage, without sequence parallelism.
         tokens: see above.
-        token_metadata: where the tokens stand.
+        token_metadata: positions and documents of the tokens.
         hidden: the model's width.
         mesh: None in one process.
 

@@ -1,12 +1,10 @@
-"""Two passes of one rank that take turns: while one waits for a collective, the other computes.
+"""Runs two passes of one rank in turns: while one waits for a collective, the other computes.
 
-This is what DualPipe's pairs are for (DeepSeek-V3, arXiv 2412.19437, section 3.2.1): the all-to-all of one
-micro-batch's experts runs during the other micro-batch's matrix products. Each pass has a thread, but only one runs at
-a time; they change places where a pass calls `wait_overlapped` with a collective that it has started. So what a
-layer does to
-take part is to start its collective with `async_op=True` and to call `wait_overlapped` where it would have waited.
-The order of
-collectives stays the same on all ranks of a group, since it depends on the program alone.
+DualPipe's pairs need this (DeepSeek-V3, arXiv 2412.19437, section 3.2.1): the all-to-all of one micro-batch's experts
+overlaps the other micro-batch's matrix products. Each pass has a thread, but only one runs at a time: a pass yields to
+the other when it waits for a collective with `wait_overlapped`. To take part, a layer starts its collective with
+`async_op=True` and waits with `wait_overlapped`. The order of collectives is the same on all ranks of a group, since it
+depends only on the program.
 """
 
 from __future__ import annotations
@@ -24,26 +22,27 @@ Second = TypeVar("Second")
 
 
 class Waitable(Protocol):
-    """A collective that has been started."""
+    """A pending collective."""
 
     def wait(self) -> object:
         """Wait for it; on a GPU, let the current stream wait for it."""
 
 
 def wait_overlapped(work: Waitable) -> None:
-    """Wait for a collective; let the other pass of the pair compute in the meantime, if there is one."""
+    """Wait for a collective; the other pass of the pair, if there is one, computes in the meantime."""
     if _pair is not None:
         _pair.yield_turn()
     work.wait()
 
 
 def run_overlapped(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-    """The results of two passes that take turns, `first` first.
+    """Run two passes in turns, `first` first, and return their results.
 
-    It runs in the calling thread, whose hooks on saved tensors a forward pass needs; the other one in a helper.
+    `first` runs in the calling thread, because a forward pass needs that thread's hooks on saved tensors; the other one
+    runs in a helper thread.
 
     Raises:
-        BaseException: what one of them raised, the first one's if both did; the other is given up.
+        BaseException: raised by one of them, or by the first if both raised; the other pass is aborted.
     """
     global _pair
     if _pair is not None:
@@ -60,7 +59,7 @@ def run_overlapped(first: Callable[[], First], second: Callable[[], Second]) -> 
         pair.end(0)
         helper.join()
         _pair = None
-        # Blocks of the two passes end in any order, so what each put back need not be what was there before both.
+        # Blocks of the two passes end in any order, so the state that each restored may not be the original one.
         split_backward.set_current_store(pair.store)
     for side in sorted(pair.errors):
         if not isinstance(pair.errors[side], _AbortedError):
@@ -76,7 +75,7 @@ class _AbortedError(BaseException):
 
 
 class _Pair:
-    """Whose turn it is."""
+    """Tracks which pass may run."""
 
     def __init__(self) -> None:
         self.errors: dict[int, BaseException] = {}
@@ -95,7 +94,7 @@ class _Pair:
             raise _AbortedError
 
     def yield_turn(self) -> None:
-        """Let the other pass go on until it waits itself. Autograd may call it from a thread of its own."""
+        """Let the other pass run until it waits. Autograd may call this from its own thread."""
         side = self._running
         if 1 - side in self._ended:
             return
@@ -105,7 +104,7 @@ class _Pair:
         split_backward.set_current_store(store)
 
     def end(self, side: int) -> None:
-        """This pass is over."""
+        """Mark this pass as finished."""
         with self._turn:
             self._ended.add(side)
         if 1 - side not in self._ended:

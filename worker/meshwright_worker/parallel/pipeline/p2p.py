@@ -1,7 +1,7 @@
-"""Hidden states and their gradients between the ranks of one pipeline.
+"""Sends hidden states and their gradients between the ranks of one pipeline.
 
-What goes to a higher rank and what goes to a lower one travel in process groups of their own: on NCCL all that two
-ranks exchange in one group is one queue, in which a send that waits for its receiver would hold up a receive behind it.
+Transfers to higher and to lower ranks use separate process groups. On NCCL, all transfers between two ranks in one
+group form one queue, in which a send that waits for its receiver would block a receive behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class P2PChannels:
 
     Args:
         mesh: the mesh.
-        pairs: every (source, target) of pipeline ranks that will ever meet.
+        pairs: every (source, target) of pipeline ranks that will ever communicate.
     """
 
     def __init__(self, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> None:
@@ -36,7 +36,7 @@ class P2PChannels:
             self._connect(sorted(pairs))
 
     def post_receive(self, source: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> PendingReceive:
-        """Take the next tensor that `source` sends."""
+        """Start to receive the next tensor that `source` sends."""
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         group = self._up if source < self._rank else self._down
         work = dist.irecv(buffer, group=group, group_src=source)
@@ -47,18 +47,18 @@ class P2PChannels:
         group = self._up if target > self._rank else self._down
         tensor = tensor.contiguous()
         work = _checked(dist.isend(tensor, group=group, group_dst=target))
-        # Its memory must stay as it is until it is sent.
+        # The tensor's memory must not change until it is sent.
         self._in_flight.append((work, tensor))
         while self._in_flight and self._in_flight[0][0].is_completed():
             self._in_flight.popleft()
 
     def flush(self, keep: int = 0) -> None:
-        """Wait until everything has been sent, but for the newest `keep` tensors."""
+        """Wait until all tensors were sent, except for the newest `keep`."""
         while len(self._in_flight) > keep:
             self._in_flight.popleft()[0].wait()
 
     def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:
-        """The tensor of the same shape that `partner` has, for this one; where this one is, if in main memory too."""
+        """Send this tensor to `partner` and return its tensor of the same shape, on the same device."""
         pending = self.post_receive(partner, tensor.shape, tensor.dtype)
         self.send(tensor.to(self._device), partner)
         partner_tensor = pending.wait()
@@ -66,8 +66,8 @@ class P2PChannels:
         return partner_tensor.to(tensor.device)
 
     def _connect(self, pairs: list[tuple[int, int]]) -> None:
-        # NCCL connects two ranks when they first meet, and both then wait for the other. Met in an order that all share
-        # they cannot wait in a circle.
+        # NCCL connects two ranks at their first transfer, and each waits for the other. A global order of the transfers
+        # rules out a deadlock.
         token = torch.zeros(1, device=self._device)
         for source, target in pairs:
             if self._rank == source:
@@ -78,14 +78,14 @@ class P2PChannels:
 
 
 class PendingReceive:
-    """A tensor on its way."""
+    """A tensor that is being received."""
 
     def __init__(self, work: dist.Work, buffer: torch.Tensor) -> None:
         self._work = work
         self._buffer = buffer
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when it is there."""
+        """Wait for the tensor and return it."""
         self._work.wait()
         return self._buffer
 

@@ -1,13 +1,14 @@
-"""Pipelines that never drain between steps: PipeDream and PipeDream-2BW.
+"""Pipelines that are not flushed between steps: PipeDream and PipeDream-2BW.
 
-Stage s of P runs 1F1B over an endless row of micro-batches: once P - 1 - s of them are on their way beyond it, one
-forward pass, one backward pass. When the last backward pass of a step is done the stage updates its own weights,
-without waiting for others. Counting updates since the pipeline was last empty, the gradient of step t is taken
+Stage s of P runs 1F1B over an endless sequence of micro-batches: once it has sent P - 1 - s of them on, it alternates
+one forward pass and one backward pass. After the last backward pass of a step the stage updates its own weights,
+without waiting for other stages. With updates counted since the pipeline was last empty, the gradient of step t is
+taken
 
 - by PipeDream (arXiv 1806.03377, section 3.3, weight stashing) at version t - P + s of the weights of stage s;
 - by PipeDream-2BW (arXiv 2006.09503, section 3.1) at version t - 2 in every stage;
 
-at 0 where that is negative, and is applied to version t - 1. Forward and backward pass see the same version.
+at version 0 if that is negative, and is applied to version t - 1. Forward and backward pass use the same version.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _InFlightMicroBatch:
     step: int
     version: int
     last: bool
-    """Whether it is the last of its step."""
+    """Whether it is the last micro-batch of its step."""
     input: torch.Tensor
     output: GradientEdge
     output_grad: torch.Tensor | None
@@ -40,18 +41,18 @@ class _InFlightMicroBatch:
 
 
 class PipeDreamPipeline:
-    """One stage in a pipeline that is not drained.
+    """One stage of a pipeline without flushes.
 
     Args:
         stage: the stage's module.
-        stage_index: this rank among the pipeline's.
-        stage_count: how many there are.
+        stage_index: this rank's index in the pipeline.
+        stage_count: number of stages.
         double_buffered: PipeDream-2BW.
-        tokens: what the summed loss is divided by.
+        tokens: the divisor of the summed loss.
         channels: to the other ranks.
         width: of the hidden states.
-        slices: into how many parts the positions of hidden states are split over a tensor group.
-        update: called with a step and its loss here, fp32 [], when its gradients are in the parameters.
+        slices: number of parts that the positions of hidden states are split into over a tensor group.
+        update: called with a step and its loss on this rank, fp32 [], once its gradients are in the parameters.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class PipeDreamPipeline:
         self._loss: dict[int, torch.Tensor] = {}
 
     def feed(self, step: int, micro_batches: Sequence[Batch]) -> None:
-        """Send a step's micro-batches into the pipeline, and take back what comes.
+        """Feed a step's micro-batches into the pipeline, and run the passes that become ready.
 
         Args:
-            step: its number, one more than that of the last.
+            step: the step's number, one more than the previous one.
             micro_batches: the replica's, which may differ in length.
         """
         if self._base < 0:
-            # Weights may have been loaded since this was built.
+            # Weights may have been loaded since this object was built.
             self._base = self._updated = step - 1
             self.stash.keep(self._base)
         self._loss[step] = torch.zeros((), device=micro_batches[0].tokens.device)
@@ -92,11 +93,11 @@ class PipeDreamPipeline:
             self._forward(step, part, last=number == len(micro_batches))
             if len(self._in_flight) > self._micro_batches_ahead:
                 self._backward()
-        # What was sent two steps ago has been taken by ranks that are at most one step behind.
+        # Ranks are at most one step behind, so they have received the tensors that were sent two steps ago.
         self._channels.flush(keep=4 * len(micro_batches))
 
     def drain(self) -> None:
-        """Let everything in the pipeline come to its end; the next step begins with an empty one."""
+        """Finish all micro-batches in the pipeline; the next step starts with an empty one."""
         while self._in_flight:
             self._backward()
         self._channels.flush()
@@ -104,10 +105,11 @@ class PipeDreamPipeline:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """See `Executor.evaluate`: with the weights of now, which are all stages' after as many updates once drained.
+        """See `Executor.evaluate`. Uses the current weights: after `drain`, all stages have made the same number of
+        updates.
 
         Raises:
-            RuntimeError: micro-batches are on their way.
+            RuntimeError: there are micro-batches in the pipeline.
         """
         if self._in_flight:
             raise RuntimeError("stages have made different numbers of updates: drain the pipeline first")
@@ -122,12 +124,12 @@ class PipeDreamPipeline:
         return loss
 
     def _shape(self, part: Batch) -> torch.Size:
-        """Of a micro-batch's hidden states."""
+        """Shape of a micro-batch's hidden states."""
         rows, length = part.tokens.shape
         return torch.Size((rows, length // self._slices, self._width))
 
     def _input(self, part: Batch) -> torch.Tensor:
-        """A micro-batch's tokens, or the hidden states that the stage before sends next."""
+        """Return a micro-batch's tokens, or the hidden states that the previous stage sends next."""
         if self._stage.is_first:
             return part.tokens
         return self._channels.post_receive(self._stage_index - 1, self._shape(part), self._stage.compute).wait()

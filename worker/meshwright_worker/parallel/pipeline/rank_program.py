@@ -1,8 +1,8 @@
-"""What one rank of a pipeline does in a step: its slots, what it must have received before each, what it sends after.
+"""The program of one pipeline rank in a step: its slots, and the messages before and after each.
 
-Both ends of a channel agree on the order of messages without a word: a channel carries them in the order in which the
-sender's slots make them, and the receiver, who knows the whole schedule, takes them in that order. So no message needs
-a tag, which NCCL does not have, and a receive that is posted early only waits longer.
+Both ends of a channel know the order of messages without communication. A channel carries them in the order of the
+sender's slots, and the receiver, which knows the entire schedule, receives them in that order. Messages therefore need
+no tags, which NCCL does not support, and a receive may be posted early.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import NamedTuple
 from meshwright.schedules.actions import ActionKind, Schedule, Slot
 
 _RECEIVE_AHEAD = 2
-"""Slots ahead of which receives are posted: what arrives while a slot computes costs no time."""
+"""Number of slots by which receives are posted early: a message that arrives while a slot computes costs no time."""
 
 
 class Message(NamedTuple):
-    """What one stage hands to its neighbour for one micro-batch: hidden states, or their gradient."""
+    """A message between two neighboring stages for one micro-batch: hidden states, or their gradient."""
 
     gradient: bool
     stage: int
-    """The stage that takes it."""
+    """The stage that receives it."""
     micro_batch: int
     source: int
-    """Pipeline rank that makes it."""
+    """Pipeline rank that sends it."""
     target: int
-    """Pipeline rank that takes it; the same rank where both stages lie on one."""
+    """Pipeline rank that receives it; the same rank if it has both stages."""
 
     @property
     def key(self) -> tuple[bool, int, int]:
-        """What the taker asks for."""
+        """The key by which the receiving stage looks it up."""
         return self.gradient, self.stage, self.micro_batch
 
 
@@ -40,13 +40,13 @@ class ProgramStep:
 
     slot: Slot
     receive: tuple[Message, ...]
-    """What to post a receive for before the slot, in this order."""
+    """Receives to post before the slot, in this order."""
     sends: tuple[Message | None, ...]
-    """What each action of the slot makes for another rank, or for another stage of this one."""
+    """The message that each action of the slot produces for another rank, or for another stage of this rank."""
 
 
 def rank_program(schedule: Schedule, rank: int) -> list[ProgramStep]:
-    """A rank's turns in order."""
+    """Return a rank's program steps in order."""
     forward_ranks = _forward_ranks(schedule)
     outputs = [[_outputs_of(slot, schedule, forward_ranks) for slot in slots] for slots in schedule.ranks]
     consumed_at = {
@@ -59,7 +59,7 @@ def rank_program(schedule: Schedule, rank: int) -> list[ProgramStep]:
         if source == rank:
             continue
         channel = [message for slot in outputs[source] for message in slot if message and message.target == rank]
-        # What stands behind a message in its channel can only be taken after it.
+        # A message in a channel can only be received after all messages before it.
         turn = len(posts)
         for message in reversed(channel):
             turn = min(turn, consumed_at[message.key])
@@ -69,7 +69,9 @@ def rank_program(schedule: Schedule, rank: int) -> list[ProgramStep]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The schedule without its backward passes: what evaluation runs. It cannot be stuck where the whole was not."""
+    """Return the schedule without its backward passes, for evaluation. It cannot deadlock if the full schedule does
+    not.
+    """
     forward_slots = tuple(
         tuple((action,) for slot in slots for action in slot if action.kind is ActionKind.FORWARD)
         for slots in schedule.ranks
@@ -78,7 +80,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def p2p_pairs(schedule: Schedule) -> set[tuple[int, int]]:
-    """Every (source, target) between different ranks."""
+    """Return every (source, target) between different ranks."""
     forward_ranks = _forward_ranks(schedule)
     outputs = [
         message for slots in schedule.ranks for slot in slots for message in _outputs_of(slot, schedule, forward_ranks)
@@ -87,7 +89,7 @@ def p2p_pairs(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 def _forward_ranks(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """The rank of each (stage, micro-batch): that of its forward pass."""
+    """Return the rank of each (stage, micro-batch): the one that runs its forward pass."""
     return {
         (action.stage, action.micro_batch): rank
         for rank in range(len(schedule.ranks))
@@ -99,7 +101,7 @@ def _forward_ranks(schedule: Schedule) -> dict[tuple[int, int], int]:
 def _outputs_of(
     slot: Slot, schedule: Schedule, forward_ranks: dict[tuple[int, int], int]
 ) -> tuple[Message | None, ...]:
-    """What each action of a slot hands over."""
+    """Return the message that each action of a slot produces."""
     messages: list[Message | None] = []
     for kind, stage, m in slot:
         gradient = kind in (ActionKind.BACKWARD, ActionKind.INPUT)
@@ -114,7 +116,7 @@ def _outputs_of(
 
 
 def _inputs_of(slot: Slot, schedule: Schedule, forward_ranks: dict[tuple[int, int], int]) -> list[Message]:
-    """What a slot takes."""
+    """Return the messages that a slot needs."""
     messages = []
     for kind, stage, m in slot:
         gradient = kind in (ActionKind.BACKWARD, ActionKind.INPUT)

@@ -1,7 +1,7 @@
-"""Runs a step by any schedule: this rank's slots in order, with what they receive and send.
+"""Runs a step by any schedule: this rank's slots in order, with their receives and sends.
 
-A stage's output goes to the next stage as soon as it is there, to another rank or within this one. Shapes follow from
-the micro-batch's own tokens, which every stage has, so micro-batches may differ in rows and length.
+A stage's output goes to the next stage as soon as it is computed, on another rank or on this one. Shapes follow from
+the micro-batch's tokens, which every stage has, so micro-batches may differ in rows and length.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class ScheduleExecutor:
     """The executor of a rank in a pipeline.
 
     Args:
-        pipeline_stages: this rank's stages, by their number in the model.
+        pipeline_stages: this rank's stages, by their index in the model.
         schedule: of a step.
-        rank: this rank among the pipeline's.
-        channels: to the other ones.
+        rank: this rank's index in the pipeline.
+        channels: to the other ranks.
         width: of the hidden states.
-        slices: into how many parts the positions of hidden states are split over a tensor group.
+        slices: number of parts that the positions of hidden states are split into over a tensor group.
     """
 
     bubble: float | None = None
@@ -63,10 +63,11 @@ class ScheduleExecutor:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Run steps by this schedule from now on; every rank of the pipeline must be told between the same two steps.
+        """Use this schedule from the next step on; every rank of the pipeline must call this between the same two
+        steps.
 
         Raises:
-            KeyError: it gives this rank a stage that it does not hold.
+            KeyError: the schedule gives this rank a stage that it does not have.
         """
         self.schedule = schedule
         self._train_program = rank_program(schedule, self._rank)
@@ -102,7 +103,7 @@ class ScheduleExecutor:
 
 
 class _Step:
-    """One step under way."""
+    """One step in progress."""
 
     def __init__(self, executor: ScheduleExecutor, micro_batches: Sequence[Batch]) -> None:
         self._executor = executor
@@ -131,7 +132,7 @@ class _Step:
         action: Action,
     ) -> None:
         outputs[action] = run(action)
-        # Of two passes that take turns either may end first; receivers count on the order of the slot.
+        # Overlapped passes may end in any order, but receivers rely on the order of the slot.
         for done, message in zip(turn.slot, turn.sends, strict=True):
             if done not in outputs:
                 return
@@ -192,7 +193,7 @@ class _Step:
 
 
 def _describe_position(program_steps: Sequence[ProgramStep], index: int, name: str) -> str:
-    """What a rank was at, among what it was about to do."""
+    """Describe the rank's current action in its sequence of actions."""
     texts = ["+".join(str(action) for action in turn.slot) for turn in program_steps]
     texts[index] = f">>> {texts[index]} <<<"
     first, last = max(0, index - 4), index + 5

@@ -1,7 +1,7 @@
-"""Parameters that lie in more than one place of a pipeline: gradients added up, each counted once.
+"""Parameters with copies on several pipeline ranks: sums their gradients, and counts each parameter once.
 
-Tied embeddings lie in the first and in the last stage, and every stage of a bidirectional pipeline on two ranks. The
-holders start alike, add up their gradients and take the same step, so they stay alike.
+Tied embeddings are in the first and in the last stage; in a bidirectional pipeline, every stage is on two ranks. The
+copies start equal, sum their gradients and make the same update, so they stay equal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.shards import ParameterShard
 
 TIED = "embedding.weight"
-"""The parameter that first and last stage share, where the model ties embeddings."""
+"""The parameter that the first and the last stage share if the model ties embeddings."""
 
 
 class SharedWeights:
-    """The shards of one rank that lie elsewhere too.
+    """The shards of one rank that have copies on other ranks.
 
     Args:
-        division: which ranks hold which stages.
-        rank: this rank among the pipeline's.
+        division: which ranks have which stages.
+        rank: this rank's index in the pipeline.
         tied: whether the model ties embeddings.
         channels: to the other ranks; None in a pipeline of one.
     """
@@ -37,7 +37,9 @@ class SharedWeights:
         self._groups: list[tuple[int | None, list[list[ParameterShard]]]] = []
 
     def deduplicate(self, shards: Sequence[tuple[int, ParameterShard]]) -> list[ParameterShard]:
-        """Of (stage, shard), the shards, each with whether it is the copy that counts; remembers who has equals."""
+        """Return the shards of (stage, shard) pairs, marked with whether they are the copy that counts; remember the
+        copies.
+        """
         settled: list[ParameterShard] = []
         by_name: dict[str, list[ParameterShard]] = {}
         partners: dict[str, int | None] = {}
@@ -55,7 +57,7 @@ class SharedWeights:
         return settled
 
     def sum_gradients(self) -> None:
-        """Make the gradient of every copy the sum over all of them."""
+        """Replace the gradient of every copy by the sum over all copies."""
         for partner, group in self._groups:
             sums = []
             for copies in group:
@@ -72,7 +74,7 @@ class SharedWeights:
 
 
 def shared_weight_pairs(division: PipelineLayout, *, tied: bool) -> set[tuple[int, int]]:
-    """Every (source, target) of ranks that add up gradients."""
+    """Return every (source, target) of ranks that sum gradients of copies."""
     ranks_of_stage = [division.ranks_of_stage(stage) for stage in range(len(division.layers))]
     if tied:
         ranks_of_stage.append(sorted({*ranks_of_stage[0], *ranks_of_stage[-1]}))

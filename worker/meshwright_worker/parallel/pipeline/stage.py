@@ -1,4 +1,4 @@
-"""One stage's passes over micro-batches: what it keeps of a forward pass, and how its backward pass comes in halves."""
+"""The passes of one stage over micro-batches: the saved forward state, and backward passes in one or two halves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshwright_worker.parallel.parallelize import LocalStage
 
 @dataclass(frozen=True, slots=True)
 class _SavedForward:
-    """What a forward pass leaves for the backward pass: the graph, but not the output, which only others need."""
+    """What a forward pass saves for the backward pass: the graph, but not the output, which only other stages need."""
 
     input: torch.Tensor
     output: GradientEdge
     output_grad: torch.Tensor | None
-    """What the backward pass begins with; None where it is received."""
+    """The gradient that the backward pass starts with; None if it is received."""
     store: WeightGradStore | None
 
 
@@ -30,8 +30,8 @@ class PipelineStage:
 
     Args:
         stage: the stage.
-        tokens: what the summed loss is divided by, `tokens_of_step`.
-        rematerialize: whether to keep only the input and compute the stage again for the backward pass.
+        tokens: the divisor of the summed loss, `tokens_of_step`.
+        rematerialize: whether to save only the input and recompute the stage for the backward pass.
     """
 
     def __init__(self, stage: LocalStage, tokens: int, *, rematerialize: bool) -> None:
@@ -42,13 +42,13 @@ class PipelineStage:
         self._stores: dict[int, WeightGradStore] = {}
 
     def forward(self, micro_batch: int, batch: Batch, received: torch.Tensor | None, *, split: bool) -> torch.Tensor:
-        """One forward pass.
+        """Run one forward pass.
 
         Args:
-            micro_batch: its number.
-            batch: its tokens, targets and places.
-            received: hidden states of the stage before; None for the first stage.
-            split: whether its backward pass will come in halves.
+            micro_batch: its index.
+            batch: its tokens, targets and token metadata.
+            received: hidden states of the previous stage; None for the first stage.
+            split: whether its backward pass will be split into two halves.
 
         Returns:
             Hidden states for the next stage, or the summed loss over `tokens`, fp32 []; both detached.
@@ -69,7 +69,7 @@ class PipelineStage:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states, or the loss summed over targets, with nothing kept."""
+        """Return hidden states, or the loss summed over targets; saves nothing."""
         module = self.stage.module
         x = batch.tokens if received is None else received
         output: torch.Tensor = module(
@@ -78,14 +78,14 @@ class PipelineStage:
         return output
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The backward pass, or its first half, which leaves weights' gradients to `weight`.
+        """Run the backward pass, or its first half, which defers weight gradients to `weight`.
 
         Args:
-            micro_batch: its number.
+            micro_batch: its index.
             gradient: of the hidden states; None for the last stage.
 
         Returns:
-            The gradient of what was received; None for the first stage.
+            The gradient of the received hidden states; None for the first stage.
         """
         saved = self._saved.pop(micro_batch)
         with deferring_weight_grads(saved.store):
@@ -96,10 +96,10 @@ class PipelineStage:
         return received
 
     def weight(self, micro_batch: int) -> None:
-        """The second half of the backward pass."""
+        """Run the second half of the backward pass: the weight gradients."""
         self._stores.pop(micro_batch).run()
 
     def discard(self) -> None:
-        """Drop what passes left that did not come to their end."""
+        """Drop the state of passes that did not finish."""
         self._saved.clear()
         self._stores.clear()

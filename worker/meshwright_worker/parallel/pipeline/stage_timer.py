@@ -1,4 +1,4 @@
-"""How long a stage's passes take, on the clock of the device that runs them."""
+"""Times a stage's passes, on the clock of the device that runs them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 
 class Span(Protocol):
-    """What begins when it is made."""
+    """A time span that starts when it is created."""
 
     def end(self) -> None:
-        """It is over."""
+        """End the span."""
 
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration in seconds."""
 
 
 class _HostSpan:
@@ -38,7 +38,7 @@ class _HostSpan:
 
 
 class _StreamSpan:
-    """By events in the stream that computes: the host waits for nothing, and the wait before a pass does not count."""
+    """Timed by events in the compute stream: the host does not wait, and the wait before a pass is not included."""
 
     def __init__(self) -> None:
         self._began, self._ended = _event(), _event()
@@ -58,7 +58,7 @@ def _event() -> torch.cuda.Event:
 
 
 class Stopwatch:
-    """Times what runs under `of` while it is `running`."""
+    """Times the blocks under `of` while it is `running`."""
 
     def __init__(self, device: torch.device) -> None:
         self.running = False
@@ -67,7 +67,7 @@ class Stopwatch:
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Time the block as one more `what`."""
+        """Time the block and record it as `what`."""
         if not self.running:
             yield
             return
@@ -77,15 +77,13 @@ class Stopwatch:
         self._spans.setdefault(what, []).append(span)
 
     def seconds(self, what: str) -> float:
-        """The median of all that was timed as `what`; 0 where nothing was."""
+        """Return the median of all times recorded as `what`; 0 if there are none."""
         spans = self._spans.get(what)
         return median(span.seconds() for span in spans) if spans else 0.0
 
 
 class TimedStage(PipelineStage):
-    """A `PipelineStage` whose passes stand under a stopwatch, by `ActionKind`; waiting for other stages is no part
-    of them.
-    """
+    """A `PipelineStage` whose passes are timed, by `ActionKind`; waiting for other stages is not included."""
 
     def __init__(self, stage: LocalStage, tokens: int, *, rematerialize: bool, watch: Stopwatch) -> None:
         super().__init__(stage, tokens, rematerialize=rematerialize)
@@ -97,7 +95,7 @@ class TimedStage(PipelineStage):
             return super().forward(micro_batch, batch, received, split=split)
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See `PipelineStage.backward`; its first half in the schedules that are searched."""
+        """See `PipelineStage.backward`. In searched schedules this is the first half."""
         with self._watch.of(ActionKind.INPUT):
             return super().backward(micro_batch, gradient)
 

@@ -1,6 +1,6 @@
-"""Versions of one stage's weights: what a pipeline without a flush needs, since weights change under its micro-batches.
+"""Versions of one stage's weights, for pipelines without flushes: weights change while micro-batches are in flight.
 
-A micro-batch's backward pass must see the weights of its forward pass (PipeDream, arXiv 1806.03377, section 3.3).
+A micro-batch's backward pass must use the weights of its forward pass (PipeDream, arXiv 1806.03377, section 3.3).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class WeightStash:
-    """Copies of a stage's weights by version, the number of updates that were made to them."""
+    """Copies of a stage's weights by version: the number of updates that they contain."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -20,11 +20,11 @@ class WeightStash:
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are kept, oldest first."""
+        """The stored versions, oldest first."""
         return sorted(self._versions)
 
     def keep(self, version: int) -> None:
-        """Copy the weights as they are now, but for frozen ones, which have one version."""
+        """Copy the current weights, except frozen ones, which have only one version."""
         self._versions[version] = {
             name: nn.Parameter(parameter.detach().clone())
             for name, parameter in self._module.named_parameters()
@@ -32,15 +32,15 @@ class WeightStash:
         }
 
     def drop_before(self, version: int) -> None:
-        """Drop older versions."""
+        """Delete older versions."""
         for old in [known for known in self._versions if known < version]:
             del self._versions[old]
 
     @contextmanager
     def of(self, version: int) -> Iterator[None]:
-        """The module has the weights of a version inside the block.
+        """Use the weights of a version inside the block.
 
-        A backward pass belongs into one too: what is checkpointed is computed again there.
+        Run backward passes inside such a block too: activation checkpointing recomputes forward passes there.
         """
         weights, now = self._versions[version], dict(self._module.named_parameters())
         self._set(weights)
@@ -55,7 +55,7 @@ class WeightStash:
             setattr(self._module.get_submodule(owner), own, weight)
 
     def move_gradients(self, version: int) -> None:
-        """Move what was added up in a version's gradients to those of the weights that the optimizer updates."""
+        """Move a version's accumulated gradients to the weights that the optimizer updates."""
         trained = dict(self._module.named_parameters())
         for name, weight in self._versions[version].items():
             trained[name].grad, weight.grad = weight.grad, None

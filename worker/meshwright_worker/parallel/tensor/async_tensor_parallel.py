@@ -1,13 +1,13 @@
-"""Tensor parallelism whose collectives run during the products around them (Wang et al., ASPLOS 2023, 3567955.3567959).
+"""Tensor parallelism whose collectives overlap the neighboring products (Wang et al., ASPLOS 2023, 3567955.3567959).
 
-Sequence parallelism gathers positions before the first products of a sub-layer and adds up and scatters them after the
-last. Here both are taken apart into a ring of sends between neighbours. Before: a rank multiplies the positions that it
-has while it hands them to the next rank and takes others from the rank before. After: it multiplies the positions of
-one rank while the sum of those before is on its way. Backward each is the other one. A rank sends what it sends in a
-ring's all-gather and reduce-scatter, (n - 1)/n of the whole, in n - 1 messages; all but the last partial product of n
-hide one.
+Sequence parallelism gathers positions before the first products of a sub-layer, and reduce-scatters them after the last
+one. Here both collectives are decomposed into a ring of sends between neighbors. All-gather: a rank multiplies the
+positions that it has while it sends them to the next rank and receives others from the previous rank. Reduce-scatter:
+it multiplies the positions of one rank while the partial sum of the previous ranks is being received. Each is the
+backward pass of the other. A rank sends the same bytes as in a ring all-gather and reduce-scatter, (n - 1)/n of the
+total, in n - 1 messages. Of n partial products, all but the last hide one message.
 
-A gathered input is kept for its weights' gradients, as it is where collectives gather it.
+A gathered input is saved for the weight gradients, as with collectives.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _POSITIONS = 1
 
 
 class _RingTransfer:
-    """A tensor on its way to the next rank, and the one of the same shape that comes from the rank before."""
+    """A tensor that is sent to the next rank, and one of the same shape that is received from the previous rank."""
 
     def __init__(self, sent: torch.Tensor, ring: Ring) -> None:
-        # Kept until it has left: on gloo nothing else holds on to it.
+        # Referenced until it is sent: on gloo nothing else references it.
         self._sent = sent
         self._received = torch.empty_like(sent)
         after, before = (dist.get_global_rank(ring.group, (ring.rank + step) % ring.ranks) for step in (1, -1))
@@ -44,7 +44,7 @@ class _RingTransfer:
         )
 
     def wait(self) -> torch.Tensor:
-        """What came."""
+        """Wait, and return the received tensor."""
         for work in self._works:
             work.wait()
         return self._received
@@ -52,13 +52,13 @@ class _RingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ranks of a tensor group, each of which has its own positions."""
+    """The ranks of a tensor group, each with its own positions."""
 
     group: dist.ProcessGroup
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """This rank's index."""
         return self.group.rank()
 
     @property
@@ -67,7 +67,9 @@ class Ring:
         return self.group.size()
 
     def each(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every rank and what it has, this rank first; the next one comes while the caller works on one. Collective."""
+        """Yield every rank and its tensor, this rank first; the next one arrives while the caller works on one.
+        Collective.
+        """
         part = own.contiguous()
         for turn in range(self.ranks):
             transfer = _RingTransfer(part, self) if turn < self.ranks - 1 else None
@@ -76,18 +78,20 @@ class Ring:
                 part = transfer.wait()
 
     def ring_reduce(self, share: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of `share(this rank)`; a sum travels while the next share is computed. Collective."""
+        """Return the sum over ranks of `share(this rank)`; a sum is sent while the next share is computed.
+        Collective.
+        """
         total, incoming_sum = share((self.rank - 1) % self.ranks), None
         for turn in range(1, self.ranks):
             incoming_sum = _RingTransfer(total.contiguous(), self)
             added = share((self.rank - 1 - turn) % self.ranks)
-            # Not into the product: selective checkpointing may have kept it.
+            # Not in place: selective checkpointing may have saved the product.
             total = incoming_sum.wait().add_(added)
         return total
 
 
 class _GatheredProducts(torch.autograd.Function):
-    """The products of every rank's positions with several matrices, forward a gather and backward a sum."""
+    """The products of every rank's positions with several matrices: all-gather forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(
@@ -119,7 +123,7 @@ class _GatheredProducts(torch.autograd.Function):
 
 
 class _ScatteredProduct(torch.autograd.Function):
-    """The product of all positions with a matrix, summed over ranks: forward a sum and backward a gather."""
+    """The product of all positions with a matrix, summed over ranks: reduce-scatter forward, all-gather backward."""
 
     @staticmethod
     def forward(
@@ -143,7 +147,7 @@ class _ScatteredProduct(torch.autograd.Function):
 
 
 def _deferred_weight_grads(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[DeferredWeightGrad] | None:
-    """What the gradients of all the weights are left to; None where the backward pass computes them."""
+    """Return the deferred weight gradients of all products; None if the backward pass computes them."""
     found = [deferred for weight in weights if (deferred := defer_weight_grad_of(x, weight)) is not None]
     return found if len(found) == len(weights) else None
 
@@ -166,7 +170,7 @@ def _weight_grads(
 
 
 class _RingMatmul:
-    """What multiplies on a ring, by itself or left out of compiled code."""
+    """A ring product, run eagerly or excluded from compiled code."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._ring = Ring(group)
@@ -174,7 +178,7 @@ class _RingMatmul:
         self._product = _scattered_product
 
     def compile(self) -> None:
-        """Get ready for torch.compile: sends that are under way across products are not for a graph."""
+        """Prepare for torch.compile: a graph cannot contain sends that overlap products."""
         self._products, self._product = _outside_graph()
 
 
@@ -188,7 +192,7 @@ class AllGatherMatmul(_RingMatmul):
         return [y if b is None else y + local(b).to(y.dtype) for y, b in zip(found, biases, strict=True)]
 
     def one(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The same of a single layer, as its `Linear.product`: without its bias."""
+        """The same for a single layer, as its `Linear.product`: without its bias."""
         (product,) = self._products(x, [weight], self._ring)
         return product
 
@@ -202,7 +206,7 @@ class MatmulReduceScatter(_RingMatmul):
 
 
 def ring_matmuls(stage: DecoderStage) -> list[_RingMatmul]:
-    """What multiplies on rings in a stage's layers."""
+    """Return the ring products of a stage's layers."""
     found = [getattr(module, name, None) for module in stage.layers.modules() for name in ("products", "product")]
     return [ring for ring in found if isinstance(ring, _RingMatmul)]
 
@@ -225,6 +229,6 @@ def _scattered_product(x: torch.Tensor, weight: torch.Tensor, ring: Ring) -> tor
 
 @cache
 def _outside_graph() -> tuple[Any, Any]:
-    """Those two outside of graphs. When first asked for: it brings the compiler along."""
+    """Return both functions excluded from graphs. Created at the first call, because it imports the compiler."""
     disable_compile: Any = torch.compiler.disable
     return disable_compile(_gathered_products), disable_compile(_scattered_product)

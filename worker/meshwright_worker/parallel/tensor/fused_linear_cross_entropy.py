@@ -1,9 +1,9 @@
-"""Output projection and cross-entropy in one, over chunks of tokens: whole logits never exist.
+"""Fused output projection and cross-entropy over chunks of tokens: full logits are never stored.
 
-The gradient of a chunk's logits is known as soon as its loss is, so it is multiplied out to those of hidden states and
-matrix at once (Liger kernel, arXiv 2410.10989), and the backward pass only scales them. Under tensor parallelism each
-rank has the logits of its part of the vocabulary, as in `parallel/tensor/vocab_parallel_cross_entropy.py`: three
-numbers a token travel.
+The gradient of a chunk's logits is known as soon as its loss is. It is therefore multiplied into the gradients of
+hidden states and matrix at once (Liger kernel, arXiv 2410.10989), and the backward pass only scales them. Under tensor
+parallelism each rank has the logits of its part of the vocabulary, as in
+`parallel/tensor/vocab_parallel_cross_entropy.py`, and ranks exchange three numbers per token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright_worker.precision.dtypes import upcast
 
 
 class ChunkedLoss(nn.Module):
-    """The loss of hidden states; for logits that some other way came about, see `TokenLoss`.
+    """The loss of hidden states. For logits that already exist, see `TokenLoss`.
 
     Args:
-        chunk: tokens whose logits exist at a time.
-        group: the ranks that have the other parts of the matrix; None where there are none.
+        chunk: number of tokens whose logits exist at a time.
+        group: the ranks that have the other parts of the matrix; None if this rank has all of it.
         sequence: whether each of them has its own positions of the hidden states.
     """
 
@@ -49,7 +49,7 @@ class ChunkedLoss(nn.Module):
 
 
 def use_chunked_loss(stage: DecoderStage, chunk: int, group: dist.ProcessGroup | None, *, sequence: bool) -> None:
-    """Let the last stage compute its loss in chunks; `group` are the ranks that its vocabulary is split over."""
+    """Make the last stage compute its loss in chunks; `group` is the ranks that its vocabulary is split over."""
     if stage.is_last:
         stage.chunked_loss = ChunkedLoss(chunk, group, sequence=sequence)
 
@@ -95,7 +95,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss, [], and its gradient in the memory of `logits`, [tokens, own part of the vocabulary]."""
+    """Return the summed loss, [], and its gradient in the memory of `logits`, [tokens, own part of the vocabulary]."""
     largest = logits.amax(dim=-1)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

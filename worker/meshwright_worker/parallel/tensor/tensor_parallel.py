@@ -1,12 +1,12 @@
-"""Tensor parallelism after Megatron-LM (arXiv 1909.08053), optionally with its sequence parallelism (2205.05198).
+"""Tensor parallelism as in Megatron-LM (arXiv 1909.08053), optionally with its sequence parallelism (2205.05198).
 
 Attention heads, the feed-forward width and the vocabulary are split over the ranks of a tensor group. With sequence
-parallelism the residual stream between the blocks is split along the positions; collectives at the borders of a block
-may then run during its products (`async_tensor_parallel`).
+parallelism, the residual stream between the blocks is split along the positions; collectives at the borders of a block
+may then overlap its products (`async_tensor_parallel`).
 
-Parameters become DTensors, which is how FSDP and checkpoints know what a shard is part of; computation runs on the
-local tensors with explicit collectives at the borders of each block. DTensor's own styles give the same numbers, but
-every operator then goes through its dispatcher, which costs the host more than a small layer does.
+Parameters become DTensors, from which FSDP and checkpoints know what a shard is part of. Computation uses the local
+tensors, with explicit collectives at the borders of each block. DTensor's own styles give the same numbers, but then
+every operator goes through its dispatcher, which costs the host more than a small layer.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from meshwright_worker.parallel.tensor.vocab_parallel_cross_entropy import Vocab
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 
 _ROW_PARALLEL = ("output", "down")
-"""Matrices of a sub-layer that are split by columns: ranks hold parts of a sum, to which the bias is added once."""
+"""Row-parallel matrices of a sub-layer: each rank computes a part of a sum, to which the bias is added once."""
 _REPLICATED = ("query_down", "kv_down", "query_norm", "key_norm", "kv_norm")
-"""What every rank of a tensor group holds whole, and uses for its own heads."""
+"""Replicated on every rank of a tensor group, which uses them for its own heads."""
 _REPLICATED_ADAPTER_MATRIX = (DOWN, UP)
-"""Of an adapter, what stays whole beside a matrix that is split by rows, and by columns."""
+"""The adapter's matrix that is replicated if the adapted matrix is split by rows, and if it is split by columns."""
 
 
 def apply_tensor_parallel(stage: DecoderStage, tensor: DeviceMesh, *, sequence: bool, overlap: bool = False) -> None:
@@ -49,10 +49,10 @@ def apply_tensor_parallel(stage: DecoderStage, tensor: DeviceMesh, *, sequence: 
     `nn.Linear` stores [outputs, inputs]: splitting rows splits the outputs, splitting columns the inputs.
 
     Args:
-        stage: what to split.
+        stage: the stage to split.
         tensor: the group, a mesh of one dimension.
         sequence: whether each rank has its own positions of the residual stream.
-        overlap: whether, with `sequence`, products hide the collectives of what has some beside them.
+        overlap: with `sequence`: whether collectives overlap neighboring products where there are any.
     """
     group = tensor.get_group()
     split = _overlap_sublayer if overlap else partial(_split_sublayer, sequence=sequence)
@@ -77,17 +77,19 @@ def apply_tensor_parallel(stage: DecoderStage, tensor: DeviceMesh, *, sequence: 
 
 
 def local_offset(size: int, group: dist.ProcessGroup) -> int:
-    """Where this rank's part of a dimension begins; where it does not divide, the last parts are smaller."""
+    """Return where this rank's part of a dimension begins; if it does not divide evenly, the last parts are smaller."""
     return -(-size // group.size()) * group.rank()
 
 
 def partial_parameters(stage: DecoderStage, *, sequence: bool) -> list[nn.Parameter]:
-    """The parameters of which each rank of a tensor group has a part of the gradient alone: it has to be summed there.
+    """Return the parameters whose gradients must be summed over a tensor group, since each rank has only a part of
+    them.
 
-    Inside attention these are the norms of heads and what makes latents: whole on every rank, used for its own heads
-    alone; of an adapter it is the matrix that is not split. Under sequence parallelism, further, what works on the
-    residual stream and sees a slice of the positions. And always the routers, which each rank learns from its own
-    positions or through its own part of the experts; so too experts that no tensor group splits.
+    In attention these are the head norms and the projections into latents: replicated on every rank, which uses them
+    only for its own heads. Of an adapter it is the matrix that is not split. Under sequence parallelism they include
+    what works on the residual stream, of which a rank sees a slice of the positions. Routers are always included: each
+    rank trains them on its own positions or through its own part of the experts. So are experts that no tensor group
+    splits.
     """
     in_attention = [
         parameter
@@ -121,10 +123,10 @@ def _residual_stream_parameters(stage: DecoderStage) -> list[nn.Parameter]:
 
 
 def use_local_parameters(stage: DecoderStage) -> dict[str, DTensor]:
-    """Let modules hold the local parts of their distributed parameters; returns the latter by name, in the same memory.
+    """Replace distributed parameters by their local parts, in the same memory; return the former by name.
 
-    Autograd through a DTensor costs the host a third of a millisecond for every use of a parameter. FSDP needs its
-    parameters distributed; where there is none, nothing does.
+    Autograd through a DTensor costs the host a third of a millisecond for every use of a parameter. FSDP needs
+    distributed parameters; without FSDP nothing does.
     """
     distributed = replace_with_local_parts(stage)
     stage.tie()
@@ -132,7 +134,7 @@ def use_local_parameters(stage: DecoderStage) -> dict[str, DTensor]:
 
 
 def replace_with_local_parts(module: nn.Module) -> dict[str, DTensor]:
-    """`use_local_parameters` for any module. A parameter that is used in several places stays one."""
+    """Do the same as `use_local_parameters`, for any module. A parameter that is used in several places stays one."""
     distributed: dict[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
     parts = {
         id(value): nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
@@ -162,11 +164,13 @@ def _overlap_sublayer(module: nn.Module, tensor: DeviceMesh) -> None:
 def _split_feed_forward(
     module: nn.Module, tensor: DeviceMesh, sequence: bool, split: Callable[[nn.Module, DeviceMesh], None]
 ) -> None:
-    """Split a feed-forward layer, of a mixture the shared experts: the others are split where they are spread."""
+    """Split a feed-forward layer; of a mixture only the shared experts, since `apply_expert_parallel` splits the
+    others.
+    """
     if not isinstance(module, MixtureOfExperts):
         split(module, tensor)
     elif not routes_slices(module):
-        # Routers too work on the whole residual stream: there is no product to hide its collectives behind.
+        # Routers also use the full residual stream: no product can hide its collectives.
         if module.shared is not None:
             _split_matrices(module.shared, tensor)
         _enter_before(module, tensor.get_group(), sequence)
@@ -176,7 +180,7 @@ def _split_feed_forward(
 
 
 def _split_matrices(module: nn.Module, tensor: DeviceMesh) -> list[Linear]:
-    """Split the matrices of a sub-layer; those whose outputs are parts of a sum."""
+    """Split the matrices of a sub-layer; returns those whose outputs are partial sums."""
     row_parallel = []
     for name, child in module.named_children():
         if name in _ROW_PARALLEL and isinstance(child, Linear):
@@ -191,7 +195,7 @@ def _split(module: nn.Module, tensor: DeviceMesh, placement: Shard) -> None:
     for name, whole in list(module.named_parameters(recurse=False)):
         if whole.ndim <= placement.dim or name == _REPLICATED_ADAPTER_MATRIX[placement == _COLUMNS]:
             continue
-        # No source rank: every rank takes its own part of what it has, and weights are drawn later.
+        # No source rank: every rank takes its part of its own tensor, and weights are initialized later.
         split = distribute_tensor(whole.detach(), tensor, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
 

@@ -1,7 +1,7 @@
 """Cross-entropy on logits that are split along the vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 
-Whole logits would be the largest tensor of a step. Each rank keeps its columns; what travels is three numbers a token:
-the largest logit, then the sum of exponentials together with the target's logit.
+Full logits would be the largest tensor of a step. Each rank keeps its columns, and ranks exchange three numbers per
+token: the largest logit, then the sum of exponentials and the target's logit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from meshwright_worker.precision.dtypes import upcast
 
 
 class VocabParallelLoss(TokenLoss):
-    """`TokenLoss` where each rank of a group holds the logits of the vocabulary from `first` on."""
+    """`TokenLoss` for a group whose ranks each have the logits of a part of the vocabulary; this rank's begins at
+    `first`.
+    """
 
     def __init__(self, first: int, group: dist.ProcessGroup) -> None:
         super().__init__()

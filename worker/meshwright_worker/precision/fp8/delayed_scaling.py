@@ -1,8 +1,8 @@
-"""Delayed scaling: a step's scales come from the largest values of the steps before (Transformer Engine's recipe).
+"""Delayed scaling: a step's scales come from the largest values of previous steps (Transformer Engine's recipe).
 
-No product then waits for a maximum of its own tensors. Maxima of a step are taken over replicas and tensor group in one
-reduction at its end, so every rank that holds a layer has the same scales, however the batch was split. The history is
-not in checkpoints: the first step after a start scales dynamically.
+No product then waits for a maximum of its own tensors. The maxima of a step are reduced once, at its end, over replicas
+and tensor group. Every rank that has a layer therefore uses the same scales, however the batch was split. The history
+is not in checkpoints: the first step after a start scales dynamically.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class DelayedScaling:
         self._steps: deque[torch.Tensor] = deque(maxlen=length)
 
     def forget(self) -> None:
-        """Nothing was seen since the last step: what was computed since is no part of training."""
+        """Drop the maxima since the last step: they come from computation that is not training."""
         for product in self._products:
             product.observed_amax = None
 
     def advance(self) -> None:
-        """A step is over. Collective where products are delayed."""
+        """End a step. Collective if products use delayed scaling."""
         if not self._products:
             return
         zero = torch.zeros(3, device=self._mesh.device)
@@ -45,7 +45,7 @@ class DelayedScaling:
         for dimension, ranks in ((TENSOR, self._mesh.layout.tensor), (REPLICA, self._mesh.layout.replicas)):
             if ranks > 1:
                 dist.all_reduce(observed_amax, op=dist.ReduceOp.MAX, group=self._mesh.group(dimension))
-        # A step whose gradients overflowed says nothing of the next one's.
+        # The maxima of a step whose gradients overflowed do not predict those of the next.
         self._steps.append(observed_amax.nan_to_num(0.0, 0.0, 0.0))
         scaling_amax = torch.stack(list(self._steps)).amax(dim=0)
         for product, amax in zip(self._products, scaling_amax, strict=True):

@@ -1,4 +1,4 @@
-"""The hardware's grouped product of fp8: consecutive groups of rows, each with a matrix of its own."""
+"""The hardware's grouped fp8 product: consecutive groups of rows, each with its own matrix."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from meshwright_worker.precision.fp8.quantize import FORWARD, QuantizedTensor
 
 _TILE = 16
-"""Rows of both factors must be multiples of so many bytes."""
+"""Rows of both factors must be multiples of this many bytes."""
 
 
 def supports_grouped_kernel(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> bool:
-    """Whether `scaled_grouped_mm` can multiply these, into `dtype`."""
+    """Return whether `scaled_grouped_mm` can multiply these, into `dtype`."""
     if not a.values.is_cuda or dtype is not torch.bfloat16 or not len(a.values):
         return False
     aligned = not any(size % _TILE for size in b.values.shape[1:])
@@ -21,18 +21,19 @@ def supports_grouped_kernel(a: QuantizedTensor, b: QuantizedTensor, dtype: torch
 
 
 def scaled_grouped_mm(a: QuantizedTensor, b: QuantizedTensor, counts: torch.Tensor) -> torch.Tensor:
-    """Rows of group g times the transposed matrix g, in bf16.
+    """Multiply the rows of group g with the transposed matrix g, in bf16.
 
     Args:
-        a: [rows, inputs], sorted by group, a scale a row [rows, 1].
+        a: [rows, inputs], sorted by group, one scale per row [rows, 1].
         b: [groups, outputs, inputs], scales [groups, 1 or outputs, 1].
-        counts: int64 [groups], the rows of each.
+        counts: int64 [groups], number of rows per group.
 
     Returns:
         [rows, outputs].
     """
     groups, outputs, _ = b.values.shape
-    # The private name is older than the public one and in all versions between; it takes scales of rows alone.
+    # The private name is older than the public one and exists in all supported versions; it accepts only scales per
+    # row.
     result: torch.Tensor = torch._scaled_grouped_mm(
         a.values,
         b.values.transpose(-2, -1),
@@ -47,7 +48,7 @@ def scaled_grouped_mm(a: QuantizedTensor, b: QuantizedTensor, counts: torch.Tens
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """Tries it on two small matrices: which GPUs and builds have it is told nowhere."""
+    """Try it on two small matrices: torch does not report which GPUs and builds support it."""
     one = torch.ones((), device=device)
     a = QuantizedTensor(torch.ones(32, _TILE, device=device).to(FORWARD), one.expand(32, 1))
     b = QuantizedTensor(torch.ones(2, _TILE, _TILE, device=device).to(FORWARD), one.expand(2, 1, 1))

@@ -1,13 +1,13 @@
-"""The products of routed experts in fp8: forward, and both of the backward pass, for all experts here at once.
+"""The products of routed experts in fp8, forward and both of the backward pass, for all experts of this rank at once.
 
-Recipes are those of `linear`, scaled so that spreading experts over ranks changes no number. What a dense layer's
-tensor is there, the rows of one micro-batch are here: with one scale a tensor each row takes that of the micro-batch it
-came with, over whichever ranks its experts are, and whichever have other tokens of it. An expert's matrix has scales of
-its own; a history (delayed) keeps the largest of all experts of a layer. Sums over tokens, the weights' gradients, take
-scales a column of each expert's rows of one micro-batch.
+Recipes are those of `linear`, defined so that distributing experts over ranks does not change results. The rows of one
+micro-batch correspond to a dense layer's tensor: with one scale per tensor, each row uses the scale of its micro-batch,
+taken over all ranks that have its experts or other tokens of it. Each expert's matrix has its own scales; a history
+(delayed) stores the largest value of all experts of a layer. Weight gradients, which are sums over tokens, use a scale
+per column of each expert's rows of one micro-batch.
 
-Hopper's grouped kernel multiplies e4m3 by e4m3 with a scale a row, which serves the forward pass; gradients are e5m2.
-Those, and all where there is no such kernel, are the same quantised numbers multiplied in bf16 or fp32.
+Hopper's grouped kernel multiplies e4m3 by e4m3 with a scale per row, which fits the forward pass; gradients are e5m2.
+For these, and wherever there is no such kernel, the same quantized numbers are multiplied in bf16 or fp32.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshwright_worker.precision.fp8.scaling_recipe import GRADIENT, INPUT, WEIG
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Whose the rows of a grouped product are."""
+    """The expert and the micro-batch of each row of a grouped product."""
 
     counts: torch.Tensor
-    """int64 [groups]: consecutive rows of each expert."""
+    """int64 [groups]: number of consecutive rows per expert."""
     origin: torch.Tensor
-    """int64 [rows]: of which micro-batch each row is, numbered over the expert group."""
+    """int64 [rows]: the micro-batch of each row, numbered over the expert group."""
     origins: int
-    """How many micro-batches the expert group has."""
+    """Number of micro-batches in the expert group."""
 
     @property
     def segment(self) -> torch.Tensor:
@@ -51,25 +51,27 @@ class RowGroups:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How micro-batches lie over the ranks that hold one set of experts, where ranks share the tokens of each.
+    """How micro-batches are distributed over the ranks of one set of experts, if ranks share the tokens of each.
 
     Either an expert group has all ranks of several micro-batches, or all of its ranks have parts of one.
     """
 
     ranks: int = 1
-    """Of the expert group that have parts of one micro-batch."""
+    """Number of ranks of the expert group that have parts of one micro-batch."""
     micro_batches: int = 1
-    """Of the expert group."""
+    """Number of micro-batches of the expert group."""
     tokens: dist.ProcessGroup | None = None
-    """The context group, where some of it is outside of the expert group."""
+    """The context group, if it extends beyond the expert group."""
     parts: int = 1
-    """Different sets of experts in that context group, one a rank of the expert group."""
+    """Number of different sets of experts in that context group, one per rank of the expert group."""
     part: int = 0
-    """Which of them is here."""
+    """Index of this rank's set."""
 
     @classmethod
     def of(cls, expert_group: dist.ProcessGroup | None, context: dist.ProcessGroup | None) -> Sharing:
-        """The sharing of an expert group and a context group, one of which divides the other; None are of one rank."""
+        """Return the sharing of an expert group and a context group, one of which divides the other; None means one
+        rank.
+        """
         experts, sharing = 1 if expert_group is None else expert_group.size(), 1 if context is None else context.size()
         ranks = min(experts, sharing)
         if experts >= sharing:
@@ -84,10 +86,10 @@ class Fp8GroupedProduct(Fp8Recipe):
     """The products of one matrix of every expert of a layer, see `models.moe.GroupedProduct`.
 
     Args:
-        spec: how scales come about.
-        group: the ranks that the experts' widths are split over; None where there are none.
+        spec: the scaling method.
+        group: the ranks that the experts' widths are split over; None if they are not split.
         inputs: whether a matrix's inputs are split; otherwise, in a group, its outputs are.
-        experts: the ranks that the experts are spread over; None where all are here.
+        experts: the ranks that the experts are distributed over; None if all are on this rank.
         sharing: how the expert group's ranks share micro-batches.
     """
 
@@ -108,16 +110,16 @@ class Fp8GroupedProduct(Fp8Recipe):
     def __call__(
         self, rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `models.moe.GroupedProduct`. Collective where experts are spread and scales are one a tensor."""
+        """See `models.moe.GroupedProduct`. Collective if experts are distributed and there is one scale per tensor."""
         micro_batch_index = counts.new_zeros(rows.shape[0]) if origin is None else origin // self._sharing.ranks
         return self._run(rows, weight, RowGroups(counts, micro_batch_index, self._sharing.micro_batches), self)
 
     def compile(self) -> None:
-        """Get ready for torch.compile: rows are counted on the way."""
+        """Prepare for torch.compile: rows are counted at run time."""
         self._run = _outside_graph()
 
     def by_row(self, x: torch.Tensor, role: int, row_groups: RowGroups) -> QuantizedTensor:
-        """Rows [rows, columns], each with a scale."""
+        """Quantize rows [rows, columns], with one scale per row."""
         dtype = BACKWARD if role == GRADIENT else FORWARD
         inputs, outputs = self._split
         split = (inputs, True, outputs)[role]
@@ -135,7 +137,7 @@ class Fp8GroupedProduct(Fp8Recipe):
         return quantize(x, sent[row_groups.origin].unsqueeze(1), dtype)
 
     def by_matrix(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Matrices [experts, outputs, inputs], each with one scale, or with one for each row of outputs."""
+        """Quantize matrices [experts, outputs, inputs], with one scale each, or one per row of outputs."""
         inputs, outputs = self._split
         along = (2,) if self.rowwise else (1, 2)
         amax = weight.abs().amax(along, keepdim=True).float()
@@ -145,14 +147,16 @@ class Fp8GroupedProduct(Fp8Recipe):
         return quantize(weight, self._max_over_group(amax, inputs or (outputs and not self.rowwise)), FORWARD)
 
     def by_input(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Matrices [experts, outputs, inputs] with a scale for each column of inputs."""
+        """Quantize matrices [experts, outputs, inputs] with a scale per column of inputs."""
         return quantize(
             weight, self._max_over_group(weight.abs().amax(1, keepdim=True).float(), self._split[1]), FORWARD
         )
 
     def by_column(self, x: torch.Tensor, role: int, row_groups: RowGroups) -> QuantizedTensor:
-        """Rows [rows, columns] with a scale for each column of each segment. Collective where a context group is wider
-        than the expert group: then the rows of one expert and micro-batch are on several of its ranks.
+        """Quantize rows [rows, columns] with a scale per column of each segment.
+
+        Collective if a context group is wider than the expert group: the rows of one expert and micro-batch are then on
+        several of its ranks.
         """
         segment, sharing = row_groups.segment, self._sharing
         amax = x.new_zeros(sharing.parts, len(row_groups.counts) * row_groups.origins, x.shape[1], dtype=torch.float32)
@@ -176,7 +180,7 @@ class _Fp8Grouped(torch.autograd.Function):
         if recipe.rowwise:
             ctx.save_for_backward(rows, weight)
         else:
-            # One scale serves both directions: a byte an element is kept of the input.
+            # One scale serves both directions: the input is saved with one byte per element.
             ctx.save_for_backward(a.values, a.scale, weight, b.scale)
         if supports_grouped_kernel(a, b, rows.dtype):
             return scaled_grouped_mm(a, b, row_groups.counts)
@@ -213,25 +217,25 @@ class _Fp8Grouped(torch.autograd.Function):
 def _outer(
     inputs: QuantizedTensor, outputs: QuantizedTensor, row_groups: RowGroups, dtype: torch.dtype, result: torch.dtype
 ) -> torch.Tensor:
-    """The matrices' gradients from quantised rows and gradients, multiplied in `dtype`. Not collective."""
+    """Return the matrices' gradients from quantized rows and gradients, multiplied in `dtype`. Not collective."""
     return grouped_weight_grad(_dequantize(outputs, dtype), _dequantize(inputs, dtype), row_groups.counts).to(result)
 
 
 def _by_column_outer(
     rows: torch.Tensor, gradient: torch.Tensor, row_groups: RowGroups, recipe: Fp8GroupedProduct, result: torch.dtype
 ) -> torch.Tensor:
-    """The matrices' gradients with a scale for each column of each segment."""
+    """Return the matrices' gradients with a scale per column of each segment."""
     outputs, inputs = recipe.by_column(gradient, GRADIENT, row_groups), recipe.by_column(rows, INPUT, row_groups)
     return _outer(inputs, outputs, row_groups, _matmul_dtype(gradient), result)
 
 
 def _matmul_dtype(like: torch.Tensor) -> torch.dtype:
-    """The format of products of fp8 numbers: bf16 where a GPU has a grouped kernel for that."""
+    """Return the format for products of fp8 numbers: bf16 if a GPU has a grouped kernel for it."""
     return like.dtype if like.is_cuda else torch.float32
 
 
 def _dequantize(x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that fp8 stands for."""
+    """Return the numbers that the fp8 values represent."""
     return (x.values.float() * x.scale).to(dtype)
 
 
@@ -247,7 +251,7 @@ def _multiply(
 
 @cache
 def _outside_graph() -> Callable[..., torch.Tensor]:
-    """`_multiply` outside of graphs. When first asked for: it brings the compiler along."""
+    """Return `_multiply` excluded from graphs. Created at the first call, because it imports the compiler."""
     disable_compile: Any = torch.compiler.disable
     uncompiled: Callable[..., torch.Tensor] = disable_compile(_multiply)
     return uncompiled

@@ -1,8 +1,9 @@
 """A layer's matrix products in fp8: forward, and both of the backward pass.
 
-What a scale is taken from is a maximum, and a rank that sees part of a tensor, of its columns in a tensor group or of
-its tokens in a context group, takes it over the group: then the numbers are quantised as in one process. Scales are of
-the micro-batch at hand (dynamic), of the last steps (delayed: nothing waits for a maximum) or given (static).
+A scale is computed from a maximum. If a rank has only a part of the tensor (of its columns in a tensor group, or of its
+tokens in a context group), the maximum is taken over the group, so that numbers are quantized as in one process. Scales
+come from the current micro-batch (dynamic), from previous steps (delayed: nothing waits for a maximum) or from the spec
+(static).
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class Fp8Product(Fp8Recipe):
-    """The product of a `Linear`. Layers that are split alike share one, so that compiled layers are alike too; with
-    delayed scaling each has its own, for its maxima. Arguments as for `Fp8Recipe`.
+    """The product of a `Linear`. Layers that are split in the same way share one, so that compiled layers are
+    identical.
+
+    With delayed scaling each layer has its own product, for its maxima. Arguments as for `Fp8Recipe`.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class Fp8Product(Fp8Recipe):
         return self._multiply(x, weight, self)
 
     def compile(self) -> None:
-        """Get ready for torch.compile: it cannot trace maxima that backward passes leave here."""
+        """Prepare for torch.compile: it cannot trace maxima that backward passes store here."""
         if self.spec.update is Fp8Update.DELAYED:
             self._multiply = _outside_graph()
 
     def whole(self, x: torch.Tensor, role: int) -> QuantizedTensor:
-        """A tensor with one scale."""
+        """Quantize a tensor with one scale."""
         dtype = BACKWARD if role == GRADIENT else FORWARD
         fixed_amax = self._fixed_amax(role, lambda: absolute_max(x, rowwise=False), x.device)
         if fixed_amax is not None:
@@ -75,13 +78,13 @@ class Fp8Product(Fp8Recipe):
     def rows(
         self, x: torch.Tensor, role: int, *, along_inputs: bool = False, along_outputs: bool = False
     ) -> QuantizedTensor:
-        """A tensor with a scale a row; what runs along its rows may be split over the group."""
+        """Quantize a tensor with one scale per row; rows may be split over the group."""
         split = (along_inputs and self._split[0]) or (along_outputs and self._split[1])
         amax = self._max_over_group(absolute_max(x, rowwise=True), split)
         return quantize(x, amax, BACKWARD if role == GRADIENT else FORWARD)
 
     def columns(self, x: torch.Tensor, role: int) -> QuantizedTensor:
-        """Tokens [tokens, width] as rows of columns [width, tokens], with a scale a column."""
+        """Quantize tokens [tokens, width] as rows of columns [width, tokens], with one scale per column."""
         columns_as_rows = x.t().contiguous()
         amax = self._max_over_tokens(absolute_max(columns_as_rows, rowwise=True))
         return quantize(columns_as_rows, amax, BACKWARD if role == GRADIENT else FORWARD)
@@ -97,7 +100,9 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, recipe: Fp8Product) -> torc
 
 @cache
 def _outside_graph() -> Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor]:
-    """One for all products, so that layers stay alike. When first asked for: it brings the compiler along."""
+    """Return one function for all products, so that layers stay identical. Created at the first call: it imports the
+    compiler.
+    """
     uncompiled: Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch.Tensor]
     uncompiled = torch.compiler.disable(_multiply)  # type: ignore[no-untyped-call]
     return uncompiled
@@ -114,7 +119,7 @@ class _Fp8Linear(torch.autograd.Function):
             a, b = recipe.rows(x, INPUT, along_inputs=True), recipe.rows(weight, WEIGHT, along_inputs=True)
             return product(a, b, x.dtype, native=recipe.native)
         small, whole = recipe.whole(x, INPUT), recipe.whole(weight, WEIGHT)
-        # One scale serves both directions: a byte an element is kept of the input.
+        # One scale serves both directions: the input is saved with one byte per element.
         ctx.save_for_backward(small.values, small.scale, weight, whole.scale)
         return product(small, whole, x.dtype, native=recipe.native)
 
@@ -141,25 +146,25 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _outer(x: QuantizedTensor, gradient: QuantizedTensor, dtype: torch.dtype, recipe: Fp8Product) -> torch.Tensor:
-    """The weight's gradient. All maxima are known: nothing is collective."""
+    """Return the weight's gradient. All maxima are known, so it is not collective."""
     return product(gradient.transposed, x.transposed, dtype, native=recipe.native)
 
 
 def _rowwise_outer(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype, recipe: Fp8Product) -> torch.Tensor:
-    """The weight's gradient. Its sums run over tokens, which only a context group splits: collective there."""
+    """Return the weight's gradient. Its sums run over tokens; collective if a context group splits these."""
     return product(recipe.columns(gradient, GRADIENT), recipe.columns(x, INPUT), dtype, native=recipe.native)
 
 
 def convert_to_fp8(
     stage: DecoderStage, spec: Fp8Spec, group: dist.ProcessGroup | None, tokens: dist.ProcessGroup | None = None
 ) -> None:
-    """Let every linear layer of a stage's blocks compute in fp8; embedding and output projection stay as they are.
+    """Make every linear layer of a stage's blocks compute in fp8; embedding and output projection do not change.
 
     Args:
         stage: the stage, split over its tensor group but not sharded over replicas.
-        spec: how scales come about.
-        group: the tensor group; None where there is none.
-        tokens: the context group, likewise.
+        spec: the scaling method.
+        group: the tensor group; None if there is none.
+        tokens: the context group; None if there is none.
     """
     shared: dict[tuple[dist.ProcessGroup | None, bool], Fp8Product] = {}
     misaligned_shapes: set[tuple[int, ...]] = set()

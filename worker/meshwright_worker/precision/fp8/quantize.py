@@ -1,8 +1,8 @@
-"""Quantising to e4m3 and e5m2, and the product of two quantised matrices.
+"""Quantization to e4m3 and e5m2, and the product of two quantized matrices.
 
-A number is divided by a scale, clamped to the format's range and rounded. Scales are one a tensor, or one a row of each
-factor (a row is what a sum runs along). Where the hardware has no such product, it is emulated: the same quantised
-numbers, multiplied in fp32.
+A number is divided by a scale, clamped to the format's range and rounded. There is one scale per tensor, or one per row
+of each factor (sums run along rows). Without hardware support the product is emulated: the same quantized numbers,
+multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-"""Inputs and weights; gradients, which need the range more than the digits (arXiv 2209.05433)."""
+"""Format of inputs and weights; format of gradients, which need range more than precision (arXiv 2209.05433)."""
 _MIN_AMAX = 1e-12
 _TILE = 16
-"""The hardware's products take sizes that are multiples of it."""
+"""The hardware's products require sizes that are multiples of this."""
 
 
 class QuantizedTensor(NamedTuple):
@@ -24,28 +24,30 @@ class QuantizedTensor(NamedTuple):
     values: torch.Tensor
     """[rows, columns], fp8."""
     scale: torch.Tensor
-    """fp32 [] for the whole matrix, or [rows, 1]: what `values` are multiplied by."""
+    """fp32 [] for the entire matrix, or [rows, 1]: the factor of `values`."""
 
     @property
     def transposed(self) -> QuantizedTensor:
-        """The transpose; of a matrix with one scale alone."""
+        """Return the transpose; only for a matrix with one scale."""
         return QuantizedTensor(self.values.t().contiguous(), self.scale)
 
 
 def absolute_max(x: torch.Tensor, *, rowwise: bool) -> torch.Tensor:
-    """The largest absolute value, fp32: [] of the matrix, or [rows, 1] of each row."""
+    """Return the largest absolute value, fp32: [] of the matrix, or [rows, 1] of each row."""
     return (x.abs().amax(dim=1, keepdim=True) if rowwise else x.abs().amax()).float()
 
 
 def quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """`x` [rows, columns] in fp8, such that `amax`, [] or [rows, 1], becomes the format's largest number."""
+    """Quantize `x` [rows, columns] to fp8 such that `amax`, [] or [rows, 1], maps to the format's largest number."""
     limit = torch.finfo(dtype).max
     scale = amax.clamp(min=_MIN_AMAX) / limit
     return QuantizedTensor((x.float() / scale).clamp(-limit, limit).to(dtype), scale)
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, native: bool = False) -> torch.Tensor:
-    """A [m, k] times the rows of b [n, k] -> [m, n] in `dtype`, by the `native` if it can and sizes allow it."""
+    """Multiply a [m, k] with the rows of b [n, k] -> [m, n] in `dtype`, with the hardware's product if it supports the
+    sizes.
+    """
     if native and a.values.is_cuda and is_fp8_aligned(*a.values.shape, b.values.shape[0]):
         return scaled_mm(a, b, dtype)
     return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(dtype)
@@ -61,10 +63,10 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> tor
 
 
 def is_fp8_aligned(*sizes: int) -> bool:
-    """Whether the hardware's products take matrices of these sizes."""
+    """Return whether the hardware's products support matrices of these sizes."""
     return not any(size % _TILE for size in sizes)
 
 
 def has_fp8_matmul() -> bool:
-    """Whether this rank's GPU has products of fp8. To be asked outside of what is compiled."""
+    """Return whether this rank's GPU has fp8 products. Call it outside of compiled code."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -1,4 +1,4 @@
-"""Where the scales of one product come from, and what is remembered of its tensors."""
+"""The scales of one fp8 product, and the recorded maxima of its tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 class Fp8Recipe:
-    """The scales of a product, or of several that are split alike.
+    """The scales of a product, or of several products that are split in the same way.
 
     Args:
-        spec: how scales come about.
-        group: the ranks that the weight is split over; None where there are none.
+        spec: the scaling method.
+        group: the ranks that the weight is split over; None if it is not split.
         inputs: whether the weight's inputs are split; otherwise, in a group, its outputs are.
-        tokens: the ranks that each have a part of every sequence; None where there are none.
+        tokens: the ranks that each have a part of every sequence; None if sequences are not split.
     """
 
     def __init__(
@@ -36,20 +36,22 @@ class Fp8Recipe:
         self.spec = spec
         self.rowwise = spec.scaling is Fp8Scaling.ROWWISE
         self.observed_amax: torch.Tensor | None = None
-        """Delayed scaling: the largest input, weight and gradient of the step so far, fp32 [3]."""
+        """Delayed scaling: the largest input, weight and gradient of the current step so far, fp32 [3]."""
         self.scaling_amax: torch.Tensor | None = None
-        """Delayed scaling: the largest of the last steps, fp32 [3]; None in the first."""
+        """Delayed scaling: the maxima of the last steps, fp32 [3]; None in the first step."""
         self._group, self._tokens = group, tokens
         self._split = (group is not None and inputs, group is not None and not inputs)
 
     def compile(self) -> None:
-        """Get ready for torch.compile."""
+        """Prepare for torch.compile."""
 
     def _fixed_amax(self, role: int, amax: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor | None:
-        """The largest number to represent, [], where it is not that of the tensor at hand; `amax` gives that one's."""
+        """Return the maximum to scale by, [], if it does not come from the current tensor (static or delayed
+        scaling).
+        """
         if self.spec.update is Fp8Update.STATIC:
             static_amax = (self.spec.input_amax, self.spec.weight_amax, self.spec.gradient_amax)[role]
-            # Filled on the device: a number from the host would be a copy that the host waits for.
+            # Filled on the device: copying a number from the host would block the host.
             return torch.full((), static_amax, device=device)
         if self.spec.update is Fp8Update.DYNAMIC:
             return None
@@ -59,20 +61,20 @@ class Fp8Recipe:
         return None if self.scaling_amax is None else self.scaling_amax[role]
 
     def _max_over_group(self, amax: torch.Tensor, split: bool) -> torch.Tensor:
-        """Maxima over the group where it splits what they are of, in place."""
+        """Take maxima over the group in place, if it splits their tensors."""
         if split:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
         return amax
 
     def _max_over_tokens(self, amax: torch.Tensor) -> torch.Tensor:
-        """Maxima over the ranks that have other tokens of the same sequences, in place."""
+        """Take maxima, in place, over the ranks that have other tokens of the same sequences."""
         if self._tokens is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._tokens)
         return amax
 
 
 def fp8_recipes(stage: DecoderStage) -> list[Fp8Recipe]:
-    """Those of every fp8 product of a stage, in the order of its layers."""
+    """Return the recipes of every fp8 product of a stage, in the order of its layers."""
     found: list[object] = []
     for module in stage.layers.modules():
         if isinstance(module, Linear):

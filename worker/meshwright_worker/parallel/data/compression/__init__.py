@@ -1,1 +1,1 @@
-"""What replicas send instead of whole gradients: one module a method."""
+"""Gradient compression between replicas: one module per method."""

@@ -1,4 +1,4 @@
-"""The compressor of a name."""
+"""Builds the compressor that the spec names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright_worker.parallel.data.compression.topk import TopK
 
 
 def build_compressor(spec: DataParallelSpec, group: dist.ProcessGroup) -> Compressor:
-    """How `spec.compression` sums a bucket over the ranks of a group."""
+    """Return the compressor that sums buckets over a group according to `spec.compression`."""
     match spec.compression:
         case GradientCompression.NONE:
             return NoCompression(group)

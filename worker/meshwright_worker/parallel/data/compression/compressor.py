@@ -1,4 +1,4 @@
-"""What every way of summing a bucket over replicas offers."""
+"""The interface of compressors, which sum a bucket over replicas."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch.distributed as dist
 
 
 class Reduction(Protocol):
-    """The sum of one bucket, under way."""
+    """A pending sum of one bucket."""
 
     def finish(self, flat: torch.Tensor) -> None:
-        """Wait, and put the sum over replicas in `flat`, the bucket's gradients. Collective."""
+        """Wait, and write the sum over replicas to `flat`, the bucket's gradients. Collective."""
 
 
 class Compressor(Protocol):
-    """Starts sums, and remembers what it left out."""
+    """Starts sums, and stores the residual: what compression left out."""
 
     def start(self, bucket: int, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Reduction:
-        """Begin to sum a bucket over replicas.
+        """Start to sum a bucket over replicas.
 
         Args:
-            bucket: its index, by which the compressor remembers.
-            flat: its gradients one after the other, [elements]; belongs to the reduction until it is finished.
+            bucket: its index, the key of its residual.
+            flat: its gradients one after the other, [elements]; used by the reduction until it is finished.
             shapes: of those gradients.
         """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What is remembered of the buckets seen so far, by name."""
+        """Return the state of all buckets seen so far, by name."""
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Remember what `state_dict` said, in place of everything else."""
+        """Replace the entire state by what `state_dict` returned."""
 
 
 class StatelessCompressor:
-    """A compressor that leaves nothing out, or what it leaves out for good."""
+    """A compressor without state: it leaves nothing out, or drops what it leaves out."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """See `Compressor.state_dict`."""
@@ -47,7 +47,7 @@ class StatelessCompressor:
 
 
 class NoCompression(StatelessCompressor):
-    """Sends everything: one all-reduce."""
+    """Sends all gradients in one all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -66,22 +66,22 @@ class _InPlace:
 
 
 class ErrorFeedback:
-    """What was left out of each bucket, to be added to its next gradient (error feedback, arXiv 1901.09847)."""
+    """Stores each bucket's residual and adds it to the bucket's next gradient (error feedback, arXiv 1901.09847)."""
 
     def __init__(self) -> None:
         self._residuals: dict[int, torch.Tensor] = {}
 
     def add_to(self, bucket: int, values: torch.Tensor) -> torch.Tensor:
-        """The values and what was left out of them before, as a new tensor."""
+        """Return the values plus the stored residual, as a new tensor."""
         residual = self._residuals.get(bucket)
         return values.clone() if residual is None else values + residual
 
     def store(self, bucket: int, residual: torch.Tensor) -> None:
-        """Remember what is left out now."""
+        """Store the new residual."""
         self._residuals[bucket] = residual
 
     def state_dict(self, name: str) -> dict[str, torch.Tensor]:
-        """See `Compressor.state_dict`; `name` tells it from other feedback of the same compressor."""
+        """See `Compressor.state_dict`; `name` distinguishes several residuals of one compressor."""
         return {f"{name}.{bucket}": residual for bucket, residual in self._residuals.items()}
 
     def load_state_dict(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> None:

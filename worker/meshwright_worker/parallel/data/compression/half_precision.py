@@ -1,4 +1,4 @@
-"""Gradients summed in fp16 or bf16: half the bytes of fp32, one rounding a rank."""
+"""Gradients summed in fp16 or bf16: half the bytes of fp32, one rounding per rank."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from meshwright_worker.parallel.data.compression.compressor import Reduction, StatelessCompressor
 
 _TOP = 14
-"""fp16 ends below 2^16: the largest sum is brought to between 2^13 and 2^14."""
+"""fp16 ends below 2^16: the largest sum is scaled to between 2^13 and 2^14."""
 _MOST = 126
 
 
 class HalfPrecision(StatelessCompressor):
-    """Rounds to `dtype` and all-reduces that.
+    """Rounds to `dtype` and all-reduces the result.
 
-    fp16 has few exponents and a mean gradient may be below all of them, so the ranks first agree on a power of two that
-    brings the bucket's largest element up: one all-reduce of a single number more.
+    fp16 has few exponents, and a mean gradient may be below all of them. The ranks first agree on a power of two that
+    scales the bucket's largest element up: one more all-reduce, of a single number.
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -35,7 +35,7 @@ class HalfPrecision(StatelessCompressor):
         largest = flat.abs().amax()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         _, exponent = torch.frexp(largest * self._group.size())
-        # A power of two that fp32 has, where next to nothing is to be brought up.
+        # Keep the power of two within fp32's range if all elements are close to 0.
         return torch.ldexp(torch.ones_like(largest), (_TOP - exponent).clamp(max=_MOST))
 
 

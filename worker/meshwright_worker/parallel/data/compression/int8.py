@@ -1,10 +1,10 @@
-"""Gradients in 8 bits with a scale, summed in two phases as 1-bit Adam does (arXiv 2102.02888).
+"""Gradients in 8 bits with a scale, summed in two phases as in 1-bit Adam (arXiv 2102.02888).
 
-1. each rank quantises its gradient, cut into one part a rank, and sends every part to its owner (all-to-all);
-2. the owner adds up what it got, quantises the sum and sends it to all (all-gather).
+1. each rank quantizes its gradient, split into one part per rank, and sends every part to its owner (all-to-all);
+2. the owner sums the parts that it received, quantizes the sum and sends it to all (all-gather).
 
-Numbers of different scales are never added as integers, and a rank sends 2 (N - 1) / N bytes an element: a quarter of
-the ring all-reduce of fp32. Both roundings are fed back into the next step.
+Numbers of different scales are never added as integers. A rank sends 2 (N - 1) / N bytes per element: a quarter of
+fp32's ring all-reduce. Both rounding errors are fed back into the next step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LARGEST = 127
 
 
 def quantize(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, length] -> int8 [n, length] and scales [n, 1]: the largest element of each part becomes 127."""
+    """[n, length] -> int8 [n, length] and scales [n, 1]: the largest element of each part maps to 127."""
     scales = parts.abs().amax(dim=1, keepdim=True) / _LARGEST
     return (parts / scales.where(scales > 0, 1.0)).round().to(torch.int8), scales
 
 
 class Int8:
-    """Two rounds of quantised numbers, each with error feedback."""
+    """Two rounds of quantized numbers, each with error feedback."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -37,7 +37,7 @@ class Int8:
     def start(self, bucket: int, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> Reduction:
         """See `Compressor.start`."""
         ranks = self._group.size()
-        # A scale that is rounded to bf16 may be too small, and the largest number then beyond what 8 bits hold.
+        # A scale rounded to bf16 may be too small, and the largest number would then overflow 8 bits.
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         padded = F.pad(wide, (0, -len(flat) % ranks))
         parts = self._sent.add_to(bucket, padded).view(ranks, -1)

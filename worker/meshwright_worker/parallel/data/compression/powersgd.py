@@ -1,11 +1,11 @@
-"""PowerSGD (arXiv 1905.13727): each matrix as the product of two thin factors, found by one step of power iteration.
+"""PowerSGD (arXiv 1905.13727): each matrix as the product of two thin factors, by one step of power iteration.
 
 For a gradient M of [rows, columns] and the last step's Q of [columns, rank], the same on all ranks:
 
     P = sum over ranks of M Q, made orthonormal;  Q = sum over ranks of M^T P;  the sum of M is taken as P Q^T.
 
-A rank sends (rows + columns) x rank numbers instead of rows x columns, and adds what P Q^T / N leaves of its own M to
-its next gradient. What would not become smaller, such as norms, is sent whole.
+A rank sends (rows + columns) x rank numbers instead of rows x columns. It adds the residual of its own M, M - P Q^T /
+N, to its next gradient. Tensors that would not become smaller, such as norms, are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright_worker.parallel.data.compression.compressor import ErrorFeedback
 
 
 class PowerSGD:
-    """Remembers Q of every matrix, from which the next power iteration starts (warm start)."""
+    """Stores Q of every matrix, the start of the next power iteration (warm start)."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self._group = group
@@ -67,7 +67,7 @@ class PowerSGD:
         return drawn.to(matrix)
 
     def sum_right(self, bucket: int, matrices: dict[int, torch.Tensor], left: Sequence[torch.Tensor]) -> None:
-        """The second half of the iteration: Q of every matrix, from the orthonormal P in `left`. Collective."""
+        """Second half of the iteration: compute Q of every matrix from the orthonormal P in `left`. Collective."""
         right = [matrix.mT @ factor for matrix, factor in zip(matrices.values(), left, strict=True)]
         summed = _all_reduce(right, self._group)
         for index, factor in zip(matrices, summed, strict=True):
@@ -78,7 +78,7 @@ class PowerSGD:
         return left @ self._right[bucket, index].mT
 
     def store(self, bucket: int, residual: torch.Tensor) -> None:
-        """Remember what to add to the bucket's next gradient."""
+        """Store the residual to add to the bucket's next gradient."""
         self._feedback.store(bucket, residual)
 
     @property
@@ -133,7 +133,7 @@ class _Iteration:
 
 
 def _orthonormal(factor: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of a factor's columns, in at least fp32: LAPACK and cuSOLVER have no narrower QR."""
+    """Return an orthonormal basis of a factor's columns, in at least fp32: LAPACK and cuSOLVER have no narrower QR."""
     wide = factor.to(torch.promote_types(factor.dtype, torch.float32))
     basis: torch.Tensor = torch.linalg.qr(wide).Q
     return basis.to(factor.dtype)

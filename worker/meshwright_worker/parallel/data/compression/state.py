@@ -1,8 +1,8 @@
-"""What compressors left out, in checkpoints, so that a run goes on to the bit where it stopped.
+"""Compression state in checkpoints, so that a run resumes bit by bit.
 
-Every rank has its own, under names that hold its number and a digest of all that gives it its meaning: the layout, the
-way of compression, and which parameters are in which bucket. A run in another layout finds none of its names, and
-begins with nothing left out.
+Every rank has its own state. Its names contain the rank and a digest of everything that defines its meaning: the
+layout, the compression method, and the parameters of each bucket. A run in another layout finds none of its names, and
+starts with empty residuals.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NAME = "compression"
 
 
 class CompressionState:
-    """The memories of one rank's compressors.
+    """The state of one rank's compressors.
 
     Args:
-        compressors: one for each bucket.
-        buckets: what is in them.
-        spec: the way of compression.
-        mesh: whose layout and rank they belong to.
+        compressors: one per bucket.
+        buckets: their contents.
+        spec: the compression method.
+        mesh: provides the layout and the rank.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CompressionState:
         self._device = mesh.device
 
     def owns(self, name: str) -> bool:
-        """Whether a checkpoint's tensor of that name is a part of this memory."""
+        """Return whether a checkpoint's tensor of that name is a part of this state."""
         return name.startswith(self._prefix)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is remembered now, by names for a checkpoint; nothing before the first step."""
+        """Return the current state, by names for a checkpoint; empty before the first step."""
         return {
             f"{self._prefix}{bucket}.{key}": tensor
             for bucket, compressor in enumerate(self._compressors)
@@ -63,7 +63,7 @@ class CompressionState:
         }
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what `tensors` said."""
+        """Restore what `tensors` returned."""
         for bucket, compressor in enumerate(self._compressors):
             own = f"{self._prefix}{bucket}."
             compressor.load_state_dict(

@@ -1,4 +1,4 @@
-"""The largest elements of each bucket alone, with error feedback (Sparsified SGD with Memory, arXiv 1809.07599)."""
+"""Only the largest elements of each bucket, with error feedback (Sparsified SGD with Memory, arXiv 1809.07599)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright_worker.parallel.data.compression.compressor import ErrorFeedback
 
 
 class TopK:
-    """Every rank sends places and values of its own largest elements to all, which add them up.
+    """Every rank sends indices and values of its largest elements to all ranks, which sum them.
 
     Args:
         group: the replicas.
-        density: share of a bucket's elements that is sent, at least one element.
+        density: share of a bucket's elements to send, at least one element.
     """
 
     def __init__(self, group: dist.ProcessGroup, density: float) -> None:
