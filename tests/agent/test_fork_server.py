@@ -151,10 +151,10 @@ async def test_everything_dies_with_a_killed_owner(tmp_path: Path) -> None:
     """The owner is killed, so nothing runs in it; only the kernel is left to clean up."""
     script = f"""
 import asyncio
-from meshwright_worker.agent.fork_client import RankServer
+from meshwright_worker.agent.fork_client import ForkServerClient
 from tests.agent.test_fork_server import ENVIRONMENT, MODULE, task
 async def main():
-    server = RankServer(ENVIRONMENT, MODULE)
+    server = ForkServerClient(ENVIRONMENT, MODULE)
     lives = [await server.fork(task("until-stopped", rank), {{}}) for rank in range(2)]
     open({str(tmp_path / "pids")!r} + ".part", "w").write(" ".join(str(live.pid) for live in lives))
     __import__("os").rename({str(tmp_path / "pids")!r} + ".part", {str(tmp_path / "pids")!r})
