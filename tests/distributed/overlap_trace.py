@@ -114,7 +114,7 @@ def trace_a_step(task: RankTask, apart: bool) -> Trace:
         assert isinstance(executor, ScheduleExecutor)
         pairs = [slot for slot in executor.schedule.ranks[mesh.coordinates.pipeline] if len(slot) == 2]
         if apart:
-            executor.set_schedule(executor.schedule.apart())
+            executor.set_schedule(executor.schedule.serialized())
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
         batch = Batch.of(samples[mesh.coordinates.data * share :][:share])
