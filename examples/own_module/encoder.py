@@ -171,7 +171,7 @@ def main() -> None:
         help="checkpoint directory, on storage that all ranks share (default: that of the job)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="compare the split with the unsplit module, and do not train"
+        "--check", action="store_true", help="compare the split and the unsplit module, and do not train"
     )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
