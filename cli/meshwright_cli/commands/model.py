@@ -1,4 +1,4 @@
-"""`meshwright model`: a published configuration as the explicit fields of a job."""
+"""`meshwright model`: prints a published configuration as fields of a job."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from meshwright.models.transformer import Transformer
 @click.command()
 @click.argument("config", type=click.Path(exists=True, path_type=Path))
 def model(config: Path) -> None:
-    """Print the `model:` fields of a job for a Hugging Face CONFIG: a `config.json`, or the folder that holds one.
+    """Print the fields of a job's model for a Hugging Face config.json.
 
-    What the runtime would build inexactly is refused, with the reason. Nothing is downloaded.
+    CONFIG is a `config.json`, or the directory that contains one. Models that the runtime cannot reproduce exactly are
+    rejected, with the reason. Nothing is downloaded.
     """
     path = config / "config.json" if config.is_dir() else config
     try:
@@ -33,7 +34,7 @@ def model(config: Path) -> None:
 
 
 def _counted(path: Path) -> str:
-    """What is known of a model that the runtime does not build: the planner counts more of them."""
+    """The parameter count of a model that the runtime does not support, if the planner supports it."""
     try:
         return f" (it has {parameters(read_config(path)):,} parameters)"
     except ConfigError:
