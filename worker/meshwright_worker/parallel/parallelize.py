@@ -41,7 +41,7 @@ from meshwright_worker.parallel.context.context_parallel import (
 )
 from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage
 from meshwright_worker.parallel.expert.expert_parallel import apply_expert_parallel, apply_fsdp_to_experts
-from meshwright_worker.parallel.tensor.fused_linear_cross_entropy import use_chunked_loss
+from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
 from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
