@@ -14,7 +14,6 @@ from meshwright.api.training import ActivationCheckpointing, OptimizerName, Opti
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters_per_layer
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.memory_options import MemoryOptions
@@ -75,7 +74,7 @@ class TrainingJob:
         """The job of the parts of a spec that matter here."""
         return cls(
             architecture,
-            Workload(Transformer.of(architecture), training.sequence_length, training.global_batch_size),
+            Workload(architecture, training.sequence_length, training.global_batch_size),
             training,
             parallelism,
             _numbers(training),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meshwright.api.parallelism import ContextMethod as ContextMethod
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.layout import split_layers
-from meshwright.models.transformer import Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
 from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
@@ -60,7 +60,7 @@ class Offload(StrEnum):
 class Workload:
     """What one optimizer step must do, whatever the layout."""
 
-    model: Transformer
+    model: Architecture
     sequence_length: int
     global_batch: int
     """Sequences per step."""
