@@ -16,6 +16,11 @@ from pathlib import Path
 
 import torch
 
+_ALIGNMENT = 512
+"""In bytes; torch's blocks on GPUs begin at multiples of it."""
+_LARGEST = 1 << 30
+"""Maximum size of a block in bytes, unless one tensor needs more."""
+
 
 def mmap_zeros(directory: str, elements: int, dtype: torch.dtype, prefix: str, option: str) -> torch.Tensor:
     """Return zeros, [elements], in a new unnamed file, which is deleted with the process, however that exits.
@@ -42,13 +47,6 @@ def mmap_zeros(directory: str, elements: int, dtype: torch.dtype, prefix: str, o
             os.unlink(name)
     except OSError as error:
         raise OSError(error.errno, f"`{option}: {directory}` cannot hold what it is for: {error.strerror}") from error
-
-
-_ALIGNMENT = 512
-"""In bytes; torch's blocks on GPUs begin at multiples of it."""
-
-_LARGEST = 1 << 30
-"""Maximum size of a block in bytes, unless one tensor needs more."""
 
 
 @dataclass
