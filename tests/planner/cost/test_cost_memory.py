@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import layer_counts, parameters
-from meshwright.models.families import family
+from meshwright.models.presets import published
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
@@ -21,7 +21,7 @@ from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Re
 GIB = 2.0**30
 MEGATRON = FRAMEWORKS["megatron-lm"]
 DEEPSPEED = FRAMEWORKS["megatron-deepspeed"]
-SEVEN = family("llama-2-7b")
+SEVEN = published("llama-2-7b")
 # 7.0 billion parameters, as in the ZeRO paper's example.
 ROUND_SEVEN = SEVEN.model_copy(update={"vocab_size": 64_000, "name": "7b"})
 
@@ -108,7 +108,7 @@ def test_figure_7_of_korthikanti(recompute: Recompute, parallel: bool, percent: 
 
 
 @given(
-    st.sampled_from([SEVEN, family("deepseek-v2-lite")]),
+    st.sampled_from([SEVEN, published("deepseek-v2-lite")]),
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.sampled_from(list(Schedule)),
     st.sampled_from([1, 3, 16]),
@@ -143,7 +143,7 @@ def test_the_second_stage_can_be_the_worst() -> None:
     assert worst_stage(work(), choices, MEGATRON).stage == 1
 
 
-models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"), family("deepseek-v2-lite")])
+models = st.sampled_from([SEVEN, published("qwen2.5-0.5b"), published("mixtral-8x7b"), published("deepseek-v2-lite")])
 
 
 @given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
@@ -202,7 +202,7 @@ def test_groups_of_recomputed_layers_trade_inputs_for_work() -> None:
 
 
 def test_experts_are_divided_over_their_group() -> None:
-    model = family("mixtral-8x7b")
+    model = published("mixtral-8x7b")
     whole = worst_stage(work(model), Strategy(data=8), MEGATRON)
     shared = worst_stage(work(model), Strategy(data=8, expert=8), MEGATRON)
     assert whole.parameters / shared.parameters > 5

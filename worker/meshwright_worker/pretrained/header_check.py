@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface.planner_config import ConfigError
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.pretrained.load import check_architecture, check_shape, has_router_biases
 from meshwright_worker.pretrained.name_mapping import TensorSource, parameter_sources
@@ -22,10 +21,7 @@ def check_pretrained(model: Architecture, directory: Path) -> None:
     """
     published = check_architecture(model, directory)
     files = TensorFiles(directory)
-    try:
-        sources_by_name = parameter_sources(model)
-    except ConfigError as error:
-        raise PretrainedError(f"`training.initialWeights: {directory}`: {error}") from error
+    sources_by_name = parameter_sources(model)
     with torch.device("meta"):
         whole = DecoderStage(model, torch.float32)
     tensors: dict[str, torch.Tensor] = dict(whole.named_parameters())

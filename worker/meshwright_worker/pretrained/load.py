@@ -11,9 +11,9 @@ import torch
 
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface.mixture import OF_TRAINING
-from meshwright.models.huggingface.planner_config import ConfigError
-from meshwright.models.huggingface.runtime_config import read_architecture
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.model_type import TRAINING_FIELDS
+from meshwright.models.huggingface.reader import read_architecture
 from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
@@ -112,7 +112,7 @@ def _shape(model: Architecture) -> dict[str, object]:
     """
     numbers: dict[str, object] = model.model_dump(exclude={"name", "mixture"})
     balancing = Balancing.BIAS.value if has_router_biases(model) else "no biases"
-    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=OF_TRAINING)
+    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=TRAINING_FIELDS)
     return numbers | {"mixture": mixture, _BIASED: balancing}
 
 
