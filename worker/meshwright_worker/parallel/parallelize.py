@@ -148,7 +148,7 @@ def _apply_local_features(
 
 def uses_fsdp(run: RunConfig) -> bool:
     """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
-    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.replicas > run.islands
+    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.shard_ranks > run.islands
 
 
 def packs_documents(run: RunConfig) -> bool:
