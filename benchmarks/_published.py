@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.transformer import Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
@@ -138,15 +138,16 @@ def gpu_of(row: Row, default: str | None = None) -> Accelerator:
     return found
 
 
-def gpt(row: Row, *, tied: bool = True) -> Transformer:
+def gpt(row: Row, *, tied: bool = True) -> Architecture:
     """A GPT by its row: LayerNorm, biases, ungated feed-forward layers of four times the width."""
-    hidden, sequence = int(row["hidden"]), int(row["seq"])
-    return Transformer(
+    hidden, heads, sequence = int(row["hidden"]), int(row["heads"]), int(row["seq"])
+    return Architecture(
         layers=int(row["layers"]),
-        hidden=hidden,
-        heads=int(row["heads"]),
-        intermediate=int(row.get("ffn") or 4 * hidden),
-        vocab=int(row.get("vocab") or GPT_VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=int(row.get("ffn") or 4 * hidden),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=int(row.get("vocab") or GPT_VOCABULARY),
         gated=False,
         biases=True,
         positions=sequence,

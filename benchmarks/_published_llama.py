@@ -19,9 +19,9 @@ from _published import (
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.architecture import Architecture
 from meshwright.models.counts import training_flops
 from meshwright.models.presets import PRESETS
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.units import GIB
@@ -34,7 +34,7 @@ def torchtitan(row: Row) -> Case:
     preset = LLAMA_31.get(str(row["model"]))
     if preset is None:
         raise UnusableRow(f"unknown model {row['model']!r}")
-    gpu, model, variant = gpu_of(row), Transformer.of(PRESETS[preset]), str(row["variant"]).lower()
+    gpu, model, variant = gpu_of(row), PRESETS[preset], str(row["variant"]).lower()
     pipeline, local = int(row.get("pp") or 1), int(row["lbs"])
     chunks = 2 if "interleaved" in variant and pipeline > 1 else 1
     micro_batches = min(local, pipeline * chunks) if pipeline > 1 else 1
@@ -80,7 +80,15 @@ def runtime_of(variant: str) -> str:
 def nanotron(row: Row) -> Case:
     """Best configurations; multi-head attention; model FLOPs over the peak give the seconds."""
     gpu, sequence = gpu_of(row), int(row["seq"])
-    model = Transformer(int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["ffn"]), int(row["vocab"]))
+    heads = int(row["heads"])
+    model = Architecture(
+        layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        intermediate_size=int(row["ffn"]),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=int(row["vocab"]),
+    )
     batch = int(row["gbs_seqs"])
     choices = Strategy(
         tensor=int(row["tp"]),

@@ -77,7 +77,9 @@ def simple_memory(case: Case) -> float:
     tokens = work.sequence_length * choices.micro_batch_size / choices.context
     layers = work.model.layers / choices.pipeline * min(choices.pipeline, choices.micro_batches)
     per_token = 2.0 if choices.checkpointing is ActivationCheckpointing.FULL else 34.0
-    return 18.0 * parameters(work.model) / shards + per_token * tokens * work.model.hidden * layers / choices.tensor
+    return (
+        18.0 * parameters(work.model) / shards + per_token * tokens * work.model.hidden_size * layers / choices.tensor
+    )
 
 
 def fit(cases: list[Case]) -> tuple[dict[str, Constants], dict[str, dict[str, Constants]]]:

@@ -14,7 +14,6 @@ from meshwright.api.training import ActivationCheckpointing, OptimizerName, Oute
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters_per_layer
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.memory_options import MemoryOptions
@@ -68,7 +67,7 @@ class TrainingJob:
             fp8=training.fp8 is not None and training.precision is Precision.BF16,
             settings=_settings(training, parallelism, architecture, replicas),
         )
-        work = Workload(Transformer.of(architecture), training.sequence_length, training.global_batch_size)
+        work = Workload(architecture, training.sequence_length, training.global_batch_size)
         return cls(architecture, work, training, parallelism, fixed, _framework(training))
 
     def strategy(

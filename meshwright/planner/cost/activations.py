@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.transformer import Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.units import FP32_BYTES
@@ -39,7 +39,7 @@ class LayerActivations:
 
 @lru_cache(maxsize=65536)
 def layer_activations(
-    model: Transformer,
+    model: Architecture,
     mixture: bool,
     sequence: int,
     tensor: int,
@@ -53,8 +53,8 @@ def layer_activations(
     element = precision.bytes
     stored = 1.0 if fp8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
-    matmul_inputs = 2 * stored * model.hidden
-    unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden
+    matmul_inputs = 2 * stored * model.hidden_size
+    unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden_size
     if sequence_parallel:
         unsplit /= tensor
         matmul_inputs /= 1 if runtime.keeps_gathered else tensor
@@ -64,51 +64,52 @@ def layer_activations(
     routed_bytes = _routed(model, stored, element, runtime) if mixture else 0.0
     if not runtime.copies_routed or (spread and sequence_parallel):
         routed_bytes /= tensor
-    boundary = element * model.hidden / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
+    boundary = element * model.hidden_size / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
     kept = unsplit + matmul_inputs + split + routed_bytes + core
     if not runtime.selects_products:
         return LayerActivations(kept, core, boundary, (kept - core) * runtime.selective_part)
     # The layer's input, what goes into attention, what comes out of it, and what its products and those behind it give.
     matmul_outputs = (
-        element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor + 2 * element * model.hidden
+        element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor
+        + 2 * element * model.hidden_size
     )
     return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + matmul_outputs + core))
 
 
 def output_bytes(
-    model: Transformer, tensor: int, sequence_parallel: bool, precision: Precision, runtime: Framework, boundary: float
+    model: Architecture, tensor: int, sequence_parallel: bool, precision: Precision, runtime: Framework, boundary: float
 ) -> float:
     """Bytes per token that the final norm keeps, and the output projection of its input; `boundary` is a layer's."""
     if not runtime.keeps_normed:
         return boundary
     split = tensor if sequence_parallel else 1
     gathered = 1 if runtime.keeps_gathered else split
-    return _norm(model, precision.bytes, runtime) / split + precision.bytes * model.hidden / gathered
+    return _norm(model, precision.bytes, runtime) / split + precision.bytes * model.hidden_size / gathered
 
 
-def _norm(model: Transformer, element: float, runtime: Framework) -> float:
+def _norm(model: Architecture, element: float, runtime: Framework) -> float:
     """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
     if not runtime.keeps_normed:
-        return model.hidden * runtime.norm_input
-    return model.hidden * (max(element, runtime.norm_input) + element) + FP32_BYTES
+        return model.hidden_size * runtime.norm_input
+    return model.hidden_size * (max(element, runtime.norm_input) + element) + FP32_BYTES
 
 
-def _latent_outputs(model: Transformer) -> int:
+def _latent_outputs(model: Architecture) -> int:
     """Outputs of latent attention's products that are not attention's inputs yet."""
     latent = model.latent
     return 0 if latent is None else latent.query_rank + latent.kv_rank
 
 
-def _matmul_output_width(model: Transformer, mixture: bool) -> int:
+def _matmul_output_width(model: Architecture, mixture: bool) -> int:
     """Outputs of a feed-forward layer's first products, and a mixture's routed rows that come back."""
-    columns, experts = 2 if model.gated else 1, model.experts
-    if not mixture or experts is None:
-        return columns * model.intermediate
-    routed_bytes = experts.per_token * (columns * experts.intermediate + model.hidden)
-    return columns * experts.shared_intermediate + routed_bytes + experts.count
+    columns, moe = 2 if model.gated else 1, model.mixture
+    if not mixture or moe is None:
+        return columns * model.intermediate_size
+    routed_bytes = moe.per_token * (columns * moe.intermediate_size + model.hidden_size)
+    return columns * moe.shared_intermediate_size + routed_bytes + moe.experts
 
 
-def _attention(model: Transformer, element: float, runtime: Framework) -> float:
+def _attention(model: Architecture, element: float, runtime: Framework) -> float:
     """Queries, keys, values, and attention's output as the output projection's input."""
     latent = model.latent
     output = element * model.heads * model.value_size
@@ -122,26 +123,26 @@ def _attention(model: Transformer, element: float, runtime: Framework) -> float:
     return expanded + compressed + output + statistics
 
 
-def _feed_forward(model: Transformer, mixture: bool, stored: float, element: float, runtime: Framework) -> float:
+def _feed_forward(model: Architecture, mixture: bool, stored: float, element: float, runtime: Framework) -> float:
     """Inputs of the activation function and of the second product."""
     per_width = (2 * element if model.gated else element) + stored
     if model.gated and not runtime.fused:
         per_width += element
-    experts = model.experts
-    if not mixture or experts is None:
-        return per_width * model.intermediate
-    return per_width * (experts.shared_intermediate + experts.per_token * experts.intermediate)
+    moe = model.mixture
+    if not mixture or moe is None:
+        return per_width * model.intermediate_size
+    return per_width * (moe.shared_intermediate_size + moe.per_token * moe.intermediate_size)
 
 
-def _routed(model: Transformer, stored: float, element: float, runtime: Framework) -> float:
+def _routed(model: Architecture, stored: float, element: float, runtime: Framework) -> float:
     """Copies of a token for its experts, what they give back, and what the router keeps."""
-    experts = model.experts
-    if experts is None:
+    moe = model.mixture
+    if moe is None:
         return 0.0
-    copies = experts.per_token * model.hidden * (stored + element)
+    copies = moe.per_token * model.hidden_size * (stored + element)
     if not runtime.copies_routed:
-        return copies + FP32_BYTES * experts.count
-    return copies + experts.per_token * 2 * INDEX + ROUTER_TENSORS * FP32_BYTES * experts.count
+        return copies + FP32_BYTES * moe.experts
+    return copies + moe.per_token * 2 * INDEX + ROUTER_TENSORS * FP32_BYTES * moe.experts
 
 
 def saved_bytes(per_token: LayerActivations, layers: int, choices: Strategy) -> float:

@@ -1,7 +1,7 @@
 """One layout's cost in one call: what a search asks some hundred thousand times.
 
     machine = machine_for(accelerator("NVIDIA-H100-80GB-HBM3"))
-    estimate(Workload(Transformer.of(PRESETS["llama-3-8b"]), 8192, 64), Strategy(tensor=8, data=8), machine)
+    estimate(Workload(PRESETS["llama-3-8b"], 8192, 64), Strategy(tensor=8, data=8), machine)
 
 `fits` is the cheap half: memory alone, to drop a layout before its time is asked for. Groups that a placement broke
 apart are costed by handing over the `GroupSpans` they became.

@@ -167,15 +167,15 @@ def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runt
         choices.expert > 1 or not choices.expert_tensor,
     )
     dense = layer_activations(model, False, *layer_arguments)
-    mixed = layer_activations(model, True, *layer_arguments) if model.experts is not None else dense
+    mixed = layer_activations(model, True, *layer_arguments) if model.mixture is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
     element = precision.bytes
     # Whole inputs and partial outputs of one layer's products, and their gradients, beside the split ones.
-    unsplit_bytes = 4.0 * element * tokens * model.hidden if tensor > 1 else 0.0
+    unsplit_bytes = 4.0 * element * tokens * model.hidden_size if tensor > 1 else 0.0
     experts = 0.0
-    if model.experts is not None and choices.expert > 1:
+    if model.mixture is not None and choices.expert > 1:
         # Tokens sent to experts and received from other ranks.
-        experts = 2.0 * tokens * model.experts.per_token * model.hidden * element / tensor
+        experts = 2.0 * tokens * model.mixture.per_token * model.hidden_size * element / tensor
     return _Common(
         tokens=tokens,
         dense=dense,
@@ -190,14 +190,14 @@ def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runt
 
 def _logits(work: Workload, choices: LayerStrategy, chunk: int | None, runtime: Framework, tokens: int) -> float:
     """Bytes of one micro-batch's logits, or of a chunk's beside the gradients that a chunked loss makes at once."""
-    width = work.model.vocab / choices.tensor
+    width = work.model.vocab_size / choices.tensor
     per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
     if choices.precision is Precision.FP64:
         per_logit *= 2.0
     if chunk is None or chunk >= tokens:
         return tokens * width * per_logit
-    gradients = max(FP32_BYTES, choices.precision.bytes) * width * work.model.hidden
-    return chunk * width * per_logit + gradients + choices.precision.bytes * tokens * work.model.hidden
+    gradients = max(FP32_BYTES, choices.precision.bytes) * width * work.model.hidden_size
+    return chunk * width * per_logit + gradients + choices.precision.bytes * tokens * work.model.hidden_size
 
 
 def _parts(work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:
@@ -262,7 +262,7 @@ def _saved_after_layers(work: Workload, choices: Strategy, runtime: Framework, c
     always = runtime.keeps_normed or choices.checkpointing is ActivationCheckpointing.NONE
     saved = count * common.output if always else 0.0
     if choices.settings.loss_chunk is None:
-        saved += (count - 1) * max(FP32_BYTES, choices.precision.bytes) * work.model.vocab / choices.tensor
+        saved += (count - 1) * max(FP32_BYTES, choices.precision.bytes) * work.model.vocab_size / choices.tensor
     return common.tokens * saved
 
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.architecture import Architecture
 from meshwright.models.counts import attended_keys
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.frameworks import Framework
 
@@ -31,7 +31,7 @@ KERNEL_GAP = 5e-6
 class LayerShape:
     """What one rank computes of one micro-batch, in one kind of layer."""
 
-    model: Transformer
+    model: Architecture
     mixture: bool
     tokens: int
     """Tokens of the micro-batch on this rank, after context parallelism, before sequence parallelism."""
@@ -98,27 +98,27 @@ def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:
     latent = model.latent
     if latent is None:
         widths = (model.heads + model.kv_heads) * model.head_size + model.kv_heads * model.value_size
-        matmuls.append((rows, widths / t, model.hidden, 1))
+        matmuls.append((rows, widths / t, model.hidden_size, 1))
     else:
         key_size = model.head_size + latent.rope_size
-        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden, 1))
-        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden, 1))
+        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden_size, 1))
+        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden_size, 1))
         matmuls.append((rows, model.heads * (model.head_size + model.value_size) / t, latent.kv_rank, 1))
-    matmuls.append((rows, model.hidden, model.heads * model.value_size / t, 1))
+    matmuls.append((rows, model.hidden_size, model.heads * model.value_size / t, 1))
     columns = 2 if model.gated else 1
-    experts = model.experts
-    width = model.intermediate if not shape.mixture or experts is None else experts.shared_intermediate
+    moe = model.mixture
+    width = model.intermediate_size if not shape.mixture or moe is None else moe.shared_intermediate_size
     if width:
-        matmuls.append((rows, columns * width / t, model.hidden, 1))
-        matmuls.append((rows, model.hidden, width / t, 1))
-    if shape.mixture and experts is not None:
-        local = max(1.0, experts.count / shape.expert)
-        each = rows * experts.per_token / local
+        matmuls.append((rows, columns * width / t, model.hidden_size, 1))
+        matmuls.append((rows, model.hidden_size, width / t, 1))
+    if shape.mixture and moe is not None:
+        local = max(1.0, moe.experts / shape.expert)
+        each = rows * moe.per_token / local
         # Either the experts' widths are split over the tensor group, or their rows.
         widths, parts = (t, 1) if shape.expert_tensor else (1, t)
-        matmuls.append((each / parts, columns * experts.intermediate / widths, model.hidden, local))
-        matmuls.append((each / parts, model.hidden, experts.intermediate / widths, local))
-        matmuls.append((rows, experts.count, model.hidden, 1))
+        matmuls.append((each / parts, columns * moe.intermediate_size / widths, model.hidden_size, local))
+        matmuls.append((each / parts, model.hidden_size, moe.intermediate_size / widths, local))
+        matmuls.append((rows, moe.experts, model.hidden_size, 1))
     return matmuls
 
 
@@ -131,10 +131,10 @@ def _matmul_seconds(
     return count * (flops / (gpu.peak(precision, fp8=fp8) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
 
 
-def logits_time(tokens: int, model: Transformer, tensor: int, gpu: Accelerator, precision: Precision) -> float:
+def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision) -> float:
     """Seconds of the output projection and its loss, forward, on one rank; never in fp8."""
-    product = _matmul_seconds(tokens, model.vocab / tensor, model.hidden, 1, precision, False, gpu)
-    return product + 8.0 * tokens * model.vocab / tensor / (gpu.bandwidth * MEMORY_PART)
+    product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, precision, False, gpu)
+    return product + 8.0 * tokens * model.vocab_size / tensor / (gpu.bandwidth * MEMORY_PART)
 
 
 def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> tuple[float, float]:
@@ -166,12 +166,12 @@ def elementwise_bytes(shape: LayerShape, runtime: Framework) -> float:
     """Bytes that norms, residuals, biases, dropout and activation functions move in one forward pass."""
     model = shape.model
     rows = shape.tokens / shape.tensor if shape.sequence_parallel else shape.tokens
-    residual = (22.0 if runtime.dropout else 16.0) * model.hidden * rows
-    experts = model.experts
-    width: float = model.intermediate
-    if shape.mixture and experts is not None:
-        width = experts.shared_intermediate + experts.per_token * experts.intermediate
-        residual += 8.0 * model.hidden * shape.tokens * experts.per_token
+    residual = (22.0 if runtime.dropout else 16.0) * model.hidden_size * rows
+    moe = model.mixture
+    width: float = model.intermediate_size
+    if shape.mixture and moe is not None:
+        width = moe.shared_intermediate_size + moe.per_token * moe.intermediate_size
+        residual += 8.0 * model.hidden_size * shape.tokens * moe.per_token
     inner = (6.0 if model.gated else 4.0) * width * shape.tokens / shape.tensor
     heads = 4.0 * (model.heads + 2 * model.kv_heads) * model.head_size * shape.tokens / shape.tensor
     return (residual + inner + heads) * (1.0 if runtime.fused else 2.0)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.transformer import Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collectives import all_gather
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.comm_time import (
@@ -130,7 +130,7 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
         return _layer_time(model, work.sequence_length, work.causal, *chosen)
 
     found = []
-    for mixture in (False, True) if model.experts is not None else (False,):
+    for mixture in (False, True) if model.mixture is not None else (False,):
         recomputed_part_time = one(mixture, layers.recompute_method)
         plain_time = recomputed_part_time if layers.limit is None else one(mixture, ActivationCheckpointing.NONE)
         found.append(_LayerTimes(recomputed_part_time, plain_time))
@@ -159,7 +159,7 @@ def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _Edg
     """Of the last and of the first stage; multi-token prediction has its own logits."""
     model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
     forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision)
-    moved = 6.0 * tokens * model.hidden
+    moved = 6.0 * tokens * model.hidden_size
     return _EdgeTimes(
         (1 + model.prediction_layers) * machine.constants.compute * forward,
         moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute,
@@ -196,7 +196,7 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
 
 @lru_cache(maxsize=65536)
 def _layer_time(
-    model: Transformer,
+    model: Architecture,
     sequence: int,
     causal: bool,
     mixture: bool,
@@ -231,7 +231,7 @@ def _layer_time(
     hidden = ASYNC_TENSOR_OVERLAP if chosen.tensor_overlap else runtime.overlap_tensor
     tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, recomputed_part_time)
     if runtime.partitioned_checkpoints and recomputed_part_time and chosen.tensor > 1:
-        tensor_seconds += all_gather(tokens * model.hidden * chosen.precision.bytes, tensor_span, fabric)
+        tensor_seconds += all_gather(tokens * model.hidden_size * chosen.precision.bytes, tensor_span, fabric)
     context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
     expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime) if mixture else NO_COMM
     blocking = sum(

@@ -12,7 +12,7 @@ from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.layout import Layout, split_layers
-from meshwright.models.transformer import Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
 from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
@@ -25,7 +25,7 @@ SEARCHED_SCHEDULES = schedules_where(lambda kind: kind.searched)
 class Workload:
     """What one optimizer step must do, whatever the layout."""
 
-    model: Transformer
+    model: Architecture
     sequence_length: int
     global_batch: int
     """Sequences per step."""

@@ -252,15 +252,15 @@ def _context(request: SearchRequest, best: Candidate) -> str:
 
 
 def _expert(request: SearchRequest, best: Candidate) -> str:
-    experts = request.work.model.experts
-    if experts is None:
+    moe = request.work.model.mixture
+    if moe is None:
         return ""
     used = best.choices
     if used.expert == 1:
-        return f"EP 1: every rank holds its part of all {experts.count} experts"
+        return f"EP 1: every rank holds its part of all {moe.experts} experts"
     part = best.estimate.time.expert / best.seconds
     return (
-        f"EP {used.expert} shares out {experts.count} experts, {experts.count // used.expert} a rank; "
+        f"EP {used.expert} shares out {moe.experts} experts, {moe.experts // used.expert} a rank; "
         f"the all-to-all takes {part:.0%} of a step"
     )
 

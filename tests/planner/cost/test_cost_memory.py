@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.models.architecture import Architecture
 from meshwright.models.counts import layer_counts, parameters
 from meshwright.models.families import family
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
@@ -25,15 +25,25 @@ MEGATRON = FRAMEWORKS["megatron-lm"]
 DEEPSPEED = FRAMEWORKS["megatron-deepspeed"]
 SEVEN = family("llama-2-7b")
 # 7.0 billion parameters, as in the ZeRO paper's example.
-ROUND_SEVEN = replace(SEVEN, vocab=64_000, name="7b")
+ROUND_SEVEN = SEVEN.model_copy(update={"vocab_size": 64_000, "name": "7b"})
 
 
-def work(model: Transformer = SEVEN, batch: int = 8, sequence: int = 2048) -> Workload:
+def work(model: Architecture = SEVEN, batch: int = 8, sequence: int = 2048) -> Workload:
     return Workload(model, sequence, batch)
 
 
-def gpt(layers: int, hidden: int, heads: int) -> Transformer:
-    return Transformer(layers, hidden, heads, 4 * hidden, 51200, gated=False, biases=True, tie_embeddings=True)
+def gpt(layers: int, hidden: int, heads: int) -> Architecture:
+    return Architecture(
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=51200,
+        gated=False,
+        biases=True,
+        tie_embeddings=True,
+    )
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 112.0), (1, 38.5), (2, 26.25), (3, 14.0)])
@@ -113,14 +123,14 @@ def test_figure_7_of_korthikanti(recompute: ActivationCheckpointing, parallel: b
     st.sampled_from(sorted(FRAMEWORKS)),
 )
 def test_the_worst_stage_is_the_worst_of_all(
-    model: Transformer,
+    model: Architecture,
     split: list[int],
     schedule: Schedule,
     micro_batches: int,
     recompute: ActivationCheckpointing,
     runtime: str,
 ) -> None:
-    model = replace(model, layers=sum(split), name=f"{model.name} {sum(split)}")
+    model = model.model_copy(update={"layers": sum(split), "name": f"{model.name} {sum(split)}"})
     choices = Strategy(
         pipeline=len(split),
         layer_split=tuple(split),
@@ -144,13 +154,13 @@ models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"),
 
 
 @given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
-def test_stages_hold_every_parameter_once(model: Transformer, tensor: int, pipeline: int, expert: int) -> None:
-    untied = replace(model, tie_embeddings=False)
+def test_stages_hold_every_parameter_once(model: Architecture, tensor: int, pipeline: int, expert: int) -> None:
+    untied = model.model_copy(update={"tie_embeddings": False})
     choices = Strategy(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
     held = [stage_parameters(untied, stage, tensor, choices.expert_parts) for stage in stages_of(untied, choices).every]
     experts = sum(part.experts for part in held) * tensor * expert
-    if untied.experts is not None:
-        assert experts == pytest.approx(untied.mixtures(0, untied.layers) * layer_counts(untied, True).experts)
+    if untied.mixture is not None:
+        assert experts == pytest.approx(untied.count_mixtures(0, untied.layers) * layer_counts(untied, True).experts)
     dense = sum(part.dense for part in held)
     if tensor == 1:
         assert dense + experts == pytest.approx(parameters(untied))
@@ -158,7 +168,7 @@ def test_stages_hold_every_parameter_once(model: Transformer, tensor: int, pipel
 
 
 @given(models, st.sampled_from([2, 4, 8]), st.integers(1, 4))
-def test_more_sharding_never_holds_more(model: Transformer, data: int, micro_batches: int) -> None:
+def test_more_sharding_never_holds_more(model: Architecture, data: int, micro_batches: int) -> None:
     totals = [
         worst_stage(
             work(model), Strategy(data=data, zero_stage=zero, micro_batches=micro_batches), FRAMEWORKS["meshwright"]
@@ -197,7 +207,7 @@ def test_what_saves_memory_saves_memory(runtime: Framework) -> None:
 
 
 def test_groups_of_recomputed_layers_trade_inputs_for_work() -> None:
-    model = replace(SEVEN, layers=36, name="36 layers")
+    model = SEVEN.model_copy(update={"layers": 36, "name": "36 layers"})
     single = worst_stage(
         work(model), Strategy(checkpointing=ActivationCheckpointing.FULL, micro_batch_size=4), MEGATRON
     )

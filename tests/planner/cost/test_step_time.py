@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.models.architecture import Architecture
 from meshwright.models.families import family
 from meshwright.models.presets import PRESETS
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
@@ -29,7 +29,7 @@ from meshwright.planner.cost.stage_time import exposed_host
 from meshwright.planner.cost.strategy import ContextMethod, Strategy, Workload
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
-LLAMA = Transformer.of(PRESETS["llama-3.1-70b"])
+LLAMA = PRESETS["llama-3.1-70b"]
 H100S = machine_for(H100)
 
 
@@ -50,7 +50,17 @@ LAYERS = [
 def test_layers_take_what_was_measured(
     parallel: bool, recompute: ActivationCheckpointing, forward: float, backward: float
 ) -> None:
-    model = Transformer(1, 6144, 64, 24576, 51200, gated=False, biases=True, tie_embeddings=True)
+    model = Architecture(
+        layers=1,
+        hidden_size=6144,
+        intermediate_size=24576,
+        heads=64,
+        kv_heads=64,
+        vocab_size=51200,
+        gated=False,
+        biases=True,
+        tie_embeddings=True,
+    )
     shape = LayerShape(model, False, 8192, 2048, 1, 8, parallel, 1, False, Precision.FP16)
     time = layer_time(shape, A100, FRAMEWORKS["megatron-lm"])
     # Two all-reduces of 100 MB forward and two backward, at 227 GB/s of bus bandwidth.
@@ -114,7 +124,7 @@ def test_strong_scaling_that_was_never_fitted(gpus: int, batch: int, measured: f
         zero_stage=1,
         checkpointing=ActivationCheckpointing.SELECTIVE,
     )
-    work = Workload(replace(family("gpt3-175b"), vocab=64_000), 2048, batch, causal=False)
+    work = Workload(family("gpt3-175b").model_copy(update={"vocab_size": 64_000}), 2048, batch, causal=False)
     machine = machine_for(A100, FRAMEWORKS["megatron-lm"])
     assert estimate(work, choices, machine).seconds == pytest.approx(measured, rel=0.12)
 
@@ -208,7 +218,7 @@ def test_the_closed_form_agrees_with_the_simulated_pipeline(schedule: Schedule, 
 
 
 def test_a_better_split_evens_out_the_output_layer() -> None:
-    model = replace(LLAMA, vocab=512_000, name="large vocabulary")
+    model = LLAMA.model_copy(update={"vocab_size": 512_000, "name": "large vocabulary"})
     even = Strategy(tensor=8, pipeline=8, micro_batches=64)
     uneven = replace(even, layer_split=(11, 11, 11, 11, 11, 11, 10, 4))
     assert seconds(uneven, Workload(model, 8192, 64)) < seconds(even, Workload(model, 8192, 64))
@@ -282,7 +292,7 @@ def test_the_slowest_gpu_sets_the_pace() -> None:
     st.sampled_from(sorted(ACCELERATORS)),
 )
 def test_every_layout_has_a_finite_cost(
-    model: Transformer,
+    model: Architecture,
     tensor: int,
     pipeline: int,
     data: int,

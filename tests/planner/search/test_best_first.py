@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
-from meshwright.models.transformer import Experts, Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
 from meshwright.planner.cost.strategy import Strategy, Workload
@@ -25,8 +26,8 @@ from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, 
 from meshwright.planner.search.what_if import what_ifs
 
 MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
-DENSE = Transformer(layers=24, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
-MIXTURE = replace(DENSE, experts=Experts(8, 2, 14336))
+DENSE = Architecture(layers=24, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8, vocab_size=32000)
+MIXTURE = DENSE.model_copy(update={"mixture": MixtureSpec(experts=8, per_token=2, intermediate_size=14336)})
 SMALL = Techniques(
     schedules=(PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB_H1),
     virtual_stages=(2,),
@@ -85,7 +86,9 @@ def _everything(request: SearchRequest) -> list[Candidate]:
     [(DENSE, 16, 32, 8192), (DENSE, 8, 16, 4096), (MIXTURE, 16, 32, 4096), (DENSE, 2, 8, 2048)],
     ids=["16 GPUs", "8 GPUs", "mixture", "2 GPUs"],
 )
-def test_nothing_better_is_missed(model: Transformer, gpus: int, batch: int, length: int, objective: Objective) -> None:
+def test_nothing_better_is_missed(
+    model: Architecture, gpus: int, batch: int, length: int, objective: Objective
+) -> None:
     request = SearchRequest(Workload(model, length, batch), MACHINE, gpus, objective=objective, techniques=SMALL)
     tried = everything(request)
     if not tried:
@@ -161,7 +164,7 @@ def test_the_fewest_gpus_are_the_fewest() -> None:
 
 
 def test_a_model_that_no_layout_holds_says_what_is_missing() -> None:
-    big = replace(DENSE, layers=96, hidden=16384, heads=128, intermediate=53248)
+    big = DENSE.model_copy(update={"layers": 96, "hidden_size": 16384, "heads": 128, "intermediate_size": 53248})
     with pytest.raises(NothingFitsError, match=r"needs is [\d.]+ GiB of [\d.]+ GiB .*add GPUs") as raised:
         search(SearchRequest(Workload(big, 8192, 16), MACHINE, 8, techniques=MESHWRIGHT_TECHNIQUES))
     assert raised.value.memory is not None

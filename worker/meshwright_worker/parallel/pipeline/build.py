@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.pipeline_layout import activation_limit
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.parallelize import LocalStage, pipeline_division
 from meshwright_worker.parallel.pipeline.auto_schedule import AutoScheduleExecutor
@@ -60,13 +60,16 @@ def _build_schedule_executor(
     p2p_channels: P2PChannels,
     tokens: int,
 ) -> ScheduleExecutor:
+    kind = kind_of(run.parallelism.order)
     width, again = model.hidden_size, run.parallelism.rematerialize
     slices = run.tensor if run.parallelism.sequence else 1
-    if run.parallelism.order is PipelineSchedule.AUTOMATIC and run.pipeline > 1:
+    if kind.measures_costs and run.pipeline > 1:
         watch = Stopwatch(mesh.device)
         timed = TimedStage(stages[0], tokens, rematerialize=again, watch=watch)
         limit = activation_limit(run.parallelism, run.pipeline)
-        return AutoScheduleExecutor(timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices)
+        return AutoScheduleExecutor(
+            kind, timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices
+        )
     pipeline_stages = [PipelineStage(stage, tokens, rematerialize=again) for stage in stages]
     return ScheduleExecutor(
         pipeline_stages, schedule, mesh.coordinates.pipeline, p2p_channels, width=width, slices=slices
