@@ -14,17 +14,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.layout import Layout
 from meshwright.schedules.actions import Schedule
+from meshwright.schedules.registry import kind_of
 from meshwright.schedules.simulator import ActionCosts
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import CONTEXT, DATA, PIPELINE, TENSOR
-from meshwright_worker.parallel.pipeline.auto_schedule import MEASURED_STEPS, WARM_UP_STEPS, AutoScheduleExecutor
+from meshwright_worker.parallel.pipeline.auto_schedule import (
+    MEASURED_STEPS,
+    WARM_UP_STEPS,
+    AutoScheduleExecutor,
+    Stopwatch,
+    TimedStage,
+)
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
-from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStage
 
 WIDTH = 8
 
@@ -139,9 +146,10 @@ def executor_of(
     if limit is not None:
         watch = Stopwatch(mesh.device)
         timed = TimedSleepingChunk(rank, schedule.stages, costs, watch)
-        return AutoScheduleExecutor(timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [
-            timed
-        ]
+        kind = kind_of(PipelineSchedule.AUTOMATIC)
+        return AutoScheduleExecutor(
+            kind, timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1
+        ), [timed]
     held = sorted({action.stage for action in schedule.actions(rank)})
     chunks = [SleepingChunk(index, schedule.stages, costs) for index in held]
     return ScheduleExecutor(chunks, schedule, rank, transfers, width=WIDTH, slices=1), chunks

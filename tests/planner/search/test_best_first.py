@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from meshwright.api.mixture import MixtureSpec
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
-from meshwright.planner.cost.strategy import Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.degrees import micro_batch_sizes, shapes
@@ -31,8 +32,8 @@ SMALL = Techniques(
     schedules=(PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB_H1),
     virtual_stages=(2,),
     zero_stages=(0, 1, 3),
-    recompute=(Recompute.NONE, Recompute.FULL),
-    offload=(Offload.NONE,),
+    checkpointing=(ActivationCheckpointing.NONE, ActivationCheckpointing.FULL),
+    offload=(OptimizerOffload.NONE,),
     uneven_split=False,
 )
 
@@ -52,7 +53,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
         for size in micro_batch_sizes(request, shape):
             count = request.work.global_batch // shape.data // size
             for schedule, zero, again, method in product(
-                techniques.schedules, techniques.zero_stages, techniques.recompute, techniques.context
+                techniques.schedules, techniques.zero_stages, techniques.checkpointing, techniques.context
             ):
                 chunks = 2 if schedule is PipelineSchedule.INTERLEAVED and shape.pipeline > 1 else 1
                 if chunks == 2 and (count % shape.pipeline or model.layers < 2 * shape.pipeline):
@@ -72,7 +73,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
                     zero_stage=zero,
                     micro_batch_size=size,
                     micro_batches=count,
-                    recompute=again,
+                    checkpointing=again,
                 )
                 if memory_of(request.work, choices, request.machine).total <= limit:
                     found.append(Candidate(choices, estimate(request.work, choices, request.machine), request.node))
@@ -146,7 +147,7 @@ def test_only_what_the_runtime_can_do_is_proposed() -> None:
         assert used.schedule is PipelineSchedule.ONE_F_ONE_B
         assert used.context == 1 or used.context_method in MESHWRIGHT_TECHNIQUES.context
         assert used.expert == used.virtual_stages == 1
-        assert used.recompute is Recompute.NONE
+        assert used.checkpointing is ActivationCheckpointing.NONE
         assert used.zero_stage in MESHWRIGHT_TECHNIQUES.zero_stages
         assert used.layer_split is None
 
@@ -157,7 +158,7 @@ def test_the_fewest_gpus_are_the_fewest() -> None:
         MACHINE,
         16,
         objective=Objective.GPUS,
-        techniques=replace(SMALL, offload=(Offload.NONE,)),
+        techniques=replace(SMALL, offload=(OptimizerOffload.NONE,)),
     )
     assert search(request).best.estimate.gpus == min(one.estimate.gpus for one in everything(request))
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import TENSOR, Mesh
@@ -38,7 +38,7 @@ from meshwright_worker.trainer.trainer import DivergedError, StepResult
 
 
 class AsyncPipelineTrainer:
-    """`Trainer` for the schedules `PipeDream` and `PipeDream2BW`."""
+    """`Trainer` for asynchronous schedules."""
 
     def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
         self._mesh, self._training = mesh, training
@@ -59,7 +59,7 @@ class AsyncPipelineTrainer:
             stage.module,
             stage_index,
             stage_count,
-            double_buffered=run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW,
+            double_buffered=kind_of(run.parallelism.order).double_buffered,
             tokens=tokens_of_step(training),
             channels=P2PChannels(mesh, pairs),
             width=model.hidden_size,

@@ -1,28 +1,33 @@
-"""The schedule `Automatic`: times its passes in the first steps, then runs an order that is searched for these times.
+"""Schedules that measure their costs: time the passes in the first steps, then run an order for these times.
 
 The measured times differ from run to run, and so may the order; the results do not: in every order, a stage sums its
-gradients micro-batch by micro-batch (`schedules.automatic`). A repeated or resumed run therefore trains the same bits.
+gradients micro-batch by micro-batch (`meshwright.schedules.automatic`). A repeated or resumed run therefore trains the
+same bits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from meshwright.schedules.actions import ActionKind, Schedule
 from meshwright.schedules.measured_costs import PipelineTimes, TimingReport, faster_schedule, median_times, round_times
+from meshwright.schedules.schedule import PipelineScheduleKind
 from meshwright.schedules.simulator import ActionCosts, simulate
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.collectives import all_gather_into
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.parallel.parallelize import LocalStage
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
-from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStage
-
-log = logging.getLogger(__name__)
+from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 WARM_UP_STEPS, MEASURED_STEPS = 1, 2
 """Steps before passes are timed, in which the process compiles, connects and allocates; then the number of
@@ -33,10 +38,103 @@ _SENDS = 5
 _HOP = "hop"
 
 
+class Span(Protocol):
+    """A time span that starts when it is created."""
+
+    def end(self) -> None:
+        """End the span."""
+
+    def seconds(self) -> float:
+        """Its duration in seconds."""
+
+
+class _HostSpan:
+    def __init__(self) -> None:
+        self._began = self._ended = time.perf_counter()
+
+    def end(self) -> None:
+        self._ended = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+
+class _StreamSpan:
+    """Timed by events in the compute stream: the host does not wait, and the wait before a pass is not included."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = _event(), _event()
+        self._began.record()
+
+    def end(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+class Stopwatch:
+    """Times the blocks under `of` while it is `running`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.running = False
+        self._span: type[_HostSpan | _StreamSpan] = _StreamSpan if device.type == "cuda" else _HostSpan
+        self._spans: dict[str, list[Span]] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Time the block and record it as `what`."""
+        if not self.running:
+            yield
+            return
+        span = self._span()
+        yield
+        span.end()
+        self._spans.setdefault(what, []).append(span)
+
+    def seconds(self, what: str) -> float:
+        """Return the median of all times recorded as `what`; 0 if there are none."""
+        spans = self._spans.get(what)
+        return median(span.seconds() for span in spans) if spans else 0.0
+
+
+class TimedStage(PipelineStage):
+    """A `PipelineStage` whose passes are timed, by `ActionKind`; waiting for other stages is not included."""
+
+    def __init__(self, stage: LocalStage, tokens: int, *, rematerialize: bool, watch: Stopwatch) -> None:
+        super().__init__(stage, tokens, rematerialize=rematerialize)
+        self._watch = watch
+
+    def forward(self, micro_batch: int, batch: Batch, received: torch.Tensor | None, *, split: bool) -> torch.Tensor:
+        """See `PipelineStage.forward`."""
+        with self._watch.of(ActionKind.FORWARD):
+            return super().forward(micro_batch, batch, received, split=split)
+
+    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See `PipelineStage.backward`. In searched schedules this is the first half."""
+        with self._watch.of(ActionKind.INPUT):
+            return super().backward(micro_batch, gradient)
+
+    def weight(self, micro_batch: int) -> None:
+        """See `PipelineStage.weight`."""
+        with self._watch.of(ActionKind.WEIGHT):
+            super().weight(micro_batch)
+
+
+log = logging.getLogger(__name__)
+
+
 class AutoScheduleExecutor(ScheduleExecutor):
-    """The executor of a rank that follows a searched order, with one stage per rank.
+    """The executor of a rank whose schedule measures its costs, with one stage per rank.
 
     Args:
+        kind: the schedule's class.
         pipeline_stage: this rank's stage.
         schedule: of the first steps, within `limit`.
         channels: to the other ranks of the pipeline.
@@ -49,6 +147,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
 
     def __init__(
         self,
+        kind: PipelineScheduleKind,
         pipeline_stage: TimedStage,
         schedule: Schedule,
         channels: P2PChannels,
@@ -60,7 +159,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         slices: int,
     ) -> None:
         super().__init__([pipeline_stage], schedule, mesh.coordinates.pipeline, channels, width=width, slices=slices)
-        self._stage = pipeline_stage.stage
+        self._kind, self._stage = kind, pipeline_stage.stage
         self._mesh, self._watch, self._limit = mesh, watch, limit
         self._steps = 0
         self.times: PipelineTimes | None = None
@@ -99,7 +198,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
     def _search(self) -> None:
         self.times = times = self._gather_times()
         before = self.schedule
-        self.set_schedule(faster_schedule(before, self._limit, round_times(times)))
+        self.set_schedule(faster_schedule(self._kind, before, self._limit, round_times(times)))
         first, now = (simulate(order, times.costs, times.hop) for order in (before, self.schedule))
         self.bubble = now.bubble
         log.info(
