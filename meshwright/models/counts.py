@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.api.lora import LoraSpec
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
+from meshwright.models.lora import adapter_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,40 @@ def forward_flops(model: Architecture, sequence_length: int, *, causal: bool = F
 
 
 def training_flops(
-    model: Architecture, sequence_length: int, *, causal: bool = False, recomputed: float = 0.0
+    model: Architecture,
+    sequence_length: int,
+    *,
+    causal: bool = False,
+    recomputed: float = 0.0,
+    lora: LoraSpec | None = None,
 ) -> float:
     """FLOPs of one token's training: backward is twice forward; `recomputed` is the part of forward that runs again.
 
-    With `causal=False` and nothing recomputed these are the model FLOPs that utilisation (MFU) is measured against
-    (PaLM, arXiv 2204.02311, appendix B).
+    With `causal=False` and nothing recomputed these are the model FLOPs that utilisation (MFU) is measured against:
+    6·N + 12·L·d·s (PaLM, arXiv 2204.02311, appendix B). N are the parameters of the matrices that one token multiplies
+    with, d is the width of all heads, and attention counts the full sequence, as is the custom.
+
+    With adapters the gradients of frozen matrices, 2·N, are not computed, and each parameter of an adapter adds 6.
     """
-    return (3.0 + recomputed) * forward_flops(model, sequence_length, causal=causal)
+    whole = (3.0 + recomputed) * forward_flops(model, sequence_length, causal=causal)
+    if lora is None:
+        return whole
+    return whole - 2.0 * _multiplied_parameters(model) + (6.0 + 2.0 * recomputed) * adapter_parameters(lora, model)
+
+
+def recomputed_layers_flops(model: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> float:
+    """FLOPs of one token's second forward pass through every layer: what full activation checkpointing adds."""
+    return forward_pass_flops(model, sequence_length, lora) - 2.0 * output_parameters(model)
+
+
+def forward_pass_flops(model: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> float:
+    """`forward_flops` with the adapters: what rematerialization adds."""
+    adapters = 0 if lora is None else adapter_parameters(lora, model)
+    return forward_flops(model, sequence_length) + 2.0 * adapters
+
+
+def _multiplied_parameters(model: Architecture) -> int:
+    """N: the parameters of the matrices that one token multiplies with."""
+    mixtures = model.count_mixtures(0, model.layers)
+    dense, mixed = layer_counts(model, False).matrices, layer_counts(model, True).matrices
+    return (model.layers - mixtures) * dense + mixtures * mixed + output_parameters(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.lora import LoraSpec
 from meshwright.api.mixture import MixtureSpec
 from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.counts import (
@@ -15,12 +16,13 @@ from meshwright.models.counts import (
     attention_flops,
     forward_flops,
     layer_counts,
+    output_parameters,
     parameters,
     training_flops,
 )
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import architecture_from_config, published_architecture, read_architecture
-from meshwright.models.model_flops import flops_per_token
+from meshwright.models.lora import adapter_parameters
 from meshwright.models.presets import PRESETS, PUBLISHED, UnknownModelError, published
 
 # Sums of the published checkpoints' tensors.
@@ -74,11 +76,33 @@ def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
-def test_presets_count_alike_in_both_descriptions(architecture: Any) -> None:
-    model = PUBLISHED[architecture.name]
-    assert parameters(model) == architecture.parameters
-    # The runtime's count takes norms and biases for matrices, as 6·N does.
-    assert training_flops(model, 2048) == pytest.approx(flops_per_token(architecture, 2048), rel=2e-3)
+def test_presets_count_alike_by_part_and_as_a_whole(architecture: Architecture) -> None:
+    assert parameters(architecture) == architecture.parameters
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.2-1b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"])
+def test_flops_are_six_per_parameter_and_the_attention_term(name: str) -> None:
+    """6·N + 12·L·d·s (arXiv 2204.02311, appendix B): N without look-ups, and without norms and biases."""
+    model = published(name)
+    lookups = model.positions * model.hidden_size + (0 if model.tie_embeddings else output_parameters(model))
+    multiplied = parameters(model, active=True) - lookups
+    heads = model.heads * (model.key_size + model.value_size) / 2
+    expected = 6 * multiplied + 12 * model.layers * heads * 2048
+    assert training_flops(model, 2048) == pytest.approx(expected, rel=1e-4)
+    attention = training_flops(model, 4097) - training_flops(model, 1)
+    assert attention == pytest.approx(12 * model.layers * heads * 4096, rel=1e-9)
+
+
+def test_a_tied_embedding_multiplies_once_as_the_output() -> None:
+    tied = published("llama-3.2-1b")
+    assert training_flops(tied, 8) == training_flops(tied.model_copy(update={"tie_embeddings": False}), 8)
+
+
+def test_adapters_leave_out_the_gradients_of_frozen_matrices() -> None:
+    model, lora = published("llama-2-7b"), LoraSpec(rank=8)
+    adapters, whole = adapter_parameters(lora, model), training_flops(model, 2048)
+    frozen = sum(layer_counts(model, False).matrices for _ in range(32)) + output_parameters(model)
+    assert training_flops(model, 2048, lora=lora) == whole - 2 * frozen + 6 * adapters
 
 
 def test_every_family_is_checked() -> None:
