@@ -14,10 +14,10 @@ from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.counts import (
     attended_keys,
     attention_flops,
+    embedding_parameters,
     forward_flops,
     layer_counts,
     output_parameters,
-    parameters,
     training_flops,
 )
 from meshwright.models.huggingface.config_fields import ConfigError
@@ -67,17 +67,22 @@ ROUNDED = {
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_a_family_has_the_published_number_of_parameters(name: str, count: int) -> None:
-    assert parameters(published(name)) == count
+    assert published(name).parameters == count
 
 
 @pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
 def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float) -> None:
-    assert parameters(published(name)) / 1e9 == pytest.approx(billions, abs=0.051)
+    assert published(name).parameters / 1e9 == pytest.approx(billions, abs=0.051)
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
 def test_presets_count_alike_by_part_and_as_a_whole(architecture: Architecture) -> None:
-    assert parameters(architecture) == architecture.parameters
+    mixtures = architecture.count_mixtures(0, architecture.layers)
+    dense, mixed = layer_counts(architecture, False), layer_counts(architecture, True)
+    layers = (architecture.layers - mixtures) * dense.total + mixtures * mixed.total
+    tables = embedding_parameters(architecture)
+    tables += 0 if architecture.tie_embeddings else output_parameters(architecture)
+    assert tables + layers + architecture.norm_parameters == architecture.parameters
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.2-1b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"])
@@ -85,7 +90,7 @@ def test_flops_are_six_per_parameter_and_the_attention_term(name: str) -> None:
     """6·N + 12·L·d·s (arXiv 2204.02311, appendix B): N without look-ups, and without norms and biases."""
     model = published(name)
     lookups = model.positions * model.hidden_size + (0 if model.tie_embeddings else output_parameters(model))
-    multiplied = parameters(model, active=True) - lookups
+    multiplied = model.active_parameters - lookups
     heads = model.heads * (model.key_size + model.value_size) / 2
     expected = 6 * multiplied + 12 * model.layers * heads * 2048
     assert training_flops(model, 2048) == pytest.approx(expected, rel=1e-4)
@@ -114,7 +119,7 @@ def test_every_family_is_checked() -> None:
     [("mixtral-8x7b", 12.9), ("deepseek-v3", 37.6), ("deepseek-v2", 21.4), ("qwen3-30b-a3b", 3.35)],
 )
 def test_mixtures_use_a_part_of_their_parameters(name: str, billions: float) -> None:
-    assert parameters(published(name), active=True) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert published(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_an_unknown_family_names_the_nearest() -> None:
@@ -228,7 +233,7 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inn
 )
 def test_a_configuration_is_the_family_it_describes(config: dict[str, Any], name: str) -> None:
     found = published_architecture(config)
-    assert parameters(found) == parameters(published(name))
+    assert found.parameters == published(name).parameters
     assert found.sliding_window == 0
 
 
@@ -301,7 +306,7 @@ def test_dense_layers_between_mixtures_are_refused() -> None:
 def test_what_is_published_and_not_built_is_counted_and_refused(
     config: dict[str, Any], count: int, reason: str
 ) -> None:
-    assert parameters(published_architecture(config)) == count
+    assert published_architecture(config).parameters == count
     with pytest.raises(ConfigError, match=reason):
         architecture_from_config(config)
 
