@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 import yaml
 
-from meshwright.models.counts import parameters
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import (
     architecture_from_json,
@@ -34,7 +33,7 @@ def model(config: Path) -> None:
         found = architecture_from_json(text)
     except ConfigError as error:
         raise click.ClickException(f"{path}: {error}{_counted(text)}") from None
-    click.echo(f"# {parameters(found):,} parameters")
+    click.echo(f"# {found.parameters:,} parameters")
     fields = to_model_spec(found).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     click.echo(yaml.safe_dump({"model": fields}, sort_keys=False), nl=False)
 
@@ -42,6 +41,6 @@ def model(config: Path) -> None:
 def _counted(text: str) -> str:
     """The parameter count of a model that the runtime does not support, if the planner supports it."""
     try:
-        return f" (it has {parameters(published_architecture(parse_config(text))):,} parameters)"
+        return f" (it has {published_architecture(parse_config(text)).parameters:,} parameters)"
     except ConfigError:
         return ""
