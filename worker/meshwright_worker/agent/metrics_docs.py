@@ -10,8 +10,8 @@ from meshwright_worker.agent.metrics import TrainerMetrics
 
 HEAD = """# Metrics of worker pods
 
-Every worker pod serves Prometheus metrics at `/metrics` on its port `metrics` (9464). Only the pod of rank 0 exports the
-metrics of the job (loss, tokens, learning rate, loads of experts), so that a sum over pods counts them once.
+Every worker pod serves Prometheus metrics at `/metrics` on its port `metrics` (9464). Only the pod of rank 0 exports
+the metrics of the job (loss, tokens, learning rate, loads of experts), so that a sum over pods counts them once.
 
 This page is generated from the code: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`.
 """
