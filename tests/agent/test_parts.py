@@ -10,6 +10,8 @@ import pytest
 
 from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
+from meshwright_worker.agent.agent import TrainingLog
+from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.metrics import TrainerMetrics
 from meshwright_worker.agent.rank_environment import (
     process_environment,
@@ -17,10 +19,8 @@ from meshwright_worker.agent.rank_environment import (
     rank_task,
     resolve_script_paths,
 )
-from meshwright_worker.agent.rank_output import MAX_LINE, OutputPump
+from meshwright_worker.agent.rank_process import MAX_LINE, OutputPump
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
-from meshwright_worker.agent.store_port import FIRST_PORT, LAST_PORT, ReservedPort
-from meshwright_worker.agent.training_log import TrainingLog
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.fork_server import decode_request, encode_request
@@ -262,11 +262,11 @@ def test_metrics_follow_the_ranks() -> None:
     metrics.rank_up(0, up=True)
     metrics.step(0, REPORT)
     metrics.step(1, REPORT)
-    assert "ptj_pipeline_bubble_ratio{" not in metrics.render().decode()
+    assert "ptj_pipeline_bubble_ratio{" not in metrics.exposition().decode()
     metrics.step(0, replace(REPORT, experts=(ExpertLoad(5, 1.25, 0.125, 1.0625, 4.0),), pipeline_bubble=0.25))
     metrics.checkpoint_saved(0.2)
     metrics.phase(0, "load", 0.3)
-    text = metrics.render().decode()
+    text = metrics.exposition().decode()
     base = 'job_name="job",namespace="team-a"'
     mixture = 'job_name="job",layer="5",namespace="team-a"'
     for line in (
@@ -287,7 +287,7 @@ def test_metrics_follow_the_ranks() -> None:
     ):
         assert line in text.replace('namespace="team-a",job_name="job"', base), line
     metrics.generation(2, [4, 5], restart=True)
-    text = metrics.render().decode()
+    text = metrics.exposition().decode()
     assert 'rank="0"' not in text
     assert 'layer="5"' not in text
     gone = ("pipeline_bubble_ratio", "loss", "grad_norm", "learning_rate", "mfu", "startup_phase_seconds")
