@@ -22,7 +22,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.plan_reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.degree_search import Candidate, DegreeSearch
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import RunConfig
 from meshwright.rules.validation import check_spec
 
 MAX_PLANS = 6

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import CommandRun, NativeRun, RunConfig
 from meshwright.rules.resolved.run_checks import run_problems
 
 Runnable = Callable[[Layout, int, PipelineSchedule, ActivationCheckpointing], bool]
@@ -25,35 +26,48 @@ def run_config_of(
     schedule: PipelineSchedule,
     checkpointing: ActivationCheckpointing,
 ) -> RunConfig:
-    """What the ranks run, with everything the spec left open filled in."""
+    """What the ranks run, with everything the spec left open filled in.
+
+    Raises:
+        ValueError: the spec has neither a model with data and training, nor a command.
+    """
+    command = spec.runtime.command
+    if command is not None:
+        return CommandRun(
+            **_shared_fields(spec, layout, micro_batches, schedule), checkpoint=spec.checkpoint, command=command
+        )
+    if architecture is None or spec.data is None or spec.training is None:
+        raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
     checkpoint = spec.checkpoint
-    if checkpoint is not None and architecture is not None:
+    if checkpoint is not None:
         checkpoint = checkpoint.model_copy(update={"every_steps": checkpoint.interval, "keep": checkpoint.retained})
-    training = spec.training
-    if training is not None:
-        training = training.model_copy(update={"activation_checkpointing": checkpointing})
-    decided = {
+    return NativeRun(
+        **_shared_fields(spec, layout, micro_batches, schedule),
+        architecture=architecture,
+        data=spec.data,
+        training=spec.training.model_copy(update={"activation_checkpointing": checkpointing}),
+        checkpoint=checkpoint,
+    )
+
+
+def _shared_fields(
+    spec: ParallelTrainingJobSpec, layout: Layout, micro_batches: int, schedule: PipelineSchedule
+) -> dict[str, Any]:
+    """The fields of both kinds of runs."""
+    degrees = {
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
         "context": layout.context,
         "expert": layout.expert,
         "micro_batches": micro_batches,
     }
-    return RunConfig(
-        **decided,
-        data_parallel=layout.data,
-        parallelism=spec.parallelism.model_copy(update={**decided, "schedule": schedule}),
-        architecture=architecture,
-        data=spec.data,
-        training=training,
-        checkpoint=checkpoint,
-        command=spec.runtime.command,
-    )
+    parallelism = spec.parallelism.model_copy(update={**degrees, "schedule": schedule})
+    return {**degrees, "data_parallel": layout.data, "parallelism": parallelism}
 
 
 def refusals_of(run: RunConfig) -> list[str]:
     """What ranks would have against a run; nothing is known of a command of the user's."""
-    return run_problems(run) if run.command is None and run.architecture is not None else []
+    return run_problems(run) if isinstance(run, NativeRun) else []
 
 
 def runnable(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Runnable:

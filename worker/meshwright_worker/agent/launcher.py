@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterable, Mapping
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.command_rank import start_command
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
@@ -54,7 +55,7 @@ class Launcher:
         Raises:
             LaunchError: the fork server cannot be started.
         """
-        if start.document.run.command is None:
+        if isinstance(start.document.run, NativeRun):
             try:
                 await self._server.ready()
             except (ForkServerError, OSError) as error:
@@ -74,8 +75,8 @@ class Launcher:
         run = start.document.run
         try:
             environment = rank_environment(start.document, start.member, rank, self._settings)
-            if run.command is None:
-                task = rank_task(start.document, start.member, rank, self._settings)
+            if isinstance(run, NativeRun):
+                task = rank_task(start.document, run, start.member, rank, self._settings)
                 handle = await self._server.fork(task, environment)
             else:
                 full_environment = {**self._environment, **environment}

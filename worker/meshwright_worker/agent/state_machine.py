@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.protocol.messages import CheckpointCommit, FailureKind, MeshDocument, MeshMember, WorkerState
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
 
@@ -179,7 +180,7 @@ class AgentStateMachine:
             number=start.document.generation,
             first_rank=start.member.first_rank,
             count=start.member.ranks,
-            uses_builtin_runtime=start.document.run.command is None,
+            uses_builtin_runtime=isinstance(start.document.run, NativeRun),
             started=now,
         )
         return start

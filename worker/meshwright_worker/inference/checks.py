@@ -8,7 +8,7 @@ from math import inf
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.rules.nearest import nearest
-from meshwright_worker.trainer.run_validation import InvalidRunError
+from meshwright_worker.rank.failures import InvalidRunError
 
 
 def check_layout(layout: Layout, model: Architecture) -> None:
