@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.layout import Layout
 from meshwright.schedules.actions import Schedule
+from meshwright.schedules.registry import kind_of
 from meshwright.schedules.simulator import ActionCosts
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import CONTEXT, DATA, PIPELINE, TENSOR
@@ -139,9 +141,10 @@ def executor_of(
     if limit is not None:
         watch = Stopwatch(mesh.device)
         timed = TimedSleepingChunk(rank, schedule.stages, costs, watch)
-        return AutoScheduleExecutor(timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1), [
-            timed
-        ]
+        kind = kind_of(PipelineSchedule.AUTOMATIC)
+        return AutoScheduleExecutor(
+            kind, timed, schedule, transfers, mesh, watch, limit=limit, width=WIDTH, slices=1
+        ), [timed]
     held = sorted({action.stage for action in schedule.actions(rank)})
     chunks = [SleepingChunk(index, schedule.stages, costs) for index in held]
     return ScheduleExecutor(chunks, schedule, rank, transfers, width=WIDTH, slices=1), chunks

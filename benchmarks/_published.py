@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.api.parallelism import PipelineSchedule
-from meshwright.models.transformer import Transformer
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.units import GIB
 
 Row = dict[str, Any]
-GIB = float(1 << 30)
 GPT_VOCABULARY = 51200
 """Of Megatron's GPT, where a table does not give it: GPT-2's, padded."""
 
@@ -136,15 +138,16 @@ def gpu_of(row: Row, default: str | None = None) -> Accelerator:
     return found
 
 
-def gpt(row: Row, *, tied: bool = True) -> Transformer:
+def gpt(row: Row, *, tied: bool = True) -> Architecture:
     """A GPT by its row: LayerNorm, biases, ungated feed-forward layers of four times the width."""
-    hidden, sequence = int(row["hidden"]), int(row["seq"])
-    return Transformer(
+    hidden, heads, sequence = int(row["hidden"]), int(row["heads"]), int(row["seq"])
+    return Architecture(
         layers=int(row["layers"]),
-        hidden=hidden,
-        heads=int(row["heads"]),
-        intermediate=int(row.get("ffn") or 4 * hidden),
-        vocab=int(row.get("vocab") or GPT_VOCABULARY),
+        hidden_size=hidden,
+        intermediate_size=int(row.get("ffn") or 4 * hidden),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=int(row.get("vocab") or GPT_VOCABULARY),
         gated=False,
         biases=True,
         positions=sequence,
@@ -172,8 +175,8 @@ def _vtrain(row: Row, table: str, runtime: str, seconds: float, fabric: Fabric) 
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
         sequence_parallel=False,
-        recompute=Recompute.FULL,
-        numbers=Numbers.FP16,
+        checkpointing=ActivationCheckpointing.FULL,
+        precision=Precision.FP16,
     )
     model = f"h{row['hidden']} L{row['layers']}"
     rivals = f"{model} on {row['gpus']} x {row['gbs']}"
@@ -206,8 +209,8 @@ def _megatron(row: Row, table: str, seconds: float) -> Case:
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
         sequence_parallel=bool(row.get("sp")),
-        recompute=Recompute(row["recompute"]),
-        numbers=Numbers(row.get("precision") or "fp16"),
+        checkpointing=ActivationCheckpointing(row["recompute"].capitalize()),
+        precision=Precision(row.get("precision") or "fp16"),
     )
     model = f"h{row['hidden']} L{row['layers']}"
     return Case(table, model, "megatron-lm", gpu, Fabric.of(gpu), work, choices, seconds)
@@ -253,7 +256,7 @@ def zero_bubble(row: Row) -> Case:
         micro_batch_size=int(row["mbs"]),
         micro_batches=int(row["microbatches"]),
         sequence_parallel=False,
-        numbers=Numbers.FP16,
+        precision=Precision.FP16,
     )
     seconds = batch / (float(row["samples_per_gpu_s"]) * int(row["gpus"]))
     memory = float(row["mem_gb"]) * GIB if row.get("mem_gb") else None
@@ -281,7 +284,7 @@ def sailor(row: Row) -> Case | None:
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
         sequence_parallel=False,
-        numbers=Numbers.FP16,
+        precision=Precision.FP16,
     )
     work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
     memory, seconds = float(row["max_mem_bytes"]), float(row["iter_s"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from _published import (
-    GIB,
     Case,
     Reader,
     Row,
@@ -19,11 +18,13 @@ from _published import (
 )
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.architecture import Architecture
 from meshwright.models.counts import training_flops
 from meshwright.models.presets import PRESETS
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.fabric import Fabric
-from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.units import GIB
 
 LLAMA_31 = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "405B": "llama-3.1-405b"}
 
@@ -33,7 +34,7 @@ def torchtitan(row: Row) -> Case:
     preset = LLAMA_31.get(str(row["model"]))
     if preset is None:
         raise UnusableRow(f"unknown model {row['model']!r}")
-    gpu, model, variant = gpu_of(row), Transformer.of(PRESETS[preset]), str(row["variant"]).lower()
+    gpu, model, variant = gpu_of(row), PRESETS[preset], str(row["variant"]).lower()
     pipeline, local = int(row.get("pp") or 1), int(row["lbs"])
     chunks = 2 if "interleaved" in variant and pipeline > 1 else 1
     micro_batches = min(local, pipeline * chunks) if pipeline > 1 else 1
@@ -47,8 +48,8 @@ def torchtitan(row: Row) -> Case:
         virtual_stages=chunks,
         micro_batch_size=whole(local, micro_batches, "local batch"),
         micro_batches=micro_batches,
-        recompute=Recompute(row["recompute"]),
-        numbers=Numbers.FP8 if "fp8" in variant else Numbers.BF16,
+        checkpointing=ActivationCheckpointing(row["recompute"].capitalize()),
+        fp8="fp8" in variant,
     )
     sequence = int(row["seq"])
     work = Workload(model, sequence, local * int(row["fsdp"]))
@@ -79,7 +80,15 @@ def runtime_of(variant: str) -> str:
 def nanotron(row: Row) -> Case:
     """Best configurations; multi-head attention; model FLOPs over the peak give the seconds."""
     gpu, sequence = gpu_of(row), int(row["seq"])
-    model = Transformer(int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["ffn"]), int(row["vocab"]))
+    heads = int(row["heads"])
+    model = Architecture(
+        layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        intermediate_size=int(row["ffn"]),
+        heads=heads,
+        kv_heads=heads,
+        vocab_size=int(row["vocab"]),
+    )
     batch = int(row["gbs_seqs"])
     choices = Strategy(
         tensor=int(row["tp"]),

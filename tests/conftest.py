@@ -1,11 +1,16 @@
 """Options of the whole test suite."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from meshwright.metrics.declaration import Catalog
+from meshwright.metrics.exporter import Exporter
+from tests.metrics.checks import undeclared_samples
 from tests.randomness import ASKED
 
 # A busy machine is slow, which is no finding: properties are checked, not times. Nor is a change to blame for what only
@@ -58,3 +63,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--cluster", "embedded") == "kubeconfig" and not os.environ.get("KUBECONFIG"):
         raise pytest.UsageError("--cluster kubeconfig: needs KUBECONFIG")
+
+
+@pytest.fixture(autouse=True)
+def only_declared_label_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that observes a metric with a label value outside its declared set."""
+    exporters: list[Exporter] = []
+    make = Exporter.__init__
+
+    def remember(self: Exporter, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        exporters.append(self)
+
+    monkeypatch.setattr(Exporter, "__init__", remember)
+    yield
+    problems = []
+    for exporter in exporters:
+        collectors = (
+            collector for collector in exporter.registry._collector_to_names if isinstance(collector, Catalog)
+        )
+        declared = [*exporter.metrics, *(metric for collector in collectors for metric in collector.metrics)]
+        problems += undeclared_samples(exporter.exposition().decode(), declared)
+    assert problems == []

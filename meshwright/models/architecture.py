@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from meshwright.api.base import ApiModel
 from meshwright.api.mixture import MixtureSpec
 from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
-from meshwright.models.mixture import feed_forward_parameters, mixture_layers
+from meshwright.models.mixture import feed_forward_parameters, is_mixture, mixture_layers
 
 
 def _width_of_a_head(numbers: dict[str, Any]) -> int:
@@ -19,6 +20,8 @@ def _width_of_a_head(numbers: dict[str, Any]) -> int:
 
 class Architecture(ApiModel):
     """A pre-norm decoder. The defaults are Llama's: RMSNorm, rotary positions, SwiGLU, no biases."""
+
+    model_config = ConfigDict(frozen=True)  # a key of the planner's caches
 
     name: str = ""
     """Preset's name, or empty."""
@@ -64,6 +67,29 @@ class Architecture(ApiModel):
     """Rescaling of rotary frequencies; None for none."""
     mixture: MixtureSpec | None = None
     """Layers with a mixture of experts in place of the feed-forward layer."""
+    sliding_window: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
+    """Keys that a query attends to at most (Mistral); 0 for all before it. Counted, not built."""
+    shared_gate: Annotated[bool, Field(exclude=True), SkipJsonSchema()] = False
+    """Whether a gate weighs a mixture's shared experts (Qwen2-MoE). Counted, not built."""
+    prediction_layers: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
+    """Multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2), each one layer and a projection.
+    Counted, not built."""
+
+    def __hash__(self) -> int:
+        """Cheap: a search looks models up all the time."""
+        return hash((self.name, self.layers, self.hidden_size))
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has a mixture of experts."""
+        return is_mixture(self.mixture, layer)
+
+    def count_mixtures(self, first: int, last: int) -> int:
+        """How many of the layers `first` to `last - 1` have a mixture of experts."""
+        mixture = self.mixture
+        if mixture is None:
+            return 0
+        low, high = (max(0, layer - mixture.dense_layers) // mixture.every for layer in (first, last))
+        return high - low
 
     @property
     def key_size(self) -> int:

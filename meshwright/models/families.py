@@ -10,34 +10,34 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS, UnknownModelError
-from meshwright.models.transformer import Transformer
 
 
-def _windowed() -> list[Transformer]:
+def _windowed() -> list[Architecture]:
     return [
-        Transformer(
+        Architecture(
             name="mistral-7b",
             layers=32,
-            hidden=4096,
-            intermediate=14336,
+            hidden_size=4096,
+            intermediate_size=14336,
             heads=32,
             kv_heads=8,
-            vocab=32_000,
-            window=4096,
+            vocab_size=32_000,
+            sliding_window=4096,
         )
     ]
 
 
-def _families() -> dict[str, Transformer]:
-    listed = [*_windowed(), *(Transformer.of(architecture) for architecture in PRESETS.values())]
+def _families() -> dict[str, Architecture]:
+    listed = [*_windowed(), *PRESETS.values()]
     return {model.name: model for model in listed}
 
 
-FAMILIES: Mapping[str, Transformer] = MappingProxyType(_families())
+FAMILIES: Mapping[str, Architecture] = MappingProxyType(_families())
 
 
-def family(name: str) -> Transformer:
+def family(name: str) -> Architecture:
     """The model called `name`.
 
     Raises:

@@ -13,17 +13,8 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.search.degree_search import MICRO_BATCHES_PER_STAGE, Candidate, DegreeSearch
 from meshwright.planner.search.explain import step_text
 from meshwright.planner.search.search_space import checkpointing_options, context_degrees
+from meshwright.planner.units import format_bytes
 from meshwright.schedules.registry import kind_of
-
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
-def format_bytes(count: float) -> str:
-    """Bytes for people, with three digits: `12.3 GiB`."""
-    for unit, name in _UNITS:
-        if count >= unit:
-            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"
-    return f"{count:.0f} B"
 
 
 def memory_text(memory: Memory) -> str:

@@ -10,35 +10,16 @@ from meshwright.api.lora import LoraSpec
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterMethod, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OuterMethod, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters_per_layer
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.memory_options import MemoryOptions
-from meshwright.planner.cost.strategy import Numbers, Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
 
-_NUMBERS = {
-    Precision.FP32: Numbers.FP32,
-    Precision.BF16: Numbers.BF16,
-    Precision.FP16: Numbers.FP16,
-    Precision.FP64: Numbers.FP64,
-}
-CHECKPOINTING = {
-    ActivationCheckpointing.NONE: Recompute.NONE,
-    ActivationCheckpointing.SELECTIVE: Recompute.SELECTIVE,
-    ActivationCheckpointing.FULL: Recompute.FULL,
-    ActivationCheckpointing.EVERY_K: Recompute.FULL,
-    ActivationCheckpointing.SQRT: Recompute.SQRT,
-}
-OFFLOAD = {
-    OptimizerOffload.NONE: Offload.NONE,
-    OptimizerOffload.CPU: Offload.CPU,
-    OptimizerOffload.FILE: Offload.NVME,
-}
 _ERROR_FEEDBACK = (GradientCompression.INT8, GradientCompression.TOP_K, GradientCompression.POWER_SGD)
 """Compressions that keep what they left out."""
 _OUTER_STATE = {OuterMethod.DILOCO: 2.0, OuterMethod.ASYNC_SGD: 1.0}
@@ -53,7 +34,8 @@ class TrainingJob:
     work: Workload
     training: TrainingSpec
     parallelism: ParallelismSpec
-    numbers: Numbers
+    fp8: bool
+    """Whether matrix products are counted in fp8."""
     settings: MemoryOptions
     runtime: Framework
 
@@ -75,10 +57,11 @@ class TrainingJob:
         """The job of the parts of a spec that matter here."""
         return cls(
             architecture,
-            Workload(Transformer.of(architecture), training.sequence_length, training.global_batch_size),
+            Workload(architecture, training.sequence_length, training.global_batch_size),
             training,
             parallelism,
-            _numbers(training),
+            # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
+            training.fp8 is not None and training.precision is Precision.BF16,
             _settings(training, parallelism, architecture, replicas),
             _framework(training),
         )
@@ -116,13 +99,12 @@ class TrainingJob:
             zero_stage=parallelism_spec.zero_stage if layout.replicas > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
-            recompute=CHECKPOINTING[training.checkpointing],
-            recompute_every=(
-                training.checkpoint_every if training.checkpointing is ActivationCheckpointing.EVERY_K else 1
-            ),
-            offload_optimizer=OFFLOAD[training.optimizer.offload],
-            offload_activations=Offload.CPU if training.activation_offload else Offload.NONE,
-            numbers=self.numbers,
+            checkpointing=training.checkpointing,
+            checkpoint_every=training.checkpoint_every,
+            optimizer_offload=training.optimizer.offload,
+            activation_offload=training.activation_offload,
+            precision=training.precision,
+            fp8=self.fp8,
             settings=self.settings,
         )
 
@@ -145,13 +127,6 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
     if ranks == 1 or (even and ranks * stages_per_rank(parallelism, ranks) <= model.layers):
         return None
     return tuple(len(layers) for layers in layers_of_stages(parallelism, ranks, model, length))
-
-
-def _numbers(training: TrainingSpec) -> Numbers:
-    # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
-    if training.fp8 is not None and training.precision is Precision.BF16:
-        return Numbers.FP8
-    return _NUMBERS[training.precision]
 
 
 @lru_cache(maxsize=8)

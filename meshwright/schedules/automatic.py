@@ -186,6 +186,7 @@ class Automatic(PipelineScheduleKind):
     name = PipelineSchedule.AUTOMATIC
     short_name = "automatic"
     splits_backward = True
+    measures_costs = True
     takes_activation_limit = True
     own_order = False
     searched = False
@@ -193,6 +194,10 @@ class Automatic(PipelineScheduleKind):
     def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
         """As `automatic`."""
         return automatic(shape.ranks, shape.micro_batches, shape.limit, costs)
+
+    def generate_measured(self, shape: PipelineShape, costs: Sequence[ActionCosts], hop: float) -> Schedule:
+        """Search with the time of a send too."""
+        return automatic(shape.ranks, shape.micro_batches, shape.limit, costs, hop)
 
     def in_flight(self, shape: PipelineShape, rank: int) -> float:
         """Up to the limit."""

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import attention_flops, layer_counts, output_parameters
-from meshwright.models.transformer import Transformer
 from meshwright.schedules.simulator import ActionCosts
 
 
 def layer_costs(
-    model: Transformer, length: int, layer: int, *, recomputes: bool = False, causal: bool = True
+    model: Architecture, length: int, layer: int, *, recomputes: bool = False, causal: bool = True
 ) -> ActionCosts:
     """The costs of one layer, in floating-point operations of one token: only their ratios matter.
 
@@ -35,7 +34,7 @@ def layer_costs(
     return ActionCosts(forward, (forward if recomputes else 0.0) + matrices + 2.0 * attention, matrices)
 
 
-def output_costs(model: Transformer, *, recomputes: bool = False) -> ActionCosts:
+def output_costs(model: Architecture, *, recomputes: bool = False) -> ActionCosts:
     """The costs of the output projection, in the unit of `layer_costs`."""
     matrix = 2.0 * output_parameters(model)
     return ActionCosts(matrix, (matrix if recomputes else 0.0) + matrix, matrix)
@@ -52,12 +51,11 @@ def stage_costs(
         layers: of each stage, in the model's order; the last one has the output projection beside them.
         recomputes: whether a stage is computed again before its backward pass.
     """
-    whole = Transformer.of(model)
     costs = []
     for stage, own in enumerate(layers):
-        parts = [layer_costs(whole, length, layer, recomputes=recomputes) for layer in own]
+        parts = [layer_costs(model, length, layer, recomputes=recomputes) for layer in own]
         if stage == len(layers) - 1:
-            parts.append(output_costs(whole, recomputes=recomputes))
+            parts.append(output_costs(model, recomputes=recomputes))
         costs.append(
             ActionCosts(
                 sum(part.forward for part in parts),

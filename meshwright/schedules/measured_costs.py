@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.automatic import automatic
+from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
 from meshwright.schedules.simulator import ActionCosts, simulate
 
 RESOLUTION = 16
@@ -71,14 +71,16 @@ def round_times(times: PipelineTimes) -> PipelineTimes:
     return PipelineTimes(costs, round(times.hop / unit) / RESOLUTION)
 
 
-def faster_schedule(schedule: Schedule, limit: int, times: PipelineTimes) -> Schedule:
-    """`schedule`, or an order of the same steps that is simulated to end sooner with these times.
+def faster_schedule(kind: PipelineScheduleKind, schedule: Schedule, limit: int, times: PipelineTimes) -> Schedule:
+    """Return `schedule`, or the kind's order for these times if that is simulated to end sooner.
 
     Args:
+        kind: one with `measures_costs`.
         schedule: within `limit`, one stage a rank.
         limit: most micro-batches whose activations a rank may hold.
         times: as `round_times`.
     """
-    searched = automatic(schedule.stages, schedule.micro_batches, limit, times.costs, times.hop)
-    # The search tries what it can in a fixed number of tries: the present order need not be among them.
-    return min(schedule, searched, key=lambda order: simulate(order, times.costs, times.hop).makespan)
+    shape = PipelineShape(schedule.stages, schedule.micro_batches, activation_limit=limit)
+    measured = kind.generate_measured(shape, times.costs, times.hop)
+    # A search with a fixed number of tries may miss the present order, which can be the better one.
+    return min(schedule, measured, key=lambda order: simulate(order, times.costs, times.hop).makespan)

@@ -52,6 +52,7 @@ class PipeDream2BW(_WithoutDraining):
 
     name = PipelineSchedule.PIPEDREAM_2BW
     short_name = "pipedream-2bw"
+    double_buffered = True
 
     def extra_weight_versions(self, ranks: int, rank: int) -> float:
         """Two."""

@@ -12,7 +12,6 @@ from functools import lru_cache
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright.models.transformer import Transformer
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.flop_costs import layer_costs, output_costs, stage_costs
 from meshwright.schedules.multi_stage_partition import partition_over_ranks
@@ -89,12 +88,12 @@ def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architectu
         return _ranges(split)
     if parallelism.stage_balance is StageBalance.FLOPS:
         homes = tuple(stage_ranks(parallelism, ranks))
-        return _ranges(_balanced_by_flops(Transformer.of(model), length, homes, parallelism.rematerialize))
+        return _ranges(_balanced_by_flops(model, length, homes, parallelism.rematerialize))
     return split_layers(model.layers, stages)
 
 
 @lru_cache(maxsize=256)
-def _balanced_by_flops(model: Transformer, length: int, homes: tuple[int, ...], recomputes: bool) -> tuple[int, ...]:
+def _balanced_by_flops(model: Architecture, length: int, homes: tuple[int, ...], recomputes: bool) -> tuple[int, ...]:
     """Layers of each stage by the costs that `stage_costs` adds up."""
     costs = [layer_costs(model, length, layer, recomputes=recomputes).total for layer in range(model.layers)]
     return partition_over_ranks(costs, homes, last=output_costs(model, recomputes=recomputes).total)

@@ -72,8 +72,16 @@ class PipelineScheduleKind(ABC):
     """Whether the last stage runs all forward passes before the first backward pass."""
     asynchronous: ClassVar[bool] = False
     """Whether the pipeline never drains between steps: what it trains differs from one process by design."""
+    double_buffered: ClassVar[bool] = False
+    """Whether all stages of an asynchronous pipeline compute a step's gradients with the weights of two steps before.
+    Otherwise a stage uses its newest weights.
+    """
     takes_activation_limit: ClassVar[bool] = False
     """Whether `parallelism.activationLimit` bounds the memory of its order."""
+    measures_costs: ClassVar[bool] = False
+    """Whether ranks measure their passes in the first steps, then run what `generate_measured` returns. Such a schedule
+    has one stage on each rank and splits every backward pass.
+    """
     own_order: ClassVar[bool] = True
     """Whether its order follows from its numbers alone and is its own: not searched, and not that of another one."""
 
@@ -136,6 +144,16 @@ class PipelineScheduleKind(ABC):
         Raises:
             ValueError: there is none for these numbers; the text says why.
         """
+
+    def generate_measured(self, shape: PipelineShape, costs: Sequence[ActionCosts], hop: float) -> Schedule:
+        """Return the order of a step for measured times, for schedules with `measures_costs`.
+
+        Args:
+            shape: as for `generate`.
+            costs: of every stage.
+            hop: seconds to send hidden states to another rank.
+        """
+        return self.generate(shape, costs)
 
     @abstractmethod
     def in_flight(self, shape: PipelineShape, rank: int) -> float:

@@ -264,11 +264,11 @@ def test_metrics_follow_the_ranks() -> None:
     metrics.rank_up(0, up=True)
     metrics.step(0, REPORT)
     metrics.step(1, REPORT)
-    assert "ptj_pipeline_bubble_ratio{" not in metrics.render().decode()
+    assert "ptj_pipeline_bubble_ratio{" not in metrics.exposition().decode()
     metrics.step(0, replace(REPORT, experts=(ExpertLoad(5, 1.25, 0.125, 1.0625, 4.0),), pipeline_bubble=0.25))
     metrics.checkpoint_saved(0.2)
     metrics.phase(0, "load", 0.3)
-    text = metrics.render().decode()
+    text = metrics.exposition().decode()
     base = 'job_name="job",namespace="team-a"'
     mixture = 'job_name="job",layer="5",namespace="team-a"'
     for line in (
@@ -289,7 +289,7 @@ def test_metrics_follow_the_ranks() -> None:
     ):
         assert line in text.replace('namespace="team-a",job_name="job"', base), line
     metrics.generation(2, [4, 5], restart=True)
-    text = metrics.render().decode()
+    text = metrics.exposition().decode()
     assert 'rank="0"' not in text
     assert 'layer="5"' not in text
     gone = ("pipeline_bubble_ratio", "loss", "grad_norm", "learning_rate", "mfu", "startup_phase_seconds")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
 
+from meshwright_worker.distributed.collectives import RingTransfer
 from meshwright_worker.distributed.mesh import TENSOR, join_mesh
 from meshwright_worker.parallel.tensor import async_tensor_parallel
 from meshwright_worker.parallel.tensor.async_tensor_parallel import Ring
@@ -19,12 +22,12 @@ def trace_both(task: RankTask) -> tuple[list[str], list[str], torch.Tensor]:
     """What a rank does in turn to gather, and to add up; and its own part of the sum."""
     trace: list[str] = []
 
-    class Traced(async_tensor_parallel._RingTransfer):
+    class Traced(RingTransfer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             trace.append("starts")
 
-        def wait(self) -> torch.Tensor:
+        def wait(self) -> Sequence[torch.Tensor]:
             trace.append("ends")
             return super().wait()
 
@@ -32,16 +35,12 @@ def trace_both(task: RankTask) -> tuple[list[str], list[str], torch.Tensor]:
         trace.append(f"product {rank}")
         return F.linear(part, torch.ones(1, 3))
 
-    plain, async_tensor_parallel._RingTransfer = async_tensor_parallel._RingTransfer, Traced  # type: ignore[misc]
-    try:
-        with join_mesh(task) as mesh:
-            ring = Ring(mesh.group(TENSOR))
-            gathered = [product(rank, part) for rank, part in ring.each(torch.ones(1, 2, 3))]
-            first, trace[:] = trace.copy(), []
-            own = ring.ring_reduce(lambda rank: product(rank, gathered[0].expand(1, 2, 3) * (rank + 1)))
-            return first, trace.copy(), own
-    finally:
-        async_tensor_parallel._RingTransfer = plain  # type: ignore[misc]
+    with patch.object(async_tensor_parallel, "RingTransfer", Traced), join_mesh(task) as mesh:
+        ring = Ring(mesh.group(TENSOR))
+        gathered = [product(rank, part) for rank, part in ring.each(torch.ones(1, 2, 3))]
+        first, trace[:] = trace.copy(), []
+        own = ring.ring_reduce(lambda rank: product(rank, gathered[0].expand(1, 2, 3) * (rank + 1)))
+        return first, trace.copy(), own
 
 
 def test_products_run_between_the_beginning_and_the_end_of_a_send(pool: RankPool) -> None:

@@ -1,8 +1,8 @@
 """`render`: blocks that the product reads or that repeat a file, built from the code and the file.
 
 `render spec` is a piece of a job's spec: `meshwright plan` must accept it, laid over a plain job. `render inventory` is
-a list of nodes for `meshwright plan`, `render chaos` a list of faults for the embedded API server. `render PATH` is a
-file of the repository, or with `...` parts of one.
+a list of nodes for `meshwright plan`, `render chaos` a list of faults for the embedded API server. `render label-sets`
+is the list of known fabric labels. `render PATH` is a file of the repository, or with `...` parts of one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import yaml
 from click.testing import CliRunner
 from pydantic import TypeAdapter, ValidationError
 
+from meshwright.planner.topology.levels import LABEL_SETS, LEVELS
 from meshwright_local.apiserver.rest.chaos import Rule
 from tests.docs import programs, transcript
 from tests.docs.blocks import ROOT, Block
@@ -31,6 +32,7 @@ PLAIN: dict[str, Any] = {
 }
 OWN_TEXT = {"claimName", "uri"}
 """Fields of `data` that take the place of its `source`."""
+LABELS = "label-sets"
 
 
 class RenderError(AssertionError):
@@ -47,9 +49,20 @@ def rendered(block: Block) -> list[str]:
     if what in _READERS:
         _READERS[what](block.text)
         return block.lines
+    if what == LABELS:
+        return label_sets()
     if not (ROOT / what).is_file():
-        raise RenderError(f"`{what}` is neither {', '.join(_READERS)} nor a file of the repository")
+        raise RenderError(f"`{what}` is neither {', '.join((*_READERS, LABELS))} nor a file of the repository")
     return transcript.updated(block.lines, (ROOT / what).read_text().splitlines())
+
+
+def label_sets() -> list[str]:
+    """The label keys of each level, by who sets them."""
+    lines = []
+    for label_set in LABEL_SETS:
+        lines.append(label_set.source)
+        lines += [f"  {level:6}  {key}" for level in LEVELS for key in label_set.keys.get(level, ())]
+    return lines
 
 
 def with_fragment(spec: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from meshwright.models.huggingface.planner_config import ConfigError, from_confi
 from meshwright.models.huggingface.runtime_config import config_from_architecture
 from meshwright.models.model_spec import architecture_from_json, to_model_spec
 from meshwright.models.presets import PRESETS, UnknownModelError, resolve
-from meshwright.models.transformer import Transformer
 from tests.models.test_families import GPT2, MIXTRAL, QWEN
 
 LLAMA = {
@@ -50,7 +49,7 @@ def test_a_configuration_is_the_preset_that_it_is_written_from(name: str) -> Non
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL, QWEN, GPT2], ids=lambda config: config["model_type"])
 def test_worker_and_planner_count_a_configuration_alike(config: dict[str, Any]) -> None:
     built = resolve(ModelSpec(hugging_face=json.dumps(config)))
-    assert built.parameters == parameters(Transformer.of(built)) == parameters(from_config(config))
+    assert built.parameters == parameters(built) == parameters(from_config(config))
 
 
 @pytest.mark.parametrize(

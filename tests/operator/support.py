@@ -75,6 +75,15 @@ class Api:
     async def reasons(self, job: str) -> list[str]:
         return [event["reason"] for event in await self.events(job)]
 
+    async def posted(self, job: str, *reasons: str) -> list[Object]:
+        """The job's events of these reasons, once each reason has one: events are posted after the status is written."""
+
+        async def all_there() -> bool:
+            return set(reasons) <= set(await self.reasons(job))
+
+        await until(all_there, f"{job} has the events {', '.join(reasons)}")
+        return [event for event in await self.events(job) if event["reason"] in reasons]
+
 
 async def until(check: Callable[[], Awaitable[Any]], what: str, seconds: float = 30.0) -> Any:
     """Waits until `check` gives something true, and gives that."""

@@ -11,7 +11,7 @@ import pytest
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import CheckpointCommit, Progress
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.decide import failure_detection, gang
+from meshwright_operator.decide import failure_detection, gang, restart_policy
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.metrics.job_metrics import JobRecord
 from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
@@ -52,8 +52,8 @@ def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
     waits = running_status(mesh=mesh(generation=0, pending_cause="Start", pending_since=ago(100)))
     look = one_crashed(waits, seconds_ago=-ahead)
     assert (
-        failure_detection.crash_backoff_seconds(look, failure_detection.uncounted_crashes(look))
-        <= failure_detection.LONGEST_BACKOFF_SECONDS
+        restart_policy.crash_backoff_left(look, failure_detection.uncounted_crashes(look))
+        <= restart_policy.LONGEST_BACKOFF_SECONDS
     )
     gathers = running_status(mesh=mesh(pending_cause="RankFailure", pending_since=ago(-ahead), failures=3))
     step = gang.next_step(observed(None, gathers), "RankFailure")

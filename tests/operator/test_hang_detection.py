@@ -12,10 +12,11 @@ from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide import hang_detection
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.decide_job import decide
-from meshwright_operator.decide.failure_detection import Interruption
-from meshwright_operator.decide.hang_detection import diagnose, hang_timeout
+from meshwright_operator.decide.failure_detection import detect
+from meshwright_operator.decide.hang_detection import HangRule
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import moved
+from meshwright_operator.decide.restart_policy import Interruption
 from tests.operator.builders import NOW, agents, observed, pod, report, running_status
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
@@ -40,7 +41,9 @@ def received(reports: list[WorkerReport], ages: dict[int, float] | None = None, 
 
 
 def verdict(seen: Observed) -> Interruption | None:
-    return diagnose(seen)
+    found = detect(seen)
+    assert found is None or isinstance(found, Interruption)
+    return found
 
 
 def test_all_ranks_that_train_are_no_hang() -> None:
@@ -63,14 +66,14 @@ def test_the_time_out_follows_the_step_time_unless_it_is_set(
 ) -> None:
     first = trains(0, 0.0, progress=Progress(step=7, loss=1.0, step_seconds=step_seconds))
     recovery = {"hangTimeoutSeconds": chosen} if chosen else {}
-    assert hang_timeout(observed(received=received([first]), recovery=recovery), started) == expected
+    assert HangRule(observed(received=received([first]), recovery=recovery)).timeout(started) == expected
 
 
 def test_the_rank_that_is_behind_is_named_with_its_node_step_and_phase() -> None:
     reports = [trains(w, 301.0, step=6 if w == 2 else 7) for w in range(4)]
     found = verdict(observed(received=received(reports)))
     assert found is not None
-    assert found.cause == "Hang"
+    assert found.cause.name == "Hang"
     for words in ("rank 4 (worker 2 on n2, process 100)", "301 s", "step 6", "7 other ranks wait"):
         assert words in found.message
 
@@ -108,7 +111,7 @@ def test_hangs_use_up_the_limit() -> None:
 def test_the_users_command_tells_nothing_and_so_never_hangs() -> None:
     seen = observed(received=received([trains(w, 5000.0) for w in range(4)]))
     command = seen.spec.model_copy(update={"runtime": seen.spec.runtime.model_copy(update={"command": ["x"]})})
-    assert diagnose(replace(seen, spec=command)) is None
+    assert detect(replace(seen, spec=command)) is None
 
 
 def test_a_silent_agent_whose_peers_train_on_is_left_alone() -> None:
@@ -121,7 +124,7 @@ def test_a_silent_agent_is_lost_when_training_stands() -> None:
     seen = observed(received=received(reports, {2: 75.0}))
     found = verdict(seen)
     assert found is not None
-    assert found.cause == "PodLost"
+    assert found.cause.name == "PodLost"
     assert "worker 2 on n2 for 75 s" in found.message
     decision = decide(seen)
     assert [p.name for p in decision.delete] == ["train-w2-0"]
@@ -147,9 +150,9 @@ def test_an_agent_whose_old_ranks_do_not_end_loses_its_pod() -> None:
     assert status.mesh is not None
     status.mesh.generation = 2
     seen = observed(status=status, received=received(reports))
-    assert diagnose(seen) is None, "it was told a minute ago"
+    assert detect(seen) is None, "it was told a minute ago"
     seen = replace(seen, now=NOW + timedelta(seconds=hang_detection.ADOPT_GENERATION_SECONDS))
-    found = diagnose(seen)
+    found = verdict(seen)
     assert found is not None
     assert "worker 1 on n1 did not take up generation 2" in found.message
     assert [w.index for w in found.lost] == [1]

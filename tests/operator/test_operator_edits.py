@@ -61,7 +61,7 @@ async def test_an_edit_that_cannot_be_planned_stops_nobody_and_the_gang_still_re
     pods = {pod["metadata"]["name"]: pod for pod in await api.pods("careful")}
     assert set(pods) == {"careful-w0-0", "careful-w1-1", "careful-w2-0", "careful-w3-0"}
     assert {pod["spec"]["containers"][0]["image"] for pod in pods.values()} == {"meshwright/worker"}
-    assert (await api.reasons("careful")).count("InvalidSpec") == 1
+    assert len(await api.posted("careful", "InvalidSpec")) == 1
 
     await api.patch(f"{JOBS}/careful", {"spec": {"parallelism": {"tensor": 2}, "workers": job("x")["spec"]["workers"]}})
     status = await settled("careful")
@@ -83,7 +83,7 @@ async def test_an_edit_without_room_waits_while_the_gang_trains(
     assert condition(status, "Stalled")["status"] == "False"
     assert (status["readyRanks"], status["plan"]["summary"]) == ("8/8", "TP 2 x PP 2 x DP 2")
     assert await names(api, "grow") == {f"grow-w{worker}-0" for worker in range(4)}
-    assert (await api.reasons("grow")).count("EditDoesNotFit") == 1
+    assert len(await api.posted("grow", "EditDoesNotFit")) == 1
 
     for number in range(4, 8):
         await put_node(api, node(f"n{number}", "r2"))

@@ -92,7 +92,7 @@ async def test_a_failed_rank_restarts_the_ranks_in_the_same_pods(
     assert await names(api, "rank") == {f"rank-w{worker}-0" for worker in range(4)}
     assert status["restarts"] == [{"cause": "RankFailure", "count": 1}]
     assert status["restartsTowardLimit"] == 1
-    failed = [event["message"] for event in await api.events("rank") if event["reason"] == "RankFailed"]
+    failed = [event["message"] for event in await api.posted("rank", "RankFailed")]
     assert failed == ["worker 1: ValueError: loss is not finite"], "the root cause is told, not the peers' noise"
 
 

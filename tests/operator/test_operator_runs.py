@@ -122,7 +122,7 @@ async def test_a_job_waits_for_room_without_holding_pods(
         await put_node(api, node(name, "r2"))
     status = await settled("second")
     assert {entry["node"] for entry in status["placement"]["workers"]} == {"n4", "n5", "n6", "n7"}
-    assert (await api.reasons("second")).count("PlacementFailed") == 1
+    assert len(await api.posted("second", "PlacementFailed")) == 1
     for name in ("n4", "n5", "n6", "n7"):
         await api.delete(f"/api/v1/nodes/{name}")
 

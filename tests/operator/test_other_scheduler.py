@@ -222,7 +222,7 @@ async def test_ranks_follow_the_nodes_that_another_scheduler_gave(
     assert placement["gap"] == "0"
     assert float(placement["cost"]) >= 0
     assert condition(status, "Placed")["status"] == "True"
-    assert {"WaitsForScheduler", "RanksMapped"} <= set(await api.reasons("theirs"))
+    await api.posted("theirs", "WaitsForScheduler", "RanksMapped")
 
     told = kubelet.of("theirs")[0].documents[-1]
     assert [m.first_rank for m in told.members] == list(range(8))

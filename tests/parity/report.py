@@ -25,22 +25,24 @@ LOSS_OF_ROUNDED = 5e-3
 """The limit of losses where rounding on purpose lets gradients differ by more."""
 _NUMBERS = "fp32 loss | fp32 gradients | fp64 gradients | fp64 parameters"
 
-HEAD = f"""# Parity: every technique against one process
+HEAD = f"""# Parity: every technique compared with one process
 
-Each row trains a small decoder in a parallel layout and in one process, from the same seed and samples: for one AdamW
-step in fp32 and for {STEPS} in fp64. It compares the loss of every step, every gradient of the first and every
+Each row trains a small decoder twice, in a parallel layout and in one process, with the same seed and samples: one AdamW
+step in fp32, and {STEPS} steps in fp64. It compares the loss of every step, every gradient of the first step and every
 parameter after the last. An error is the largest absolute difference over all ranks, relative to the largest element
 of the tensor. `make parity` writes this page; `make test` runs a part of the rows.
 
-Techniques that do not take the steps of one process are held to what they are defined to compute, in one process too:
-pipelines without a flush to gradients at weights of as many updates ago as their papers say, islands to steps taken
-apart and rounds, an asynchronous parameter server to the order of reads and writes that it wrote down
-(`tests/parity/definitions.py`).
+Some techniques do not take the steps of one process. They are compared with their definition, also computed in one
+process (`tests/parity/definitions.py`):
 
-Limits: fp32 loss and gradients {LIMITS[Precision.FP32][0]:g}; fp64 gradients {LIMITS[Precision.FP64][0]:g}, parameters
-{LIMITS[Precision.FP64][1]:g}. Rows that round on purpose (compression, 8 and 16-bit formats) name their own limit of
-gradients, and their losses differ by that or {LOSS_OF_ROUNDED:g}, whichever is less; those of 16-bit formats
-stand under fp32.
+- pipelines without a flush: gradients at weights that are as many updates old as their papers say;
+- islands: separate steps, and a synchronization once per round;
+- an asynchronous parameter server: the order of reads and writes that it recorded.
+
+The limits are {LIMITS[Precision.FP32][0]:g} for fp32 losses and gradients, {LIMITS[Precision.FP64][0]:g} for fp64 \
+gradients and {LIMITS[Precision.FP64][1]:g} for fp64 parameters.
+Rows that round on purpose (compression, 8-bit and 16-bit formats) show their own limit of gradients. Their losses differ by
+at most that limit or {LOSS_OF_ROUNDED:g}, whichever is less. Results in 16-bit formats are in the fp32 columns.
 """
 
 
@@ -78,7 +80,7 @@ def markdown(rows: Sequence[Row]) -> str:
     refused = [row for row in rows if row.case.refused is not None]
     measured = sum(bool(row.errors) for row in legal)
     rest = "" if measured == len(legal) else f", of which {measured} were measured in the last run"
-    lines = [HEAD, f"{len(legal)} layouts{rest}; {len(refused)} refused combinations.", ""]
+    lines = [HEAD, f"{len(legal)} layouts{rest}; {len(refused)} rejected combinations.", ""]
     techniques: dict[str, list[Row]] = {}
     for row in legal:
         if not row.case.together:
@@ -87,8 +89,8 @@ def markdown(rows: Sequence[Row]) -> str:
         lines += ["", f"## {technique}", "", *_table(group)]
     lines += _pairs([row for row in legal if row.case.together])
     if refused:
-        lines += ["", "## Refused", "", "Illegal combinations, each refused before any process group forms.", ""]
-        lines += ["| Combination | Layout | Error says |", "|---|---|---|"]
+        lines += ["", "## Rejected", "", "Each of these is rejected before any process group is created.", ""]
+        lines += ["| Combination | Layout | The error contains |", "|---|---|---|"]
         lines += [f"| {r.case.technique} | {layout(r.case)}{_model(r.case)} | {r.case.refused} |" for r in refused]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -139,11 +141,11 @@ def _pairs(rows: list[Row]) -> list[str]:
     legal = len({frozenset(pair) for row in rows for pair in combinations(row.case.together, 2)})
     lines = [
         "",
-        "## Every legal pair",
+        "## Every supported pair",
         "",
-        f"In each row all of its techniques at once; {legal} pairs are in some row.",
+        f"A row uses all of its techniques at once. {legal} pairs are in at least one row.",
     ]
-    lines += ["Those that are in none are refused, see below.", "", f"| Techniques | Ranks | {_NUMBERS} |"]
+    lines += ["All other pairs are rejected; see below.", "", f"| Techniques | Ranks | {_NUMBERS} |"]
     lines += ["|---|---|---|---|---|---|"]
     for row in rows:
         ranks = row.case.run().layout.world_size

@@ -62,7 +62,7 @@ def activations_of_a_layer(
 ) -> float:
     """Bytes that one layer keeps of one token."""
     model, split = asked.work.model, asked.parallelism.sequence and tensor > 1
-    rest = (asked.work.sequence_length, tensor, split, asked.numbers, asked.runtime, spread)
+    rest = (asked.work.sequence_length, tensor, split, asked.training.precision, asked.fp8, asked.runtime, spread)
     return layer_activations(model, mixture, *rest).kept
 
 

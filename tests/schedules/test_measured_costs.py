@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.schedules.actions import ActionKind, Schedule
-from meshwright.schedules.automatic import automatic
+from meshwright.schedules.automatic import Automatic, automatic
 from meshwright.schedules.measured_costs import (
     RESOLUTION,
     PipelineTimes,
@@ -16,7 +19,8 @@ from meshwright.schedules.measured_costs import (
     median_times,
     round_times,
 )
-from meshwright.schedules.registry import generate
+from meshwright.schedules.registry import generate, kind_of
+from meshwright.schedules.schedule import PipelineShape
 from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts, simulate
 from meshwright.schedules.validate import schedule_problems
 
@@ -68,7 +72,7 @@ def test_an_order_for_own_costs_is_no_worse_than_that_for_even_ones(
 def test_skewed_stages_gain_by_an_order_of_their_own(skewed: list[ActionCosts], part: float) -> None:
     times = round_times(PipelineTimes(tuple(skewed), 0.05))
     even = automatic(4, 16, 6, UNIT_COSTS, times.hop)
-    own = faster_schedule(even, 6, times)
+    own = faster_schedule(kind_of(PipelineSchedule.AUTOMATIC), even, 6, times)
     assert max(simulate(own).in_flight) <= 6
     before, after = (simulate(order, times.costs, times.hop).makespan for order in (even, own))
     assert after < part * before
@@ -78,7 +82,21 @@ def test_an_order_is_kept_where_none_is_found_that_ends_sooner() -> None:
     kept = generate("zb-h1", 4, 8)
     even = PipelineTimes((UNIT_COSTS,) * 4, 0.0)
     assert simulate(automatic(4, 8, 4)).makespan == simulate(kept).makespan
-    assert faster_schedule(kept, 4, even) is kept
+    assert faster_schedule(kind_of(PipelineSchedule.AUTOMATIC), kept, 4, even) is kept
+
+
+class ZeroBubbleWhenMeasured(Automatic):
+    """A schedule with another order for measured times."""
+
+    def generate_measured(self, shape: PipelineShape, costs: Sequence[ActionCosts], hop: float) -> Schedule:
+        """ZB-H2, whose bubble is smaller than that of ZB-H1."""
+        assert (shape.ranks, shape.micro_batches, shape.limit, len(costs), hop) == (4, 8, 7, 4, 0.5)
+        return generate("zb-h2", shape.ranks, shape.micro_batches)
+
+
+def test_the_schedules_class_generates_the_order_for_measured_times() -> None:
+    times = PipelineTimes((UNIT_COSTS,) * 4, 0.5)
+    assert faster_schedule(ZeroBubbleWhenMeasured(), generate("zb-h1", 4, 8), 7, times) == generate("zb-h2", 4, 8)
 
 
 def test_ranks_agree_on_the_median_of_each_stage() -> None:

@@ -12,7 +12,6 @@ from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.presets import PRESETS
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import estimate, machine_for
@@ -96,7 +95,7 @@ def test_its_ranks_are_drawn() -> None:
 
 
 def test_the_planner_prices_it() -> None:
-    work = Workload(Transformer.of(PRESETS["llama-3.1-70b"]), 8192, 64)
+    work = Workload(PRESETS["llama-3.1-70b"], 8192, 64)
     machine = machine_for(ACCELERATORS["H100-SXM5-80GB"])
     choices = Strategy(tensor=8, pipeline=8, micro_batches=64, schedule=TOY)
     found = estimate(work, choices, machine)

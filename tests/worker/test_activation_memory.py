@@ -16,14 +16,14 @@ from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
-from meshwright.planner.cost.strategy import Recompute, Strategy
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.workload import TrainingJob
 from meshwright_worker.data.batch import Batch, TokenMetadata
 from meshwright_worker.memory.memory_options import apply_memory_options
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
 from meshwright_worker.models.init_weights import init_weights
-from meshwright_worker.parallel.tensor.fused_linear_cross_entropy import use_chunked_loss
+from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 
 MODEL = Architecture(layers=9, hidden_size=64, intermediate_size=128, heads=4, kv_heads=2, vocab_size=1024)
 ROWS, LENGTH = 2, 64
@@ -88,12 +88,12 @@ def kept_by_layers(stage: DecoderStage) -> int:
 
 
 @pytest.mark.parametrize(
-    ("how", "every", "recompute"),
-    [(HOW.FULL, 1, Recompute.FULL), (HOW.EVERY_K, 4, Recompute.FULL), (HOW.SQRT, 1, Recompute.SQRT)],
+    ("how", "every"),
+    [(HOW.FULL, 1), (HOW.EVERY_K, 4), (HOW.SQRT, 1)],
 )
-def test_a_group_keeps_its_input(how: HOW, every: int, recompute: Recompute) -> None:
+def test_a_group_keeps_its_input(how: HOW, every: int) -> None:
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
-    choices = Strategy(recompute=recompute, recompute_every=every)
+    choices = Strategy(checkpointing=how, checkpoint_every=every)
     groups = -(-MODEL.layers // choices.recompute_group(MODEL.layers))
     assert kept == pytest.approx(groups * TOKENS * MODEL.hidden_size * 4, rel=0.05)
 
@@ -106,7 +106,7 @@ def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
         steps=1, global_batch_size=ROWS, sequence_length=LENGTH, activation_checkpointing=how, checkpoint_every=every
     )
     job = TrainingJob.from_parts(MODEL, spec, ParallelismSpec(), 1)
-    each = layer_activations(job.work.model, False, LENGTH, 1, False, job.numbers, job.runtime)
+    each = layer_activations(job.work.model, False, LENGTH, 1, False, job.training.precision, job.fp8, job.runtime)
     counted = TOKENS * saved_bytes(each, MODEL.layers, job.choices(Layout(), 1))
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
     assert kept == pytest.approx(counted, rel=0.05)

@@ -47,7 +47,7 @@ def test_utilisation_is_told_where_the_peak_is_known() -> None:
     for peak, told in ((None, False), (4e12, True)):
         metrics = TrainerMetrics("team-a", "job")
         metrics.step(0, StepReport(1, 1.0, 1.0, 1e-3, 10, 1, 0.5, 0.0, 1e12, 1.5e12, peak))
-        text = metrics.render().decode()
+        text = metrics.exposition().decode()
         assert ('ptj_mfu{job_name="job",namespace="team-a"} 0.5' in text) is told
         assert ('ptj_hfu{job_name="job",namespace="team-a"} 0.75' in text) is told
         assert 'ptj_hardware_flops_total{job_name="job",namespace="team-a"} 1.5e+12' in text

@@ -14,7 +14,6 @@ from meshwright.api.mixture import MixtureSpec
 from meshwright.api.precision import Fp8Scaling, Fp8Spec, Fp8Update
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import layer_counts
-from meshwright.models.transformer import Transformer
 from meshwright.schedules.flop_costs import stage_costs
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.decoder import DecoderStage
@@ -165,6 +164,6 @@ def test_a_mixtures_weights_are_all_left_to_the_second_half(fp8: Fp8Spec | None)
         assert mine.grad is not None, name
         assert expected.grad is not None, name
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-12, atol=1e-15, msg=name)
-    routers = 2 * 2.0 * layer_counts(Transformer.of(MODEL), True).router
+    routers = 2 * 2.0 * layer_counts(MODEL, True).router
     (costs,) = stage_costs(MODEL, LENGTH, [range(0, 3)])
     assert operations == ROWS * LENGTH * (costs.backward_weight - routers), "the search prices another second half"

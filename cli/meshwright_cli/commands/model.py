@@ -10,7 +10,6 @@ import yaml
 from meshwright.models.counts import parameters
 from meshwright.models.huggingface.planner_config import ConfigError, read_config
 from meshwright.models.model_spec import architecture_from_json, to_model_spec
-from meshwright.models.transformer import Transformer
 
 
 @click.command()
@@ -27,7 +26,7 @@ def model(config: Path) -> None:
         raise click.ClickException(f"{path} cannot be read: {error}") from None
     except ConfigError as error:
         raise click.ClickException(f"{path}: {error}{_counted(path)}") from None
-    click.echo(f"# {parameters(Transformer.of(found)):,} parameters")
+    click.echo(f"# {parameters(found):,} parameters")
     fields = to_model_spec(found).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     click.echo(yaml.safe_dump({"model": fields}, sort_keys=False), nl=False)
 

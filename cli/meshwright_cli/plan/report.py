@@ -30,7 +30,6 @@ from meshwright.planner.search.request import (
 )
 from meshwright.planner.search.spec_request import apply_strategy, search_request
 from meshwright.planner.search.what_if import WhatIf, what_ifs
-from meshwright.planner.workload import CHECKPOINTING
 
 MAX_NAMED = 8
 """Nodes to free that are named."""
@@ -159,7 +158,8 @@ def _lost(
         plan.layout.world_size,
         techniques=techniques,
         pins=_pins_of(spec),
-        numbers=cost_model.job.numbers,
+        precision=cost_model.job.training.precision,
+        fp8=cost_model.job.fp8,
         settings=cost_model.job.settings,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
@@ -177,7 +177,7 @@ def _pins_of(spec: ParallelTrainingJobSpec) -> Pins:
         context=requested.context,
         context_method=requested.context_method,
         schedule=requested.schedule,
-        recompute=CHECKPOINTING[again] if again is not None else None,
+        checkpointing=again,
     )
 
 

@@ -6,7 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.training import OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.plan import Plan
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.explain import reasons
@@ -73,9 +75,41 @@ def _found(found: Candidate) -> dict[str, Any]:
     after = found.seconds_after_node_loss
     return {
         "summary": found.summary,
-        "choices": {**asdict(found.choices), "schedule": found.choices.schedule_kind.short_name},
+        "choices": _choices(found.choices),
         "estimate": _estimate(found.estimate),
         "stepSecondsAfterALostNode": after if after < float("inf") else None,
+    }
+
+
+_OFFLOAD_WORDS = {OptimizerOffload.NONE: "none", OptimizerOffload.CPU: "cpu", OptimizerOffload.FILE: "nvme"}
+
+
+def _choices(strategy: Strategy) -> dict[str, Any]:
+    """A layout in the words of this output, which stay as programs read them."""
+    return {
+        "tensor": strategy.tensor,
+        "sequence_parallel": strategy.sequence_parallel,
+        "tensor_overlap": strategy.tensor_overlap,
+        "context": strategy.context,
+        "context_method": strategy.context_method,
+        "ulysses": strategy.ulysses,
+        "pipeline": strategy.pipeline,
+        "schedule": strategy.schedule_kind.short_name,
+        "virtual_stages": strategy.virtual_stages,
+        "layer_split": strategy.layer_split,
+        "expert": strategy.expert,
+        "expert_tensor": strategy.expert_tensor,
+        "data": strategy.data,
+        "zero_stage": strategy.zero_stage,
+        "micro_batch_size": strategy.micro_batch_size,
+        "micro_batches": strategy.micro_batches,
+        "recompute": strategy.checkpointing.lower(),
+        "recompute_every": strategy.checkpoint_every,
+        "recompute_layers": strategy.checkpoint_layers,
+        "offload_optimizer": _OFFLOAD_WORDS[strategy.optimizer_offload],
+        "offload_activations": "cpu" if strategy.activation_offload else "none",
+        "numbers": "fp8" if strategy.fp8 else strategy.precision,
+        "settings": asdict(strategy.settings),
     }
 
 

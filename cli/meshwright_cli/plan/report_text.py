@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.planner.plan_reasons import format_bytes
 from meshwright.planner.render import render_placement, summary_line
 from meshwright.planner.search.explain import reasons
+from meshwright.planner.units import GIB, format_bytes
 from meshwright_cli.plan.report import PlanReport
 
 MAX_DRAWN = 64
@@ -86,7 +86,7 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
     yield f"With {plan_report.gpus} GPUs to use, `replicas` and every degree free"
     yield (
         f"  {best.summary}: {best.seconds:.3g} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {best.estimate.mfu:.0%}, {best.estimate.memory.total / 2**30:.1f} GiB"
+        f"MFU {best.estimate.mfu:.0%}, {best.estimate.memory.total / GIB:.1f} GiB"
     )
     yield from (f"  - {reason}" for reason in reasons(whole_cluster))
     others = [one for one in whole_cluster.alternatives if one is not best][:5]

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.api.mixture import Balancing, MixtureSpec
+from meshwright.api.model_parts import LatentSpec
+from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.defaults import with_defaults
-from meshwright.models.transformer import Experts, LatentAttention, Transformer
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 DEEPSEEK = frozenset({"deepseek_v2", "deepseek_v3"})
@@ -22,7 +24,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be read as a decoder. The message names the field and what is wrong."""
 
 
-def read_config(path: Path) -> Transformer:
+def read_config(path: Path) -> Architecture:
     """The model that a `config.json` describes.
 
     Raises:
@@ -50,7 +52,7 @@ def model_type_of(config: Mapping[str, Any]) -> str | None:
     return kind
 
 
-def from_config(config: Mapping[str, Any]) -> Transformer:
+def from_config(config: Mapping[str, Any]) -> Architecture:
     """The model that a configuration describes.
 
     Raises:
@@ -120,14 +122,15 @@ class ConfigFields:
         return value or []
 
 
-def _gpt2(fields: ConfigFields) -> Transformer:
+def _gpt2(fields: ConfigFields) -> Architecture:
     hidden = fields.number("n_embd")
-    return Transformer(
+    return Architecture(
         layers=fields.number("n_layer"),
-        hidden=hidden,
+        hidden_size=hidden,
         heads=fields.number("n_head"),
-        intermediate=fields.number("n_inner", 4 * hidden),
-        vocab=fields.number("vocab_size"),
+        kv_heads=fields.number("n_head"),
+        intermediate_size=fields.number("n_inner", 4 * hidden),
+        vocab_size=fields.number("vocab_size"),
         gated=False,
         biases=True,
         positions=fields.number("n_positions", 1024),
@@ -135,67 +138,69 @@ def _gpt2(fields: ConfigFields) -> Transformer:
     )
 
 
-def _llama(fields: ConfigFields, kind: str) -> Transformer:
+def _llama(fields: ConfigFields, kind: str) -> Architecture:
     heads = fields.number("num_attention_heads")
     slides = kind == "mistral" or fields.flag("use_sliding_window", False)
-    return Transformer(
+    return Architecture(
         layers=fields.number("num_hidden_layers"),
-        hidden=fields.number("hidden_size"),
+        hidden_size=fields.number("hidden_size"),
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", heads),
-        head_size=fields.number("head_dim", 0),
-        intermediate=fields.number("intermediate_size"),
-        vocab=fields.number("vocab_size"),
+        head_size=fields.number("head_dim", 0) or fields.number("hidden_size") // max(1, heads),
+        intermediate_size=fields.number("intermediate_size"),
+        vocab_size=fields.number("vocab_size"),
         attention_biases=kind in ("qwen2", "qwen2_moe"),
         query_key_norms=kind in ("qwen3", "qwen3_moe"),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        window=fields.number("sliding_window", 0) if slides else 0,
-        experts=_experts(fields, kind),
+        sliding_window=fields.number("sliding_window", 0) if slides else 0,
+        mixture=_mixture(fields, kind),
+        shared_gate=kind == "qwen2_moe",
     )
 
 
-def _experts(fields: ConfigFields, kind: str) -> Experts | None:
+def _mixture(fields: ConfigFields, kind: str) -> MixtureSpec | None:
     if kind == "mixtral":
         count, per_token = fields.number("num_local_experts", 8), fields.number("num_experts_per_tok", 2)
-        return Experts(count, per_token, fields.number("intermediate_size"))
+        return MixtureSpec(experts=count, per_token=per_token, intermediate_size=fields.number("intermediate_size"))
     if kind not in ("qwen2_moe", "qwen3_moe"):
         return None
     if fields.listed("mlp_only_layers"):
         raise ConfigError("`mlp_only_layers` must be empty: single dense layers between mixtures are not counted")
-    return Experts(
-        count=fields.number("num_experts"),
+    return MixtureSpec(
+        experts=fields.number("num_experts"),
         per_token=fields.number("num_experts_per_tok"),
-        intermediate=fields.number("moe_intermediate_size"),
-        shared_intermediate=fields.number("shared_expert_intermediate_size", 0),
+        intermediate_size=fields.number("moe_intermediate_size"),
+        shared_intermediate_size=fields.number("shared_expert_intermediate_size", 0),
         every=fields.number("decoder_sparse_step", 1),
     )
 
 
-def _deepseek(fields: ConfigFields) -> Transformer:
+def _deepseek(fields: ConfigFields) -> Architecture:
     width = fields.number("moe_intermediate_size", 0)
     routed = fields.number("n_routed_experts", 0)
-    experts = None
+    mixture = None
     if routed:
-        experts = Experts(
-            count=routed,
+        mixture = MixtureSpec(
+            experts=routed,
             per_token=fields.number("num_experts_per_tok"),
-            intermediate=width,
-            shared_intermediate=width * fields.number("n_shared_experts", 0),
+            intermediate_size=width,
+            shared_intermediate_size=width * fields.number("n_shared_experts", 0),
             dense_layers=fields.number("first_k_dense_replace", 0),
-            router_bias=fields.text("topk_method") == "noaux_tc",
+            balancing=Balancing.BIAS if fields.text("topk_method") == "noaux_tc" else Balancing.AUXILIARY,
             every=fields.number("moe_layer_freq", 1),
         )
-    return Transformer(
+    return Architecture(
         layers=fields.number("num_hidden_layers"),
-        hidden=fields.number("hidden_size"),
+        hidden_size=fields.number("hidden_size"),
         heads=fields.number("num_attention_heads"),
+        kv_heads=fields.number("num_attention_heads"),
         head_size=fields.number("qk_nope_head_dim"),
         value_size=fields.number("v_head_dim"),
-        intermediate=fields.number("intermediate_size"),
-        vocab=fields.number("vocab_size"),
+        intermediate_size=fields.number("intermediate_size"),
+        vocab_size=fields.number("vocab_size"),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        experts=experts,
-        latent=LatentAttention(
+        mixture=mixture,
+        latent=LatentSpec(
             kv_rank=fields.number("kv_lora_rank"),
             rope_size=fields.number("qk_rope_head_dim"),
             query_rank=fields.number("q_lora_rank", 0),

@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.models.transformer import Transformer
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.units import FP32_BYTES
 
 INDEX = 8.0
 """Bytes of a row's number."""
@@ -36,21 +39,22 @@ class LayerActivations:
 
 @lru_cache(maxsize=65536)
 def layer_activations(
-    model: Transformer,
+    model: Architecture,
     mixture: bool,
     sequence: int,
     tensor: int,
     sequence_parallel: bool,
-    numbers: Numbers,
+    precision: Precision,
+    fp8: bool,
     runtime: Framework,
     spread: bool = True,
 ) -> LayerActivations:
     """The count for one kind of layer; `spread` says whether a mixture's experts are spread over ranks."""
-    element = numbers.bytes
-    stored = 1.0 if numbers is Numbers.FP8 and runtime.keeps_fp8 else element
+    element = precision.bytes
+    stored = 1.0 if fp8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
-    matmul_inputs = 2 * stored * model.hidden
-    unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden
+    matmul_inputs = 2 * stored * model.hidden_size
+    unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden_size
     if sequence_parallel:
         unsplit /= tensor
         matmul_inputs /= 1 if runtime.keeps_gathered else tensor
@@ -60,55 +64,56 @@ def layer_activations(
     routed_bytes = _routed(model, stored, element, runtime) if mixture else 0.0
     if not runtime.copies_routed or (spread and sequence_parallel):
         routed_bytes /= tensor
-    boundary = element * model.hidden / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
+    boundary = element * model.hidden_size / (tensor if sequence_parallel or runtime.partitioned_checkpoints else 1)
     kept = unsplit + matmul_inputs + split + routed_bytes + core
     if not runtime.selects_products:
         return LayerActivations(kept, core, boundary, (kept - core) * runtime.selective_part)
     # The layer's input, what goes into attention, what comes out of it, and what its products and those behind it give.
     matmul_outputs = (
-        element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor + 2 * element * model.hidden
+        element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor
+        + 2 * element * model.hidden_size
     )
     return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + matmul_outputs + core))
 
 
 def output_bytes(
-    model: Transformer, tensor: int, sequence_parallel: bool, numbers: Numbers, runtime: Framework, boundary: float
+    model: Architecture, tensor: int, sequence_parallel: bool, precision: Precision, runtime: Framework, boundary: float
 ) -> float:
     """Bytes per token that the final norm keeps, and the output projection of its input; `boundary` is a layer's."""
     if not runtime.keeps_normed:
         return boundary
     split = tensor if sequence_parallel else 1
     gathered = 1 if runtime.keeps_gathered else split
-    return _norm(model, numbers.bytes, runtime) / split + numbers.bytes * model.hidden / gathered
+    return _norm(model, precision.bytes, runtime) / split + precision.bytes * model.hidden_size / gathered
 
 
-def _norm(model: Transformer, element: float, runtime: Framework) -> float:
+def _norm(model: Architecture, element: float, runtime: Framework) -> float:
     """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
     if not runtime.keeps_normed:
-        return model.hidden * runtime.norm_input
-    return model.hidden * (max(element, runtime.norm_input) + element) + 4.0
+        return model.hidden_size * runtime.norm_input
+    return model.hidden_size * (max(element, runtime.norm_input) + element) + FP32_BYTES
 
 
-def _latent_outputs(model: Transformer) -> int:
+def _latent_outputs(model: Architecture) -> int:
     """Outputs of latent attention's products that are not attention's inputs yet."""
     latent = model.latent
     return 0 if latent is None else latent.query_rank + latent.kv_rank
 
 
-def _matmul_output_width(model: Transformer, mixture: bool) -> int:
+def _matmul_output_width(model: Architecture, mixture: bool) -> int:
     """Outputs of a feed-forward layer's first products, and a mixture's routed rows that come back."""
-    columns, experts = 2 if model.gated else 1, model.experts
-    if not mixture or experts is None:
-        return columns * model.intermediate
-    routed_bytes = experts.per_token * (columns * experts.intermediate + model.hidden)
-    return columns * experts.shared_intermediate + routed_bytes + experts.count
+    columns, moe = 2 if model.gated else 1, model.mixture
+    if not mixture or moe is None:
+        return columns * model.intermediate_size
+    routed_bytes = moe.per_token * (columns * moe.intermediate_size + model.hidden_size)
+    return columns * moe.shared_intermediate_size + routed_bytes + moe.experts
 
 
-def _attention(model: Transformer, element: float, runtime: Framework) -> float:
+def _attention(model: Architecture, element: float, runtime: Framework) -> float:
     """Queries, keys, values, and attention's output as the output projection's input."""
     latent = model.latent
     output = element * model.heads * model.value_size
-    statistics = 4.0 * model.heads if runtime.flash else 0.0
+    statistics = FP32_BYTES * model.heads if runtime.flash else 0.0
     if latent is None:
         keys = element * model.kv_heads * (model.head_size + model.value_size)
         return element * model.heads * model.head_size + keys + output + statistics
@@ -118,44 +123,44 @@ def _attention(model: Transformer, element: float, runtime: Framework) -> float:
     return expanded + compressed + output + statistics
 
 
-def _feed_forward(model: Transformer, mixture: bool, stored: float, element: float, runtime: Framework) -> float:
+def _feed_forward(model: Architecture, mixture: bool, stored: float, element: float, runtime: Framework) -> float:
     """Inputs of the activation function and of the second product."""
     per_width = (2 * element if model.gated else element) + stored
     if model.gated and not runtime.fused:
         per_width += element
-    experts = model.experts
-    if not mixture or experts is None:
-        return per_width * model.intermediate
-    return per_width * (experts.shared_intermediate + experts.per_token * experts.intermediate)
+    moe = model.mixture
+    if not mixture or moe is None:
+        return per_width * model.intermediate_size
+    return per_width * (moe.shared_intermediate_size + moe.per_token * moe.intermediate_size)
 
 
-def _routed(model: Transformer, stored: float, element: float, runtime: Framework) -> float:
+def _routed(model: Architecture, stored: float, element: float, runtime: Framework) -> float:
     """Copies of a token for its experts, what they give back, and what the router keeps."""
-    experts = model.experts
-    if experts is None:
+    moe = model.mixture
+    if moe is None:
         return 0.0
-    copies = experts.per_token * model.hidden * (stored + element)
+    copies = moe.per_token * model.hidden_size * (stored + element)
     if not runtime.copies_routed:
-        return copies + 4.0 * experts.count
-    return copies + experts.per_token * 2 * INDEX + ROUTER_TENSORS * 4.0 * experts.count
+        return copies + FP32_BYTES * moe.experts
+    return copies + moe.per_token * 2 * INDEX + ROUTER_TENSORS * FP32_BYTES * moe.experts
 
 
 def saved_bytes(per_token: LayerActivations, layers: int, choices: Strategy) -> float:
     """Bytes per token that `layers` layers keep until their backward pass."""
-    recompute_method = choices.recompute
-    if recompute_method is Recompute.NONE:
+    recompute_method = choices.checkpointing
+    if recompute_method is ActivationCheckpointing.NONE:
         return layers * per_token.kept
-    if recompute_method is Recompute.SELECTIVE:
+    if recompute_method is ActivationCheckpointing.SELECTIVE:
         return layers * per_token.selected
-    recomputed_layers = min(layers, choices.recompute_layers) if choices.recompute_layers is not None else layers
+    recomputed_layers = min(layers, choices.checkpoint_layers) if choices.checkpoint_layers is not None else layers
     groups = -(-recomputed_layers // choices.recompute_group(recomputed_layers)) if recomputed_layers else 0
     return groups * per_token.boundary + (layers - recomputed_layers) * per_token.kept
 
 
 def recompute_bytes(per_token: LayerActivations, layers: int, choices: Strategy, runtime: Framework) -> float:
     """Bytes per token that one backward pass needs beside what was kept: the group that is being recomputed."""
-    if choices.recompute is Recompute.SELECTIVE:
+    if choices.checkpointing is ActivationCheckpointing.SELECTIVE:
         return per_token.kept - per_token.selected if runtime.selects_products else per_token.core
-    if choices.recompute in (Recompute.FULL, Recompute.SQRT):
-        return min(layers, choices.recompute_group(layers)) * per_token.kept
-    return 0.0
+    if choices.checkpointing is ActivationCheckpointing.NONE:
+        return 0.0
+    return min(layers, choices.recompute_group(layers)) * per_token.kept

@@ -42,7 +42,7 @@ def simulate_pipeline(work: Workload, choices: Strategy, machine: Machine, group
     parts = [part for own in choices.layers_of(work.model.layers) for part in own]
     costs = []
     for number, own in enumerate(sorted(parts, key=lambda part: (part.start, part.stop))):
-        mixtures = work.model.mixtures(own.start, own.stop)
+        mixtures = work.model.count_mixtures(own.start, own.stop)
         stage = Stage(number, len(own), mixtures, number == 0, number == len(parts) - 1)
         costs.append(ActionCosts(*stage_times(work, choices, machine, groups, stage)))
     hop = stage_transfer_seconds(work, choices, machine, groups)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.architecture import Architecture
 from meshwright.models.counts import attended_keys
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.strategy import Numbers, Recompute
 
 MEMORY_PART = 0.80
 """Part of the nominal memory bandwidth that a streaming kernel reaches."""
@@ -30,7 +31,7 @@ KERNEL_GAP = 5e-6
 class LayerShape:
     """What one rank computes of one micro-batch, in one kind of layer."""
 
-    model: Transformer
+    model: Architecture
     mixture: bool
     tokens: int
     """Tokens of the micro-batch on this rank, after context parallelism, before sequence parallelism."""
@@ -41,11 +42,12 @@ class LayerShape:
     sequence_parallel: bool
     expert: int
     causal: bool
-    numbers: Numbers
+    precision: Precision
+    fp8: bool = False
     balanced: bool = True
     """Whether causal attention costs the ranks of a context-parallel group alike."""
     expert_tensor: bool = True
-    """See `Choices.expert_tensor`."""
+    """See `Strategy.expert_tensor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ class LayerTime:
     elementwise: float
     """Of `forward`, what is no matrix product and no attention."""
 
-    def recomputed(self, how: Recompute, runtime: Framework) -> float:
+    def recomputed(self, how: ActivationCheckpointing, runtime: Framework) -> float:
         """Seconds of what runs again before the backward pass."""
-        if how is Recompute.NONE:
+        if how is ActivationCheckpointing.NONE:
             return 0.0
-        if how is not Recompute.SELECTIVE:
+        if how is not ActivationCheckpointing.SELECTIVE:
             return self.forward
         if runtime.selects_products:
             return self.elementwise
@@ -75,7 +77,9 @@ class LayerTime:
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> LayerTime:
     """The kernels of one layer: products, attention's core, element-wise operations."""
-    products = sum(_matmul_seconds(m, n, k, count, shape.numbers, gpu) for m, n, k, count in matmuls_of(shape))
+    products = sum(
+        _matmul_seconds(m, n, k, count, shape.precision, shape.fp8, gpu) for m, n, k, count in matmuls_of(shape)
+    )
     core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
     moved = elementwise_bytes(shape, runtime) / (gpu.bandwidth * MEMORY_PART) + runtime.kernels * KERNEL_GAP
     return LayerTime(
@@ -94,42 +98,43 @@ def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:
     latent = model.latent
     if latent is None:
         widths = (model.heads + model.kv_heads) * model.head_size + model.kv_heads * model.value_size
-        matmuls.append((rows, widths / t, model.hidden, 1))
+        matmuls.append((rows, widths / t, model.hidden_size, 1))
     else:
         key_size = model.head_size + latent.rope_size
-        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden, 1))
-        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden, 1))
+        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden_size, 1))
+        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden_size, 1))
         matmuls.append((rows, model.heads * (model.head_size + model.value_size) / t, latent.kv_rank, 1))
-    matmuls.append((rows, model.hidden, model.heads * model.value_size / t, 1))
+    matmuls.append((rows, model.hidden_size, model.heads * model.value_size / t, 1))
     columns = 2 if model.gated else 1
-    experts = model.experts
-    width = model.intermediate if not shape.mixture or experts is None else experts.shared_intermediate
+    moe = model.mixture
+    width = model.intermediate_size if not shape.mixture or moe is None else moe.shared_intermediate_size
     if width:
-        matmuls.append((rows, columns * width / t, model.hidden, 1))
-        matmuls.append((rows, model.hidden, width / t, 1))
-    if shape.mixture and experts is not None:
-        local = max(1.0, experts.count / shape.expert)
-        each = rows * experts.per_token / local
+        matmuls.append((rows, columns * width / t, model.hidden_size, 1))
+        matmuls.append((rows, model.hidden_size, width / t, 1))
+    if shape.mixture and moe is not None:
+        local = max(1.0, moe.experts / shape.expert)
+        each = rows * moe.per_token / local
         # Either the experts' widths are split over the tensor group, or their rows.
         widths, parts = (t, 1) if shape.expert_tensor else (1, t)
-        matmuls.append((each / parts, columns * experts.intermediate / widths, model.hidden, local))
-        matmuls.append((each / parts, model.hidden, experts.intermediate / widths, local))
-        matmuls.append((rows, experts.count, model.hidden, 1))
+        matmuls.append((each / parts, columns * moe.intermediate_size / widths, model.hidden_size, local))
+        matmuls.append((each / parts, model.hidden_size, moe.intermediate_size / widths, local))
+        matmuls.append((rows, moe.experts, model.hidden_size, 1))
     return matmuls
 
 
-def _matmul_seconds(m: float, n: float, k: float, count: float, numbers: Numbers, gpu: Accelerator) -> float:
-    element = 1.0 if numbers is Numbers.FP8 else numbers.bytes
-    moved = element * (m * k + k * n) + numbers.bytes * m * n
+def _matmul_seconds(
+    m: float, n: float, k: float, count: float, precision: Precision, fp8: bool, gpu: Accelerator
+) -> float:
+    element = 1.0 if fp8 else precision.bytes
+    moved = element * (m * k + k * n) + precision.bytes * m * n
     flops = 2.0 * m * n * k
-    return count * (flops / (gpu.peak(numbers) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
+    return count * (flops / (gpu.peak(precision, fp8=fp8) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
 
 
-def logits_time(tokens: int, model: Transformer, tensor: int, gpu: Accelerator, numbers: Numbers) -> float:
+def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision) -> float:
     """Seconds of the output projection and its loss, forward, on one rank; never in fp8."""
-    kept_fraction = Numbers.BF16 if numbers is Numbers.FP8 else numbers
-    product = _matmul_seconds(tokens, model.vocab / tensor, model.hidden, 1, kept_fraction, gpu)
-    return product + 8.0 * tokens * model.vocab / tensor / (gpu.bandwidth * MEMORY_PART)
+    product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, precision, False, gpu)
+    return product + 8.0 * tokens * model.vocab_size / tensor / (gpu.bandwidth * MEMORY_PART)
 
 
 def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> tuple[float, float]:
@@ -144,14 +149,14 @@ def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framew
     if runtime.flash:
         keys_attended = attended_keys(model, shape.sequence, causal=shape.causal)
         flops = 2.0 * shape.tokens * heads * (key_size + model.value_size) * keys_attended
-        half = gpu.peak(Numbers.BF16 if shape.numbers is Numbers.FP8 else shape.numbers)
+        half = gpu.peak(shape.precision)
         if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
             flops *= 2.0 * shape.context / (shape.context + 1)
         forward = flops / (half * gpu.sustained * FLASH_PART)
         return forward, 2.5 * forward
     scores = shape.tokens * heads * shape.sequence
     flops = 2.0 * scores * (key_size + model.value_size)
-    multiplied = flops / (gpu.peak(shape.numbers) * gpu.sustained * BATCHED_PART)
+    multiplied = flops / (gpu.peak(shape.precision, fp8=shape.fp8) * gpu.sustained * BATCHED_PART)
     passes = 13.0 if runtime.dropout else 8.0
     moved = passes * scores / (gpu.bandwidth * MEMORY_PART)
     return multiplied + moved, 2.0 * multiplied + 1.2 * moved
@@ -161,12 +166,12 @@ def elementwise_bytes(shape: LayerShape, runtime: Framework) -> float:
     """Bytes that norms, residuals, biases, dropout and activation functions move in one forward pass."""
     model = shape.model
     rows = shape.tokens / shape.tensor if shape.sequence_parallel else shape.tokens
-    residual = (22.0 if runtime.dropout else 16.0) * model.hidden * rows
-    experts = model.experts
-    width: float = model.intermediate
-    if shape.mixture and experts is not None:
-        width = experts.shared_intermediate + experts.per_token * experts.intermediate
-        residual += 8.0 * model.hidden * shape.tokens * experts.per_token
+    residual = (22.0 if runtime.dropout else 16.0) * model.hidden_size * rows
+    moe = model.mixture
+    width: float = model.intermediate_size
+    if shape.mixture and moe is not None:
+        width = moe.shared_intermediate_size + moe.per_token * moe.intermediate_size
+        residual += 8.0 * model.hidden_size * shape.tokens * moe.per_token
     inner = (6.0 if model.gated else 4.0) * width * shape.tokens / shape.tensor
     heads = 4.0 * (model.heads + 2 * model.kv_heads) * model.head_size * shape.tokens / shape.tensor
     return (residual + inner + heads) * (1.0 if runtime.fused else 2.0)

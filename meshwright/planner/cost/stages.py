@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.models.architecture import Architecture
 from meshwright.models.counts import (
     LayerCounts,
     embedding_parameters,
@@ -13,7 +14,6 @@ from meshwright.models.counts import (
     output_parameters,
     prediction_parameters,
 )
-from meshwright.models.transformer import Transformer
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.schedules.registry import kind_of
 
@@ -71,7 +71,7 @@ class Stages:
 
 @lru_cache(maxsize=16384)
 def _stages(
-    model: Transformer, pipeline: int, split: tuple[int, ...] | None, schedule: PipelineSchedule, chunks: int
+    model: Architecture, pipeline: int, split: tuple[int, ...] | None, schedule: PipelineSchedule, chunks: int
 ) -> Stages:
     layers_by_rank = Strategy(pipeline=pipeline, layer_split=split, schedule=schedule, virtual_stages=chunks).layers_of(
         model.layers
@@ -80,7 +80,7 @@ def _stages(
     kinds: dict[tuple[int, int, bool, bool], list[Stage]] = {}
     for rank, parts in enumerate(layers_by_rank):
         layers = sum(len(part) for part in parts)
-        mixtures = sum(model.mixtures(part.start, part.stop) for part in parts)
+        mixtures = sum(model.count_mixtures(part.start, part.stop) for part in parts)
         stage = Stage(rank, layers, mixtures, rank == 0, rank == last)
         kinds.setdefault((layers, mixtures, stage.embedding, stage.output), []).append(stage)
         listed.append(stage)
@@ -97,7 +97,7 @@ def _dominates(one: Stage, other: Stage) -> bool:
     return inner and one.rank < other.rank and one.dense >= other.dense and one.mixtures >= other.mixtures
 
 
-def stages_of(model: Transformer, choices: Strategy) -> Stages:
+def stages_of(model: Architecture, choices: Strategy) -> Stages:
     """The pipeline's ranks in order.
 
     Raises:
@@ -116,7 +116,7 @@ def _split_key(choices: Strategy) -> tuple[PipelineSchedule, int]:
 
 
 @lru_cache(maxsize=65536)
-def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts: int) -> StageParameters:
+def stage_parameters(model: Architecture, stage: Stage, tensor: int, expert_parts: int) -> StageParameters:
     """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole.
 
     `expert_parts` is how many ranks a layer's experts are split over, `Strategy.expert_parts`.
@@ -130,7 +130,7 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts
         tables += embedding_parameters(model) / tensor
     if stage.output:
         tables += 0.0 if model.tie_embeddings and stage.embedding else output_parameters(model) / tensor
-        dense += model.hidden + model.prediction_layers * prediction_parameters(model) / tensor
+        dense += model.hidden_size + model.prediction_layers * prediction_parameters(model) / tensor
     layer = (mixed.total if stage.mixtures else layer_counts(model, False).total) / tensor
     largest_unit_parameters = max(layer, embedding_parameters(model) / tensor if tables else 0.0)
     if stage.mixtures:
@@ -139,7 +139,7 @@ def stage_parameters(model: Transformer, stage: Stage, tensor: int, expert_parts
 
 
 @lru_cache(maxsize=65536)
-def fullest_stage(model: Transformer, stages: Stages, tensor: int, expert_parts: int) -> StageParameters:
+def fullest_stage(model: Architecture, stages: Stages, tensor: int, expert_parts: int) -> StageParameters:
     """Parameters of the rank that has most of them."""
     each = [stage_parameters(model, stage, tensor, expert_parts) for stage in stages.distinct]
     return max(each, key=lambda parameters: parameters.total)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, isqrt
 
-from meshwright.models.transformer import Transformer
+from meshwright.models.architecture import Architecture
 from meshwright.planner.search.request import Objective, SearchRequest
 
 MIN_CONTEXT_TOKENS = 2048
@@ -61,11 +61,11 @@ def tensor_degrees(request: SearchRequest) -> list[int]:
     if pinned is not None:
         return [pinned]
     model, techniques = request.work.model, request.techniques
-    common = gcd(model.heads, model.intermediate)
-    if model.experts is not None and request.expert_tensor:
-        common = gcd(common, model.experts.intermediate)
+    common = gcd(model.heads, model.intermediate_size)
+    if model.mixture is not None and request.expert_tensor:
+        common = gcd(common, model.mixture.intermediate_size)
     if not techniques.pads_vocabulary:
-        common = gcd(common, model.vocab)
+        common = gcd(common, model.vocab_size)
     if not techniques.replicates_kv_heads:
         common = gcd(common, model.kv_heads)
     allowed = [t for t in divisors(common) if t <= request.domain and request.work.sequence_length % t == 0]
@@ -113,13 +113,13 @@ def data_degrees(request: SearchRequest, size: int) -> list[int]:
     return replica_counts[-1:]
 
 
-def expert_degrees(request: SearchRequest, model: Transformer, replicas: int) -> list[int]:
+def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -> list[int]:
     """Divisors of the experts that divide the ranks with the same dense parameters."""
     if request.pins.expert is not None:
         return [request.pins.expert] if replicas % request.pins.expert == 0 else []
-    if model.experts is None or not request.techniques.expert:
+    if model.mixture is None or not request.techniques.expert:
         return [1]
-    return divisors(gcd(model.experts.count, replicas))
+    return divisors(gcd(model.mixture.experts, replicas))
 
 
 def micro_batch_sizes(request: SearchRequest, degrees: Degrees) -> list[int]:

@@ -11,6 +11,7 @@ from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.degrees import Degrees, micro_batch_sizes
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.units import GIB
 
 
 class NothingFitsError(ValueError):
@@ -50,7 +51,7 @@ def nothing_fits_error(request: SearchRequest, all_degrees: Iterable[Degrees]) -
     total, choices, memory = smallest
     limit = request.usable * request.machine.gpu.memory
     message = (
-        f"no layout fits: the least that a rank needs is {total / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB "
+        f"no layout fits: the least that a rank needs is {total / GIB:.1f} GiB of {limit / GIB:.1f} GiB "
         f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "
         "GPUs, take GPUs "
         "with more memory, or shorten the sequence"

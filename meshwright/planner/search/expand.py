@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
-from meshwright.planner.cost.strategy import ContextMethod, Offload, Recompute, Strategy
+from meshwright.planner.cost.strategy import ContextMethod, Strategy
 from meshwright.planner.search.degrees import Degrees
 from meshwright.planner.search.request import SearchRequest
 from meshwright.rules.context import heads_divide
@@ -28,10 +29,11 @@ def strategy_of(request: SearchRequest, degrees: Degrees, size: int, **more: obj
         data=degrees.data,
         micro_batch_size=size,
         micro_batches=request.work.global_batch // degrees.data // size,
-        numbers=request.numbers,
+        precision=request.precision,
+        fp8=request.fp8,
         settings=request.settings,
-        offload_activations=request.offload_activations,
-        **{"offload_optimizer": request.offload_optimizer, **more},  # type: ignore[arg-type]
+        activation_offload=request.activation_offload,
+        **{"optimizer_offload": request.optimizer_offload, **more},  # type: ignore[arg-type]
     )
 
 
@@ -110,29 +112,31 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
     """
     pins, techniques = request.pins, request.techniques
     stages = _zero_stages(request, base.replicas)
-    recompute = (pins.recompute,) if pins.recompute is not None else techniques.recompute
+    recompute = (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing
     fitted, whole = False, False
     for zero in stages:
         if whole and zero != 1 and (zero < 3 or base.pipeline > 1):
             continue
-        stage = replace(base, zero_stage=zero, recompute=recompute[0])
+        stage = replace(base, zero_stage=zero, checkpointing=recompute[0])
         if not _states_fit(request, stage):
             continue
         for recompute_option in recompute:
-            choices = stage if recompute_option is stage.recompute else replace(stage, recompute=recompute_option)
+            choices = (
+                stage if recompute_option is stage.checkpointing else replace(stage, checkpointing=recompute_option)
+            )
             if not techniques.allow(request.work, choices):
                 break
             memory = memory_if_fits(request, choices)
             if memory is not None:
                 fitted = True
-                whole = whole or recompute_option is Recompute.NONE
+                whole = whole or recompute_option is ActivationCheckpointing.NONE
                 yield choices, memory
                 break
-    if fitted or request.offload_optimizer is not Offload.NONE:
+    if fitted or request.optimizer_offload is not OptimizerOffload.NONE:
         return
     for offload in techniques.offload:
-        choices = replace(base, zero_stage=stages[-1], recompute=recompute[-1], offload_optimizer=offload)
-        allowed = offload is not Offload.NONE and techniques.allow(request.work, choices)
+        choices = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
+        allowed = offload is not OptimizerOffload.NONE and techniques.allow(request.work, choices)
         memory = memory_if_fits(request, choices) if allowed else None
         if memory is not None:
             yield choices, memory
@@ -163,17 +167,17 @@ def can_fit(request: SearchRequest, degrees: Degrees, size: int) -> bool:
 def least_memory_strategies(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[Strategy]:
     """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
     pins, techniques = request.pins, request.techniques
-    default_schedule, requested_offload = PipelineSchedule.ONE_F_ONE_B, request.offload_optimizer
+    default_schedule, offload = PipelineSchedule.ONE_F_ONE_B, request.optimizer_offload
     schedule = pins.schedule or (
         default_schedule if default_schedule in techniques.schedules else techniques.schedules[0]
     )
-    for recompute_option in (pins.recompute,) if pins.recompute else techniques.recompute[-2:]:
+    for recompute_option in (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing[-2:]:
         yield strategy_of(
             request,
             degrees,
             size,
             schedule=schedule,
             zero_stage=pins.zero_stage if pins.zero_stage is not None else techniques.zero_stages[-1],
-            recompute=recompute_option,
-            offload_optimizer=requested_offload if requested_offload is not Offload.NONE else techniques.offload[-1],
+            checkpointing=recompute_option,
+            optimizer_offload=offload if offload is not OptimizerOffload.NONE else techniques.offload[-1],
         )

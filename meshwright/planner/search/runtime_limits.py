@@ -17,14 +17,14 @@ MAX_LAYERS_PER_STAGE = 1024
 def runs(work: Workload, choices: Strategy) -> bool:
     """Whether the worker runs a layout that divides model and batch."""
     model, count = work.model, choices.micro_batches
-    experts = model.experts
+    moe = model.mixture
     if choices.pipeline > 1 and count < choices.pipeline:
         return False
     if count > MAX_MICRO_BATCHES or choices.context > MAX_CONTEXT:
         return False
-    if experts is not None and experts.shared_intermediate % choices.tensor:
+    if moe is not None and moe.shared_intermediate_size % choices.tensor:
         return False
-    if experts is not None and choices.tensor > 1 and not (choices.expert_tensor or choices.sequence_parallel):
+    if moe is not None and choices.tensor > 1 and not (choices.expert_tensor or choices.sequence_parallel):
         return False
     if choices.layer_split is not None:
         split = choices.layer_split
@@ -35,6 +35,6 @@ def runs(work: Workload, choices: Strategy) -> bool:
 
 def _flat_shards_allow(work: Workload, choices: Strategy) -> bool:
     """Flat shards do not know experts that are split, tables that two stages share, or stages on two ranks."""
-    split_experts = work.model.experts is not None and (choices.expert > 1 or choices.tensor > 1)
+    split_experts = work.model.mixture is not None and (choices.expert > 1 or choices.tensor > 1)
     shared_table = work.model.tie_embeddings and choices.pipeline > 1
     return not (split_experts or shared_table or choices.schedule_kind.bidirectional)

@@ -1,13 +1,12 @@
-"""Fabric levels and the label keys that name them, over the label generations of every source that is in use.
+"""Fabric levels, and the sets of node labels that name them.
 
 Closest level first. The direction differs between sources: AWS counts layers from the spine down (3 is the closest),
-topograph's tiers from the node up (0 is the closest). A level may be given any further key, and a cluster any further
-level: nothing else in planning knows the names, only their order.
+topograph's tiers from the node up (0 is the closest). Nothing else in planning knows the label keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 DOMAIN = "domain"
@@ -16,6 +15,12 @@ SPINE = "spine"
 CORE = "core"
 ZONE = "zone"
 REGION = "region"
+
+LEVELS = (DOMAIN, RACK, SPINE, CORE, ZONE, REGION)
+"""NVLink domains (GPUs that reach each other without the network; a host without a label is its own domain), racks
+(nodes under one leaf switch), the switch layers above, zones and regions."""
+ALWAYS = frozenset({DOMAIN, RACK})
+"""Levels that exist even if no node names them: each place below is then a place of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,79 +39,111 @@ class Level:
     always: bool = False
 
 
-DEFAULT_LEVELS = (
-    Level(
-        DOMAIN,
-        (
-            "nvidia.com/gpu.clique",
-            "accelerator.topograph.run/domain",
-            "xclr.topology.nvidia.com/domain",
-            "network.topology.nvidia.com/accelerator",
-            "topology.k8s.aws/ultraserver-id",
-        ),
-        always=True,
-    ),
-    Level(
-        RACK,
-        (
-            "fabric.topograph.run/tier-0",
-            "network.topology.nvidia.com/tier-0",
-            "network.topology.nvidia.com/leaf",
-            "network.topology.nvidia.com/block",
-            "topology.k8s.aws/network-node-layer-3",
-            "cloud.google.com/gce-topology-subblock",
-            "oci.oraclecloud.com/rdma.local_block_id",
-            "oci.oraclecloud.com/host.rack_id",
-            "backend.coreweave.cloud/leafgroup",
-            "ib.coreweave.cloud/leafgroup",
-            "node.coreweave.cloud/rack",
-            "alibabacloud.com/asw-id",
-            "cloud.provider.com/topology-rack",
-        ),
-        always=True,
-    ),
-    Level(
-        SPINE,
-        (
-            "fabric.topograph.run/tier-1",
-            "network.topology.nvidia.com/tier-1",
-            "network.topology.nvidia.com/spine",
-            "topology.k8s.aws/network-node-layer-2",
-            "cloud.google.com/gce-topology-block",
-            "oci.oraclecloud.com/rdma.network_block_id",
-            "oci.oraclecloud.com/host.network_block_id",
-            "ib.coreweave.cloud/superpod",
-            "alibabacloud.com/point-of-delivery",
-            "cloud.provider.com/topology-block",
-        ),
-    ),
-    Level(
-        CORE,
-        (
-            "fabric.topograph.run/tier-2",
-            "network.topology.nvidia.com/tier-2",
-            "network.topology.nvidia.com/core",
-            "network.topology.nvidia.com/datacenter",
-            "topology.k8s.aws/network-node-layer-1",
-            "oci.oraclecloud.com/rdma.hpc_island_id",
-            "backend.coreweave.cloud/fabric",
-            "ib.coreweave.cloud/fabric",
-        ),
-    ),
-    Level(ZONE, ("topology.kubernetes.io/zone",)),
-    Level(REGION, ("topology.kubernetes.io/region",)),
-)
-"""NVLink domains (GPUs that reach each other without the network; without a label a host is its own), racks (nodes
-under one leaf switch), the switch layers above, zones and regions."""
+@dataclass(frozen=True)
+class LabelSet:
+    """The node labels of one cloud provider or tool.
 
-
-def with_key(levels: Sequence[Level], name: str, key: str) -> tuple[Level, ...]:
-    """The levels with a site's own key put before the known ones of the level `name`.
+    Attributes:
+        source: who sets the labels.
+        keys: the label keys of each level that the set names, most exact first.
 
     Raises:
-        ValueError: no level has that name; the message lists those there are.
+        ValueError: a level of `keys` does not exist.
     """
-    if all(level.name != name for level in levels):
-        known = ", ".join(level.name for level in levels)
-        raise ValueError(f"there is no fabric level {name!r}: use one of {known}")
-    return tuple(Level(x.name, (key, *x.keys), x.always) if x.name == name else x for x in levels)
+
+    source: str
+    keys: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        for level in self.keys:
+            if level not in LEVELS:
+                raise ValueError(f"{self.source}: unknown fabric level {level!r}: use one of {', '.join(LEVELS)}")
+
+
+LABEL_SETS = (
+    LabelSet("NVIDIA GPU feature discovery", {DOMAIN: ("nvidia.com/gpu.clique",)}),
+    LabelSet(
+        "topograph",
+        {
+            DOMAIN: ("accelerator.topograph.run/domain",),
+            RACK: ("fabric.topograph.run/tier-0",),
+            SPINE: ("fabric.topograph.run/tier-1",),
+            CORE: ("fabric.topograph.run/tier-2",),
+        },
+    ),
+    LabelSet(
+        "topograph, earlier tiers",
+        {
+            DOMAIN: ("xclr.topology.nvidia.com/domain",),
+            RACK: ("network.topology.nvidia.com/tier-0",),
+            SPINE: ("network.topology.nvidia.com/tier-1",),
+            CORE: ("network.topology.nvidia.com/tier-2",),
+        },
+    ),
+    LabelSet(
+        "topograph, leaf and core",
+        {
+            DOMAIN: ("network.topology.nvidia.com/accelerator",),
+            RACK: ("network.topology.nvidia.com/leaf",),
+            SPINE: ("network.topology.nvidia.com/spine",),
+            CORE: ("network.topology.nvidia.com/core",),
+        },
+    ),
+    LabelSet(
+        "topograph, block and data center",
+        {
+            DOMAIN: ("network.topology.nvidia.com/accelerator",),
+            RACK: ("network.topology.nvidia.com/block",),
+            SPINE: ("network.topology.nvidia.com/spine",),
+            CORE: ("network.topology.nvidia.com/datacenter",),
+        },
+    ),
+    LabelSet(
+        "AWS",
+        {
+            DOMAIN: ("topology.k8s.aws/ultraserver-id",),
+            RACK: ("topology.k8s.aws/network-node-layer-3",),
+            SPINE: ("topology.k8s.aws/network-node-layer-2",),
+            CORE: ("topology.k8s.aws/network-node-layer-1",),
+        },
+    ),
+    LabelSet(
+        "Google Cloud",
+        {RACK: ("cloud.google.com/gce-topology-subblock",), SPINE: ("cloud.google.com/gce-topology-block",)},
+    ),
+    LabelSet(
+        "Oracle Cloud",
+        {
+            RACK: ("oci.oraclecloud.com/rdma.local_block_id", "oci.oraclecloud.com/host.rack_id"),
+            SPINE: ("oci.oraclecloud.com/rdma.network_block_id", "oci.oraclecloud.com/host.network_block_id"),
+            CORE: ("oci.oraclecloud.com/rdma.hpc_island_id",),
+        },
+    ),
+    LabelSet(
+        "CoreWeave",
+        {
+            RACK: ("backend.coreweave.cloud/leafgroup", "ib.coreweave.cloud/leafgroup", "node.coreweave.cloud/rack"),
+            SPINE: ("ib.coreweave.cloud/superpod",),
+            CORE: ("backend.coreweave.cloud/fabric", "ib.coreweave.cloud/fabric"),
+        },
+    ),
+    LabelSet("Alibaba Cloud", {RACK: ("alibabacloud.com/asw-id",), SPINE: ("alibabacloud.com/point-of-delivery",)}),
+    LabelSet(
+        "the keys in Kueue's examples",
+        {RACK: ("cloud.provider.com/topology-rack",), SPINE: ("cloud.provider.com/topology-block",)},
+    ),
+    LabelSet("Kubernetes", {ZONE: ("topology.kubernetes.io/zone",), REGION: ("topology.kubernetes.io/region",)}),
+)
+"""Every known label set. If a node has labels of several sets, the earlier set counts."""
+
+
+def levels_of(label_sets: Iterable[LabelSet]) -> tuple[Level, ...]:
+    """Return the fabric's levels with the label keys of these sets, earlier sets first."""
+    keys: dict[str, dict[str, None]] = {name: {} for name in LEVELS}
+    for label_set in label_sets:
+        for level, more in label_set.keys.items():
+            keys[level].update(dict.fromkeys(more))
+    return tuple(Level(name, tuple(keys[name]), name in ALWAYS) for name in LEVELS)
+
+
+DEFAULT_LEVELS = levels_of(LABEL_SETS)

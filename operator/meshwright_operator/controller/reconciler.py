@@ -27,11 +27,11 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
-from meshwright_operator.decide.failure_detection import SPEC_CHANGED
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, Rejection, WorkerState
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.rank_assignment import rank_zero_worker, uses_external_scheduler
+from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient, jobs_path
 from meshwright_operator.kube.recorder import EventRecorder
@@ -137,7 +137,7 @@ class Reconciler:
             finally:
                 self._scheduler.release_assumed(uid)
         else:
-            if draft.mesh.pending_cause != SPEC_CHANGED:
+            if draft.mesh.pending_cause != SPEC_CHANGED.name:
                 self._scheduler.job_queue.remove(uid)
             if draft.move is not None:
                 async with self._scheduler.lock:

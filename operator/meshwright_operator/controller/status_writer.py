@@ -36,7 +36,7 @@ class StatusWriter:
 
         Raises:
             StaleError: the job is another one by now; nothing was written.
-            StatusRefusedError: the API server takes no status for the object as it is stored.
+            StatusRejectedError: the API server takes no status for the object as it is stored.
         """
         old = job.get("status")
         old = old if isinstance(old, dict) else {}

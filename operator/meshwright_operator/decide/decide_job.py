@@ -10,23 +10,22 @@ from meshwright.api.failure_policy import FailureAction
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import CordonedNodes
 from meshwright_operator.decide import (
-    exit_policy,
     external_scheduler,
     failure_detection,
     gang,
-    hang_detection,
     lifecycle,
     placement_outcome,
     progress,
     rank_assignment,
-    restart_budget,
+    restart_policy,
 )
 from meshwright_operator.decide.applied_spec import encode_spec
 from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import NORMAL, WARNING
+from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, WorkerState, has_started
+from meshwright_operator.decide.restart_policy import Interruption, Settling
 from meshwright_operator.text import counted
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -49,11 +48,11 @@ def decide(observed: Observed) -> Decision:
     decision.requeue_within(left)
     _adopt_plan(decision)
     _report_blocked_edit(decision)
-    restart_budget.drop_expired(decision.status, observed.spec.recovery, observed.now)
+    restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
     if observed.spec.suspend:
         _suspend(decision)
-    elif exit_policy.succeeded(observed):
+    elif lifecycle.succeeded(observed):
         decision.complete(_completion(decision))
     else:
         _resume(decision)
@@ -92,11 +91,9 @@ def _adopt_plan(decision: Decision) -> None:
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
-        _end_generation(
-            decision, failure_detection.Interruption(failure_detection.SPEC_CHANGED, "the spec has changed")
-        )
+        _end_generation(decision, Interruption(restart_policy.SPEC_CHANGED, "the spec has changed"))
     elif changed and observed.mesh.generation > 0:
-        decision.mesh.pending_cause = failure_detection.SPEC_CHANGED
+        decision.mesh.pending_cause = restart_policy.SPEC_CHANGED.name
 
 
 def _suspend(decision: Decision) -> None:
@@ -107,8 +104,8 @@ def _suspend(decision: Decision) -> None:
     status.tokens_per_second = status.eta_seconds = None
     if status.active_since is not None:
         lifecycle.pause(status, observed.now)
-    if observed.mesh.generation > 0 and decision.mesh.pending_cause != failure_detection.RESUME:
-        decision.mesh.pending_cause = failure_detection.RESUME
+    if observed.mesh.generation > 0 and decision.mesh.pending_cause != restart_policy.RESUME.name:
+        decision.mesh.pending_cause = restart_policy.RESUME.name
         decision.mesh.pending_since = format_time(observed.now)
     decision.delete_live_pods()
     # Nobody reaches a pod on a node that is down: it ends when the node is back, or is given up with it.
@@ -141,11 +138,11 @@ def _advance_generation(decision: Decision) -> None:
     observed = decision.observed
     holding = observed.mesh.generation > 0 and not decision.mesh.pending_cause
     if holding:
-        verdict = failure_detection.diagnose(observed) or hang_detection.diagnose(observed)
+        verdict = failure_detection.detect(observed)
         if verdict is None:
             _train(decision)
             return
-        if isinstance(verdict, failure_detection.Settling):
+        if isinstance(verdict, Settling):
             _report_ready_ranks(decision, unsure=True)
             decision.requeue_within(verdict.seconds)
             return
@@ -156,31 +153,28 @@ def _advance_generation(decision: Decision) -> None:
     if lifecycle.finished(decision.status):
         return
     if not decision.mesh.pending_cause:
-        decision.mesh.pending_cause = failure_detection.START
+        decision.mesh.pending_cause = restart_policy.START.name
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
     crashed = failure_detection.uncounted_crashes(observed) if not holding else []
-    if crashed and not _may_restart(
-        decision, exit_policy.worker_exit_codes(crashed), failure_detection.crash_message(crashed)
-    ):
+    codes = restart_policy.worker_exit_codes(crashed)
+    if crashed and not _may_restart(decision, codes, failure_detection.crash_message(crashed)):
         return
     _start_generation(decision)
 
 
-def _end_generation(decision: Decision, verdict: failure_detection.Interruption) -> None:
+def _end_generation(decision: Decision, verdict: Interruption) -> None:
     """The generation is over: counts that, says why, and fails the job if it happened too often."""
-    event = {failure_detection.RANK_FAILURE: "RankFailed", failure_detection.SPEC_CHANGED: "SpecChanged"}.get(
-        verdict.cause, verdict.cause
-    )
-    decision.add_event(event, verdict.message, WARNING if verdict.cause != failure_detection.SPEC_CHANGED else NORMAL)
-    if exit_policy.run_rejected(decision.observed, verdict.cause):
-        decision.fail("RunRefused", verdict.message)
+    cause = verdict.cause
+    decision.add_cause_event(cause, verdict.message)
+    if verdict.job_failure:
+        decision.fail(verdict.job_failure, verdict.message)
         return
-    codes = exit_policy.exit_codes_for(decision.observed, verdict.cause)
-    if verdict.cause in failure_detection.LIMITED_CAUSES and not _may_restart(decision, codes, verdict.message):
+    codes = cause.exit_codes(decision.observed)
+    if cause.limited and not _may_restart(decision, codes, verdict.message):
         return
-    decision.count_restart(verdict.cause, counted=exit_policy.counts_toward_limit(decision.observed.spec, codes))
-    decision.mesh.pending_cause = verdict.cause
+    decision.count_restart(cause, codes)
+    decision.mesh.pending_cause = cause.name
     # Whole seconds, rounded up: the pods that this verdict has seen ended before it.
     decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
     decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
@@ -188,7 +182,7 @@ def _end_generation(decision: Decision, verdict: failure_detection.Interruption)
 
 def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
     """Whether the job is started again after a failure with these exit codes; if not, it has failed."""
-    action, why = exit_policy.action_for(decision.observed.spec, codes)
+    action, why = restart_policy.action_for(decision.observed.spec, codes)
     if action is FailureAction.FAIL_JOB:
         decision.fail("FailurePolicy", f"{message}; {why}")
     elif action is FailureAction.COUNT and decision.over_limit():

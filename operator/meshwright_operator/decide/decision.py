@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
-from meshwright_operator.decide import conditions, failure_detection, lifecycle, restart_budget
+from meshwright_operator.decide import conditions, lifecycle, restart_policy
 from meshwright_operator.decide.blocked_edit import blocked_job_state
 from meshwright_operator.decide.events import NORMAL, WARNING, JobEvent
 from meshwright_operator.decide.gang import MapRanks, Place
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.restart_policy import RestartCause
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import format_time
 
@@ -66,7 +68,7 @@ class Decision:
     def starting(self, message: str, problem: str = "") -> None:
         """On its way to a generation; `problem` is the reason when something keeps it from getting there."""
         cause = self.mesh.pending_cause or self.mesh.cause
-        first = cause in ("", failure_detection.START, failure_detection.RESUME)
+        first = not cause or not restart_policy.cause_named(cause).restarts
         text = message if first else f"{cause}: {message}"
         self.job_state(problem or ("Starting" if first else "Restarting"), text)
 
@@ -89,20 +91,21 @@ class Decision:
         """Every pod that still runs and is not going yet is to go."""
         self.delete += [pod for pod in self.observed.live_pods if not pod.deleting]
 
-    def count_restart(self, cause: str, *, counted: bool = True) -> None:
-        """Counts one restart, toward the limit too if its cause is the job's own and `counted` does not exempt it."""
+    def add_cause_event(self, cause: RestartCause, message: str) -> None:
+        """Adds the event of a cause."""
+        self.add_event(cause.event or cause.name, message, cause.event_type)
+
+    def count_restart(self, cause: RestartCause, codes: AbstractSet[int] = frozenset()) -> None:
+        """Counts one restart, toward the limit too if its cause and its exit codes say so."""
         counts = {entry.cause: entry.count for entry in self.status.restarts}
-        counts[cause] = counts.get(cause, 0) + 1
+        counts[cause.name] = counts.get(cause.name, 0) + 1
         self.status.restarts = [RestartStatus(cause=name, count=count) for name, count in counts.items()]
         self.status.restart_count += 1
-        if cause in failure_detection.LIMITED_CAUSES:
-            restart_budget.record_failure(self.mesh, self.observed.now)
-            if counted:
-                restart_budget.count(self.status, self.observed.spec.recovery, self.observed.now)
+        restart_policy.count_failure(self.status, self.observed.spec, cause, codes, self.observed.now)
 
     def over_limit(self) -> bool:
         """Whether one more restart that counts is more than `recovery.maxRestarts` allows."""
-        return restart_budget.exhausted(self.status, self.observed.spec.recovery)
+        return restart_policy.exhausted(self.status, self.observed.spec.recovery)
 
     def fail(self, reason: str, message: str) -> None:
         """The job has failed for good: its pods go and it stays as it is."""

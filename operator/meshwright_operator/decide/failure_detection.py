@@ -6,77 +6,62 @@ count as a lost pod (which never uses up `recovery.maxRestarts`), not as a failu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from meshwright.protocol.messages import FailureKind
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.decide.agents import ReceivedReport
+from meshwright_operator.decide.hang_detection import hung_ranks, silent_agents, stuck_agents
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.decide.restart_policy import (
+    CAUSES,
+    EVICTED,
+    NODE_LOST,
+    POD_FAILED,
+    POD_LOST,
+    PREEMPTED,
+    RANK_FAILURE,
+    SETTLE_SECONDS,
+    Detector,
+    Interruption,
+    RestartCause,
+    Settling,
+)
 from meshwright_operator.kube.pod_info import EVICTIONS, PREEMPTIONS, Pod
 from meshwright_operator.timestamps import parse_time
 
-START = "Start"
-RESUME = "Resume"
-POD_LOST = "PodLost"
-POD_FAILED = "PodFailed"
-RANK_FAILURE = "RankFailure"
-SPEC_CHANGED = "SpecChanged"
-NODE_LOST = "NodeLost"
-NODE_DRAINED = "NodeDrained"
-PREEMPTED = "Preempted"
-EVICTED = "Evicted"
-HANG = "Hang"
-
-LIMITED_CAUSES = frozenset({POD_FAILED, RANK_FAILURE, HANG})
-"""Causes that count toward `recovery.maxRestarts`."""
-
-SETTLE_SECONDS = 2.0
 PEER_LOST_SETTLE_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
-LONGEST_BACKOFF_SECONDS = 60.0
 
 GONE = frozenset({WorkerState.MISSING, WorkerState.ENDING, WorkerState.DISRUPTED, WorkerState.LOST})
 
 
-@dataclass(frozen=True, slots=True)
-class Interruption:
-    """The generation is over."""
-
-    cause: str
-    message: str
-    """What happened, for people."""
-    detected_in: float = 0.0
-    """Seconds from the first sign to this verdict."""
-    lost: tuple[Worker, ...] = ()
-    """Workers that nobody reaches any more, whose pods must be given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settling:
-    """Something failed; wait before judging."""
-
-    seconds: float
-
-
-def diagnose(observed: Observed) -> Interruption | Settling | None:
+def detect(observed: Observed) -> Interruption | Settling | None:
     """What ended the current generation; None while it holds."""
+    own = (cause.detect for cause in CAUSES.values() if cause.detect is not None)
+    return next((found for detector in (*DETECTORS, *own) if (found := detector(observed)) is not None), None)
+
+
+def lost_pods(observed: Observed) -> Interruption | None:
+    """Pods that went, or are going, by somebody else's doing."""
     gone = [worker for worker in observed.workers if worker.state in GONE]
-    if gone:
-        cause = next(c for c in (NODE_LOST, PREEMPTED, EVICTED, POD_LOST) if any(_cause(w) == c for w in gone))
-        return Interruption(cause, "; ".join(_describe_loss(worker) for worker in gone[:3]) + _more(gone, 3))
+    if not gone:
+        return None
+    causes = [_cause(worker) for worker in gone]
+    cause = next(cause for cause in (NODE_LOST, PREEMPTED, EVICTED, POD_LOST) if cause in causes)
+    return Interruption(cause, "; ".join(_describe_loss(worker) for worker in gone[:3]) + _more(gone, 3))
+
+
+def crashed_pods(observed: Observed) -> Interruption | None:
+    """Pods that failed by their own doing."""
     crashed = [worker for worker in observed.workers if worker.state is WorkerState.CRASHED]
-    if crashed:
-        return Interruption(
-            POD_FAILED, "; ".join(_describe_crash(worker) for worker in crashed[:3]) + _more(crashed, 3)
-        )
-    return _failed_ranks(observed)
+    return Interruption(POD_FAILED, crash_message(crashed)) if crashed else None
 
 
-def _failed_ranks(observed: Observed) -> Interruption | Settling | None:
-    failing = failures(observed)
+def failed_ranks(observed: Observed) -> Interruption | Settling | None:
+    """Ranks that failed while their pods run, after a moment; or a node that took ranks with it."""
+    failing = observed.reports_in(AgentState.FAILED)
     if not failing:
-        return _paused_ranks(observed)
+        return None
     down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is WorkerState.RUNNING)
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
@@ -92,14 +77,17 @@ def _failed_ranks(observed: Observed) -> Interruption | Settling | None:
         key=lambda item: (item[1].report.failure is FailureKind.REFUSED, item[1] in root, item[1].halted_seconds),
     )
     return Interruption(
-        RANK_FAILURE, f"worker {worker}: {received.report.message or 'a rank failed'}", detected_in=oldest
+        RANK_FAILURE,
+        f"worker {worker}: {received.report.message or 'a rank failed'}",
+        detected_in=oldest,
+        job_failure="RunRefused" if received.report.failure is FailureKind.REFUSED else "",
     )
 
 
-def _paused_ranks(observed: Observed) -> Interruption | Settling | None:
-    """Ranks pause because a pod goes away; when none does after all, nobody else would start them again."""
-    paused = reports_with_state(observed, AgentState.IDLE)
-    if not paused or reports_with_state(observed, AgentState.DRAINING):
+def paused_ranks(observed: Observed) -> Interruption | Settling | None:
+    """Ranks pause because a pod goes away. If none goes after all, nobody else would start them again."""
+    paused = observed.reports_in(AgentState.IDLE)
+    if not paused or observed.reports_in(AgentState.DRAINING):
         return None
     longest = max(received.halted_seconds for received in paused.values())
     if longest < PAUSE_SECONDS:
@@ -108,23 +96,6 @@ def _paused_ranks(observed: Observed) -> Interruption | Settling | None:
     return Interruption(
         RANK_FAILURE, f"the ranks of worker {workers} stopped, but no pod goes away", detected_in=longest
     )
-
-
-def failures(observed: Observed) -> dict[int, ReceivedReport]:
-    """Reports of failed ranks in the generation in effect, by worker index."""
-    return reports_with_state(observed, AgentState.FAILED)
-
-
-def reports_with_state(observed: Observed, state: AgentState) -> dict[int, ReceivedReport]:
-    """Reports with this state of the generation and incarnations in effect, by worker index."""
-    return {
-        worker.index: received
-        for worker in observed.workers
-        if (received := observed.agents.reports.get(worker.index)) is not None
-        and received.report.state is state
-        and received.report.generation == observed.mesh.generation
-        and received.report.incarnation == worker.incarnation
-    }
 
 
 def uncounted_crashes(observed: Observed) -> list[Worker]:
@@ -148,32 +119,12 @@ def _created(pod: Pod) -> datetime:
     return pod.created or datetime.min.replace(tzinfo=UTC)
 
 
-def crash_backoff_seconds(observed: Observed, crashed: list[Worker]) -> float:
-    """Seconds to wait before crashed pods are replaced: growing, and long enough to see who else crashes."""
-    ends = [worker.pod.ended for worker in crashed if worker.pod is not None and worker.pod.ended is not None]
-    if not ends:
-        return 0.0
-    wait = min(SETTLE_SECONDS * 2.0 ** min(failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
-    # By clocks of nodes, which may be ahead.
-    return max(0.0, min(wait, wait - (observed.now - max(ends)).total_seconds()))
-
-
-def failures_so_far(observed: Observed) -> int:
-    """Failures that make the next pause longer: those that count, or those in a row that an exit-code rule ignores."""
-    return max(observed.status.restarts_toward_limit, observed.mesh.failures)
-
-
-def backoff_seconds(failed: int) -> float:
-    """How long to wait before the start that follows the `failed`-th failure: 0, 2, 4, ... 60."""
-    return 0.0 if failed <= 1 else min(2.0 ** min(failed - 1, 10), LONGEST_BACKOFF_SECONDS)
-
-
 def crash_message(workers: list[Worker]) -> str:
     """Which workers crashed and how."""
     return "; ".join(_describe_crash(worker) for worker in workers[:3]) + _more(workers, 3)
 
 
-def _cause(worker: Worker) -> str:
+def _cause(worker: Worker) -> RestartCause:
     """Whose doing it is that a worker's pod goes or went."""
     if worker.node_down:
         return NODE_LOST
@@ -202,3 +153,15 @@ def _describe_crash(worker: Worker) -> str:
 def _more(items: object, shown: int) -> str:
     count = len(items) if isinstance(items, list | tuple) else 0
     return f" and {count - shown} more" if count > shown else ""
+
+
+DETECTORS: tuple[Detector, ...] = (
+    lost_pods,
+    crashed_pods,
+    failed_ranks,
+    paused_ranks,
+    hung_ranks,
+    silent_agents,
+    stuck_agents,
+)
+"""In this order, since each explains what the next ones would see: a lost pod makes its peers fail and stop."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_operator.decide import failure_detection, rank_assignment
+from meshwright_operator.decide import failure_detection, rank_assignment, restart_policy
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import parse_time, seconds_since
@@ -112,7 +112,7 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
     missing = tuple(w for w in observed.workers if w.state in ENDED)
     if missing:
         crashed = [w for w in missing if w.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)]
-        if (seconds := failure_detection.crash_backoff_seconds(observed, crashed)) > 0:
+        if (seconds := restart_policy.crash_backoff_left(observed, crashed)) > 0:
             return Wait(f"{failure_detection.crash_message(crashed)}; waiting before the next try", seconds=seconds)
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
@@ -170,13 +170,9 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> Step:
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
-    if pending_cause in (failure_detection.RANK_FAILURE, failure_detection.HANG):
-        since = parse_time(observed.mesh.pending_since) or observed.now
-        delay = failure_detection.backoff_seconds(failure_detection.failures_so_far(observed))
-        # Another operator's clock may have been ahead when it wrote this.
-        left = min(delay, delay - (observed.now - since).total_seconds())
-        if left > 0:
-            return Wait(f"waiting {delay:.0f} s before the next try", seconds=left)
+    left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
+    if left > 0:
+        return Wait(f"waiting {pause:.0f} s before the next try", seconds=left)
     return FormGeneration()
 
 

@@ -6,14 +6,28 @@ from datetime import datetime
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 
 def finished(status: ParallelTrainingJobStatus) -> bool:
     """Whether the job has ended, well or badly. Nothing starts it again."""
     return is_true(status.conditions, names.COMPLETE) or is_true(status.conditions, names.FAILED)
+
+
+def succeeded(observed: Observed) -> bool:
+    """Whether the workers that the success policy names have succeeded, in a generation of this very spec."""
+    first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
+    asked = [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
+    return (
+        bool(asked)
+        and observed.mesh.generation > 0
+        and all(w.state is WorkerState.SUCCEEDED for w in asked)
+        and all(w.pod is not None and w.pod.revision == observed.revision for w in asked)
+    )
 
 
 def begin(status: ParallelTrainingJobStatus, now: datetime) -> None:

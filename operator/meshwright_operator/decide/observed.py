@@ -10,7 +10,8 @@ from enum import StrEnum
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
-from meshwright_operator.decide.agents import Agents
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.kube.pod_info import Pod
 
@@ -108,6 +109,17 @@ class Observed:
         """Every pod of the job that may still run."""
         current = [w.pod for w in self.workers if w.pod is not None and not w.pod.terminal]
         return [*current, *(pod for w in self.workers for pod in w.older_pods), *self.excess_pods]
+
+    def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
+        """Reports with this state of the generation and incarnations in effect, by worker index."""
+        return {
+            worker.index: received
+            for worker in self.workers
+            if (received := self.agents.reports.get(worker.index)) is not None
+            and received.report.state is state
+            and received.report.generation == self.mesh.generation
+            and received.report.incarnation == worker.incarnation
+        }
 
 
 def has_started(status: ParallelTrainingJobStatus) -> bool:

@@ -13,7 +13,7 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.status import PlacementStatus
 from meshwright.planner.placement import Placement
-from meshwright_operator.decide import exit_policy, failure_detection, lifecycle
+from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang import GiveUp
@@ -68,18 +68,14 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
         else []
     )
     if crashed:
-        counts_toward_limit = exit_policy.counts_toward_limit(observed.spec, exit_policy.worker_exit_codes(crashed))
-        decision.count_restart(failure_detection.POD_FAILED, counted=counts_toward_limit)
-        decision.add_event("PodFailed", failure_detection.crash_message(crashed), WARNING)
+        decision.count_restart(restart_policy.POD_FAILED, restart_policy.worker_exit_codes(crashed))
+        decision.add_cause_event(restart_policy.POD_FAILED, failure_detection.crash_message(crashed))
     if crashed or decision.mesh.pending_since is None:
         decision.mesh.pending_since = format_time(observed.now)
     decision.mesh.retry_time = None
     incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    floor = (
-        _floor(observed)
-        if decision.mesh.pending_cause in (failure_detection.SPEC_CHANGED, failure_detection.RESUME)
-        else -1
-    )
+    replaces_gang = restart_policy.cause_named(decision.mesh.pending_cause).replaces_gang
+    floor = _floor(observed) if replaces_gang else -1
     for worker in workers:
         incarnations[worker.index] = max(worker.incarnation, floor) + 1
     return incarnations
@@ -198,9 +194,9 @@ def moved(decision: Decision) -> None:
     moves = "; ".join(f"worker {w.index} leaves {w.node}: {w.node_drain_reason}" for w in workers[:3])
     more = f" and {len(workers) - 3} more" if len(workers) > 3 else ""
     message = f"{moves}{more}; a checkpoint is saved first"
-    decision.add_event(failure_detection.NODE_DRAINED, message)
-    decision.count_restart(failure_detection.NODE_DRAINED)
-    decision.mesh.pending_cause = failure_detection.NODE_DRAINED
+    decision.add_cause_event(restart_policy.NODE_DRAINED, message)
+    decision.count_restart(restart_policy.NODE_DRAINED)
+    decision.mesh.pending_cause = restart_policy.NODE_DRAINED.name
     decision.mesh.pending_since = format_time(decision.observed.now)
     decision.delete += [w.pod for w in workers if w.pod is not None and not w.pod.deleting]
     decision.starting(message)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.status import MAX_SAFE_INTEGER, ParallelTrainingJobStatus
+from meshwright.metrics.declaration import Catalog, Kind, Label, Metric, Sample
+from meshwright.metrics.exporter import scraped
 from meshwright.protocol.messages import Progress
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.timestamps import parse_time
 
-JOB = ["namespace", "job_name"]
+NAMESPACE = Label("namespace", meaning="the job's namespace")
+JOB = (NAMESPACE, Label("job_name", meaning="the job's name"))
+PHASES = ("queued", "starting", "training", "restarting", "suspended")
+"""Where a job's time goes, until it finishes."""
+
 LONGEST_STEP_SECONDS = 86400.0
-"""What an agent tells beyond it is not believed."""
+"""A longer time of a step, from an agent's report, is ignored."""
 
 
 @dataclass(slots=True)
@@ -87,148 +92,208 @@ def phase_of(status: ParallelTrainingJobStatus) -> str:
     )
 
 
-class JobsCollector(Collector):
-    """All jobs as series."""
+Records = Sequence[tuple[JobKey, JobRecord]]
+
+
+def of_job(
+    name: str, kind: Kind, text: str, *labels: Label, read: Callable[[JobRecord], Iterable[Sample]]
+) -> Metric[Records]:
+    """Declare a metric of every job. `read` computes one job's samples, without the labels that name the job."""
+
+    def source(records: Records) -> Iterator[Sample]:
+        for key, record in records:
+            for values, value in read(record):
+                yield (*key, *values), value
+
+    return Metric(name, kind, text, (*JOB, *labels), source=source)
+
+
+def one(value: float | None) -> Iterable[Sample]:
+    """Return the sample of a metric without further labels; none if there is no value."""
+    return [] if value is None else [((), value)]
+
+
+def number(text: str) -> float | None:
+    """Return the number in a field of status; None if there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _jobs(records: Records) -> Iterable[Sample]:
+    counts = Counter((key.namespace, record.phase or "finished") for key, record in records)
+    return counts.items()
+
+
+def _degrees(record: JobRecord) -> Iterable[Sample]:
+    plan = record.status.plan
+    degrees = [str(plan.tensor), str(plan.pipeline), str(plan.data)] if plan is not None else ["", "", ""]
+    return [((record.uid, *degrees), 1)]
+
+
+def _ranks(record: JobRecord) -> Iterable[Sample]:
+    training, _, total = record.status.ready_ranks.partition("/")
+    if not (training.isdigit() and total.isdigit()):
+        return []
+    return [(("training",), int(training)), (("total",), int(total))]
+
+
+def _placement_cost(record: JobRecord) -> Iterable[Sample]:
+    placement = record.status.placement
+    return one(number(placement.cost) if placement is not None else None)
+
+
+def _straddling_groups(record: JobRecord) -> Iterable[Sample]:
+    placement = record.status.placement
+    if placement is None:
+        return []
+    return [(("tensor",), placement.straddling_tensor_groups), (("replica",), placement.straddling_replicas)]
+
+
+def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
+    return [((phase,), seconds) for phase, seconds in record.seconds_by_phase(time.monotonic()).items()]
+
+
+def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
+    """The step of the newest checkpoint, and its time in seconds since 1970."""
+    checkpoint = record.status.checkpoint
+    moment = parse_time(checkpoint.time) if checkpoint is not None else None
+    return (checkpoint.step, moment.timestamp()) if checkpoint is not None and moment is not None else None
+
+
+class JobsCollector(Catalog, Collector):
+    """The metrics of all jobs."""
+
+    jobs = Metric(
+        "ptj_jobs",
+        Kind.GAUGE,
+        "Jobs by where their time goes.",
+        (NAMESPACE, Label("state", (*PHASES, "finished"))),
+        source=_jobs,
+    )
+    info = of_job(
+        "ptj_job_info",
+        Kind.GAUGE,
+        "1 for every job.",
+        Label("uid", meaning="the job's `metadata.uid`"),
+        Label("tp", meaning="tensor degree; empty before there is a plan"),
+        Label("pp", meaning="pipeline degree; empty before there is a plan"),
+        Label("dp", meaning="data degree; empty before there is a plan"),
+        read=_degrees,
+    )
+    condition = of_job(
+        "ptj_job_status_condition",
+        Kind.GAUGE,
+        "1 for the status that a condition has.",
+        Label("type", meaning="as in `status.conditions`"),
+        Label("status", ("True", "False", "Unknown")),
+        read=lambda record: [((entry.type, entry.status), 1) for entry in record.status.conditions],
+    )
+    ranks = of_job(
+        "ptj_job_ranks",
+        Kind.GAUGE,
+        "Ranks of the job: all, and those that train.",
+        Label("state", ("total", "training")),
+        read=_ranks,
+    )
+    restarts = of_job(
+        "ptj_job_restarts_total",
+        Kind.COUNTER,
+        "Restarts by cause.",
+        Label("cause", meaning="as in `status.restarts`"),
+        read=lambda record: [((entry.cause,), entry.count) for entry in record.status.restarts],
+    )
+    placement_cost = of_job(
+        "ptj_job_placement_cost",
+        Kind.GAUGE,
+        "Weighted crossings of NVLink domains, racks and zones by the job's groups.",
+        read=_placement_cost,
+    )
+    straddling_groups = of_job(
+        "ptj_job_straddling_groups",
+        Kind.GAUGE,
+        "Tensor-parallel groups that leave their NVLink domain, replicas whose pipeline leaves its rack.",
+        Label("kind", ("tensor", "replica")),
+        read=_straddling_groups,
+    )
+    wallclock_seconds = of_job(
+        "ptj_job_wallclock_seconds_total",
+        Kind.COUNTER,
+        "Time of the job by phase, since the operator started.",
+        Label("phase", PHASES),
+        read=_seconds_by_phase,
+    )
+    productive_seconds = of_job(
+        "ptj_job_productive_seconds_total",
+        Kind.COUNTER,
+        "Time spent on steps done for the first time.",
+        read=lambda record: one(record.productive),
+    )
+    lost_steps = of_job(
+        "ptj_job_lost_steps_total",
+        Kind.COUNTER,
+        "Steps that were done again after a restart.",
+        read=lambda record: one(record.lost_steps),
+    )
+    step = of_job(
+        "ptj_job_step",
+        Kind.GAUGE,
+        "Last finished step that status tells.",
+        read=lambda record: one(record.status.step),
+    )
+    mesh_generation = of_job(
+        "ptj_job_mesh_generation",
+        Kind.GAUGE,
+        "Number of the mesh generation.",
+        read=lambda record: one(mesh.generation if (mesh := record.status.mesh) is not None else None),
+    )
+    last_checkpoint_step = of_job(
+        "ptj_job_last_checkpoint_step",
+        Kind.GAUGE,
+        "Step of the newest complete checkpoint.",
+        read=lambda record: one(checkpoint[0] if (checkpoint := _checkpoint(record)) is not None else None),
+    )
+    last_checkpoint_time = of_job(
+        "ptj_job_last_checkpoint_timestamp_seconds",
+        Kind.GAUGE,
+        "When the newest complete checkpoint was made.",
+        read=lambda record: one(checkpoint[1] if (checkpoint := _checkpoint(record)) is not None else None),
+    )
+    evaluation_step = of_job(
+        "ptj_job_evaluation_step",
+        Kind.GAUGE,
+        "Step after which the newest evaluation was done that status tells.",
+        read=lambda record: one(found.step if (found := record.status.evaluation) is not None else None),
+    )
+    evaluation_loss = of_job(
+        "ptj_job_evaluation_loss",
+        Kind.GAUGE,
+        "Mean loss per token of that evaluation, on documents never trained on.",
+        read=lambda record: one(number(found.loss) if (found := record.status.evaluation) is not None else None),
+    )
+    evaluation_perplexity = of_job(
+        "ptj_job_evaluation_perplexity",
+        Kind.GAUGE,
+        "Exponential of that loss.",
+        read=lambda record: one(number(found.perplexity) if (found := record.status.evaluation) is not None else None),
+    )
 
     def __init__(self) -> None:
         self._records: dict[JobKey, JobRecord] = {}
 
     def record(self, key: JobKey, uid: str) -> JobRecord:
-        """The record of this job; a new one when another job took its name."""
+        """Return the record of this job; a new one if another job has taken its name."""
         known = self._records.get(key)
         if known is None or known.uid != uid:
             known = self._records[key] = JobRecord(uid, since=time.monotonic())
         return known
 
     def forget(self, key: JobKey) -> None:
-        """Drops the job's series."""
+        """Drop the job's series."""
         self._records.pop(key, None)
 
-    def collect(self) -> Iterable[Metric]:
-        """Every series, from what is known now."""
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        """Compute every series from the records."""
         records = list(self._records.items())
-        yield _jobs(records)
-        yield from _states(records)
-        yield from _restarts(records)
-        yield from _placements(records)
-        yield from _time(records)
-        yield from _training(records)
-        yield from _evaluation(records)
-
-
-Records = list[tuple[JobKey, JobRecord]]
-
-
-def _jobs(records: Records) -> Metric:
-    family = GaugeMetricFamily("ptj_jobs", "Jobs by where their time goes.", labels=["namespace", "state"])
-    counts = Counter((key.namespace, record.phase or "finished") for key, record in records)
-    for labels, count in counts.items():
-        family.add_metric(labels, count)
-    return family
-
-
-def _states(records: Records) -> Iterator[Metric]:
-    info = GaugeMetricFamily("ptj_job_info", "1 for every job.", labels=[*JOB, "uid", "tp", "pp", "dp"])
-    condition = GaugeMetricFamily(
-        "ptj_job_status_condition", "1 for the status that a condition has.", labels=[*JOB, "type", "status"]
-    )
-    ranks = GaugeMetricFamily("ptj_job_ranks", "Ranks of the job: all, and those that train.", labels=[*JOB, "state"])
-    for key, record in records:
-        plan = record.status.plan
-        degrees = [str(plan.tensor), str(plan.pipeline), str(plan.data)] if plan is not None else ["", "", ""]
-        info.add_metric([*key, record.uid, *degrees], 1)
-        for entry in record.status.conditions:
-            condition.add_metric([*key, entry.type, entry.status], 1)
-        training, _, total = record.status.ready_ranks.partition("/")
-        if training.isdigit() and total.isdigit():
-            ranks.add_metric([*key, "training"], int(training))
-            ranks.add_metric([*key, "total"], int(total))
-    yield from (info, condition, ranks)
-
-
-def _restarts(records: Records) -> Iterator[Metric]:
-    family = CounterMetricFamily("ptj_job_restarts", "Restarts by cause.", labels=[*JOB, "cause"])
-    for key, record in records:
-        for entry in record.status.restarts:
-            family.add_metric([*key, entry.cause], entry.count)
-    yield family
-
-
-def _placements(records: Records) -> Iterator[Metric]:
-    cost = GaugeMetricFamily(
-        "ptj_job_placement_cost",
-        "Weighted crossings of NVLink domains, racks and zones by the job's groups.",
-        labels=JOB,
-    )
-    straddling = GaugeMetricFamily(
-        "ptj_job_straddling_groups",
-        "Tensor-parallel groups that leave their NVLink domain, replicas whose pipeline leaves its rack.",
-        labels=[*JOB, "kind"],
-    )
-    for key, record in records:
-        placement = record.status.placement
-        if placement is None:
-            continue
-        with contextlib.suppress(ValueError):
-            cost.add_metric(list(key), float(placement.cost))
-        straddling.add_metric([*key, "tensor"], placement.straddling_tensor_groups)
-        straddling.add_metric([*key, "replica"], placement.straddling_replicas)
-    yield from (cost, straddling)
-
-
-def _time(records: Records) -> Iterator[Metric]:
-    wallclock = CounterMetricFamily(
-        "ptj_job_wallclock_seconds", "Time of the job by phase, since the operator started.", labels=[*JOB, "phase"]
-    )
-    productive = CounterMetricFamily(
-        "ptj_job_productive_seconds", "Time spent on steps done for the first time.", labels=JOB
-    )
-    lost = CounterMetricFamily("ptj_job_lost_steps", "Steps that were done again after a restart.", labels=JOB)
-    now = time.monotonic()
-    for key, record in records:
-        for phase, seconds in record.seconds_by_phase(now).items():
-            wallclock.add_metric([*key, phase], seconds)
-        productive.add_metric(list(key), record.productive)
-        lost.add_metric(list(key), record.lost_steps)
-    yield from (wallclock, productive, lost)
-
-
-def _training(records: Records) -> Iterator[Metric]:
-    step = GaugeMetricFamily("ptj_job_step", "Last finished step that status tells.", labels=JOB)
-    generation = GaugeMetricFamily("ptj_job_mesh_generation", "Number of the mesh generation.", labels=JOB)
-    checkpoint_step = GaugeMetricFamily(
-        "ptj_job_last_checkpoint_step", "Step of the newest complete checkpoint.", labels=JOB
-    )
-    checkpoint_time = GaugeMetricFamily(
-        "ptj_job_last_checkpoint_timestamp_seconds", "When the newest complete checkpoint was made.", labels=JOB
-    )
-    for key, record in records:
-        status = record.status
-        if status.step is not None:
-            step.add_metric(list(key), status.step)
-        if status.mesh is not None:
-            generation.add_metric(list(key), status.mesh.generation)
-        moment = parse_time(status.checkpoint.time) if status.checkpoint is not None else None
-        if status.checkpoint is not None and moment is not None:
-            checkpoint_step.add_metric(list(key), status.checkpoint.step)
-            checkpoint_time.add_metric(list(key), moment.timestamp())
-    yield from (step, generation, checkpoint_step, checkpoint_time)
-
-
-def _evaluation(records: Records) -> Iterator[Metric]:
-    step = GaugeMetricFamily(
-        "ptj_job_evaluation_step", "Step after which the newest evaluation was done that status tells.", labels=JOB
-    )
-    loss = GaugeMetricFamily(
-        "ptj_job_evaluation_loss", "Mean loss per token of that evaluation, on documents never trained on.", labels=JOB
-    )
-    perplexity = GaugeMetricFamily("ptj_job_evaluation_perplexity", "Exponential of that loss.", labels=JOB)
-    for key, record in records:
-        found = record.status.evaluation
-        if found is None:
-            continue
-        with contextlib.suppress(ValueError):
-            step.add_metric(list(key), found.step)
-            loss.add_metric(list(key), float(found.loss))
-            perplexity.add_metric(list(key), float(found.perplexity))
-    yield from (step, loss, perplexity)
+        return [scraped(metric, records) for metric in self.metrics]

@@ -14,8 +14,8 @@ from meshwright.planner.plan_and_place import map_plan_ranks
 from meshwright_operator.decide import external_scheduler
 from meshwright_operator.decide import placement_outcome as decisions
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.failure_detection import SPEC_CHANGED
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placement_request import placement_request_of
@@ -94,7 +94,7 @@ class PlacementSteps:
         observed = decision.observed
         placed = find(observed.status.conditions, names.PLACED)
         since = parse_time(placed.last_transition_time) if placed is not None and placed.status == "False" else None
-        restarts = decision.mesh.pending_cause == SPEC_CHANGED
+        restarts = decision.mesh.pending_cause == SPEC_CHANGED.name
         calibration = self._scheduler.calibration
         return placement_request_of(
             key,

@@ -104,6 +104,13 @@ class Faults:
         agent.trained -= self.chance.choice((0, 1))
         return agent.pod.job
 
+    def pause_ranks(self) -> str | None:
+        """Pauses the ranks of a worker although no pod is deleted."""
+        if (agent := self._agent()) is None:
+            return None
+        agent.state = WorkerState.IDLE
+        return agent.pod.name
+
     def silence(self) -> str | None:
         """Cuts an agent off from the coordinator while its peers wait for it."""
         if (agent := self._agent()) is None:
@@ -149,6 +156,11 @@ class Faults:
     async def cordon(self) -> str | None:
         """Cordons a node."""
         return await self._node(lambda body: body.update(spec={"unschedulable": True}))
+
+    async def cordon_all(self) -> None:
+        """Cordons every node."""
+        for name in sorted(self.machine.nodes):
+            await self.machine.put_node({**copy.deepcopy(self.machine.nodes[name]), "spec": {"unschedulable": True}})
 
     async def taint(self) -> str | None:
         """Taints a node: for repair, or for one of its own conditions."""
@@ -402,6 +414,10 @@ class Faults:
         """Breaks every image pull."""
         self.machine.broken_image = True
 
+    def stall_containers(self) -> None:
+        """Keeps every new container from starting, without a reason in its status."""
+        self.machine.stalled = True
+
     def mute(self) -> None:
         """Cuts agents of new pods off from the coordinator."""
         self.machine.mute = True
@@ -413,7 +429,7 @@ class Faults:
     def heal(self) -> None:
         """Ends every fault of the API server, the schedulers and the images."""
         self.machine.server.fault = lambda verb, path, body: None
-        self.machine.broken_image = self.machine.mute = False
+        self.machine.broken_image = self.machine.mute = self.machine.stalled = False
         self.machine.binds = True
         self.machine.unschedulable = set()
 

@@ -20,10 +20,11 @@ EXIT_RULES = [
 class Jobs:
     """Draws jobs of certain kinds."""
 
-    def __init__(self, chance: Random, kinds: Sequence[str], steps: Sequence[int]) -> None:
+    def __init__(self, chance: Random, kinds: Sequence[str], steps: Sequence[int], *, steady: bool) -> None:
         self._chance = chance
         self._kinds = kinds
         self._steps = steps
+        self._steady = steady
         self.drawn: dict[str, Object] = {}
         """The jobs drawn so far, by name."""
 
@@ -31,7 +32,11 @@ class Jobs:
         """Draws a job."""
         name = NAMES[len(self.drawn) % len(NAMES)]
         body: Object = getattr(self, f"_{self._chance.choice(self._kinds)}")(name)
-        body["spec"] |= self._options(body["spec"])
+        if self._steady:
+            body["spec"]["training"]["steps"] = 10**6
+            body["spec"] |= {"checkpoint": {"claimName": "claim"}, "recovery": {"maxRestarts": 100}}
+        else:
+            body["spec"] |= self._options(body["spec"])
         self.drawn[name] = copy.deepcopy(body)
         return body
 

@@ -51,6 +51,8 @@ class Machine(World):
         """Nodes that are NotReady."""
         self.binds = True
         """Whether the external scheduler works."""
+        self.stalled = False
+        """Whether containers do not start and no status says why."""
         self.saved: dict[str, int] = {}
         """Step of the newest checkpoint by the uid of its job."""
         self.starting = 2.0
@@ -186,6 +188,10 @@ class Machine(World):
             self._bind(obj)
         else:
             super()._kubelet(obj)
+
+    def _start(self, path: str, obj: Object, pod: Pod) -> None:
+        if not self.stalled:
+            super()._start(path, obj, pod)
 
     def _bind(self, obj: Object) -> None:
         """Binds a pod to the first node with enough GPUs."""

@@ -12,7 +12,7 @@ from tests.golden.operator.specs import PLAIN, beside, cases, edited, outcome, p
 from tests.tiers import mostly_long
 
 SPECS = 300
-BLOCK = 50
+BLOCK = 30
 
 
 @pytest.mark.parametrize("block", mostly_long(range(SPECS // BLOCK), lambda block: block == 0))

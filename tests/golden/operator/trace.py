@@ -32,6 +32,8 @@ class Kind:
     acts: tuple[str, ...] = ()
     waits: tuple[int, ...] = (3, 8, 15, 40)
     product: str = ""
+    steady: bool = False
+    """Whether jobs train until the end of the trace unless an event stops them."""
     gpus: tuple[int, ...] = (2, 4, 4)
     nodes: tuple[int, ...] = (2, 3, 4, 5)
 
@@ -55,13 +57,29 @@ OBJECTS = (
     *("refuse_status edit_pods", "heal", "create_again", "delete_job", "hand_over crash_pod", "edit_live"),
 )
 SPARES = ("cordon", "taint", "uncordon_all", "node_down", "node_up", "submit", "edit_live")
-LONG = (20, 65, 130, 330)
+FAILS = "fail_rank wait:15 fail_rank wait:15 fail_rank wait:20 fail_rank wait:25 fail_rank wait:40"
+LIMITS = (
+    "break_image edit_pods wait:420 wait:90 wait:130 heal",
+    "stall_containers edit_pods wait:2000 heal",
+    "mute edit_pods wait:800 heal",
+    "pause_ranks wait:45 pause_ranks wait:25",
+    f"{FAILS} fail_rank wait:70 fail_rank wait:90 fail_rank wait:90",
+    f"{FAILS} wait:640 fail_rank wait:60",
+    "cordon_all wait:150 node_added wait:130",
+    "refuse_node crash_pod wait:200 heal wait:850 crash_pod wait:100",
+    "refuse_pods edit_pods wait:2000 heal",
+    "refuse_pods crash_pod wait:60 heal",
+    "hang wait:1000",
+    "silence wait:150 speak",
+    "kubelet_evicts kubelet_evicts wait:60",
+)
+LONG = (20, 65, 130, 330, 700)
 
 KINDS = (
     Kind("runs", count=(1, 2, 3), steps=(20, 60, 200), acts=("edit_live", "evict", "learn"), waits=(10, 40, 100)),
     Kind("pods end", acts=PODS_END),
     Kind("ranks end", acts=RANKS_END),
-    Kind("ranks hang", acts=HANGS, waits=(40, 130, 340, 340)),
+    Kind("ranks hang", acts=HANGS, waits=(40, 130, 340, 340, 950)),
     Kind("nodes change", acts=NODES_CHANGE, waits=(5, 30, 130)),
     Kind("edits", acts=(*EDITS, *EDITS_AND_FAULTS), waits=(5, 15, 40)),
     Kind("suspended", acts=("suspend", "resume", "evict", "edit_pods", "resume"), waits=(3, 15, 60)),
@@ -83,6 +101,7 @@ KINDS = (
         gpus=(4, 8),
     ),
     Kind("odd objects", acts=OBJECTS),
+    Kind("time limits", count=(1, 2), jobs=("small", "narrow"), acts=LIMITS, steady=True, waits=(10,), nodes=(3, 4)),
     Kind("spares and moves", acts=SPARES, waits=(15, 130), nodes=(4, 5, 6)),
 )
 ANY = (*PODS_END, *RANKS_END, *NODES_CHANGE, *EDITS, *SERVER, *REFUSALS, "refuse_run", "hang", "submit", "suspend")
@@ -164,7 +183,7 @@ def run(seed: int) -> Trace:
     nodes = make_nodes(
         chance.choice(kind.nodes), chance.choice(kind.gpus), per_rack=chance.choice((1, 2, 4)), product=kind.product
     )
-    jobs = Jobs(chance, kind.jobs, kind.steps)
+    jobs = Jobs(chance, kind.jobs, kind.steps, steady=kind.steady)
 
     async def story(machine: Machine) -> Trace:
         faults = Faults(machine, jobs, chance)
@@ -172,26 +191,30 @@ def run(seed: int) -> Trace:
             await faults.act("submit")
             await machine.run(chance.choice((0, 1, 5)))
         await machine.run(10)
-        for _ in range(chance.choice((4, 6, 8))):
-            for name in (chance.choice(ANY) if chance.random() < 0.15 else chance.choice(kind.acts)).split():
-                await faults.act(name)
-            await _wait(machine, chance.choice(kind.waits))
+        for _ in range(chance.choice((1, 2)) if kind.steady else chance.choice((4, 6, 8))):
+            acts = chance.choice(kind.acts if kind.steady or chance.random() < 0.85 else ANY)
+            for name in acts.split():
+                if name.startswith("wait:"):
+                    await _wait(machine, chance, int(name.removeprefix("wait:")))
+                else:
+                    await faults.act(name)
+            await _wait(machine, chance, chance.choice(kind.waits))
         for name in ("heal", "see_again", "speak", "resume"):
             await faults.act(name)
-        await _wait(machine, chance.choice((60, 200, 400)))
+        await _wait(machine, chance, chance.choice((60, 200, 700)))
         return _ended(kind.name, record, machine)
 
     return play(lambda: Machine(seed, nodes, record), story)
 
 
-async def _wait(machine: Machine, seconds: int) -> None:
-    """Lets time pass, in seconds at first, then in longer steps."""
-    quick = min(seconds, 8)
+async def _wait(machine: Machine, chance: Random, seconds: int) -> None:
+    """Lets time pass, in seconds at first, then in longer steps. Uneven steps meet different time limits."""
+    quick = min(seconds, chance.choice((4, 9, 25)))
     await machine.run(quick)
-    left = seconds - quick
-    if left > 0:
-        step = max(1.0, round(left / 12))
-        await machine.run(left, step)
+    if seconds > quick:
+        steps = min(seconds - quick, chance.choice((7, 10, 15)))
+        for _ in range(steps):
+            await machine.tick((seconds - quick) / steps)
 
 
 def _ended(kind: str, record: Record, machine: Machine) -> Trace:

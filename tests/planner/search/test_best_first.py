@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.parallelism import PipelineSchedule
-from meshwright.models.transformer import Experts, Transformer
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
-from meshwright.planner.cost.strategy import Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.degrees import micro_batch_sizes, shapes
@@ -24,14 +26,14 @@ from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, 
 from meshwright.planner.search.what_if import what_ifs
 
 MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
-DENSE = Transformer(layers=24, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
-MIXTURE = replace(DENSE, experts=Experts(8, 2, 14336))
+DENSE = Architecture(layers=24, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8, vocab_size=32000)
+MIXTURE = DENSE.model_copy(update={"mixture": MixtureSpec(experts=8, per_token=2, intermediate_size=14336)})
 SMALL = Techniques(
     schedules=(PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB_H1),
     virtual_stages=(2,),
     zero_stages=(0, 1, 3),
-    recompute=(Recompute.NONE, Recompute.FULL),
-    offload=(Offload.NONE,),
+    checkpointing=(ActivationCheckpointing.NONE, ActivationCheckpointing.FULL),
+    offload=(OptimizerOffload.NONE,),
     uneven_split=False,
 )
 
@@ -51,7 +53,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
         for size in micro_batch_sizes(request, shape):
             count = request.work.global_batch // shape.data // size
             for schedule, zero, again, method in product(
-                techniques.schedules, techniques.zero_stages, techniques.recompute, techniques.context
+                techniques.schedules, techniques.zero_stages, techniques.checkpointing, techniques.context
             ):
                 chunks = 2 if schedule is PipelineSchedule.INTERLEAVED and shape.pipeline > 1 else 1
                 if chunks == 2 and (count % shape.pipeline or model.layers < 2 * shape.pipeline):
@@ -71,7 +73,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
                     zero_stage=zero,
                     micro_batch_size=size,
                     micro_batches=count,
-                    recompute=again,
+                    checkpointing=again,
                 )
                 if memory_of(request.work, choices, request.machine).total <= limit:
                     found.append(Candidate(choices, estimate(request.work, choices, request.machine), request.node))
@@ -84,7 +86,9 @@ def _everything(request: SearchRequest) -> list[Candidate]:
     [(DENSE, 16, 32, 8192), (DENSE, 8, 16, 4096), (MIXTURE, 16, 32, 4096), (DENSE, 2, 8, 2048)],
     ids=["16 GPUs", "8 GPUs", "mixture", "2 GPUs"],
 )
-def test_nothing_better_is_missed(model: Transformer, gpus: int, batch: int, length: int, objective: Objective) -> None:
+def test_nothing_better_is_missed(
+    model: Architecture, gpus: int, batch: int, length: int, objective: Objective
+) -> None:
     request = SearchRequest(Workload(model, length, batch), MACHINE, gpus, objective=objective, techniques=SMALL)
     tried = everything(request)
     if not tried:
@@ -143,7 +147,7 @@ def test_only_what_the_runtime_can_do_is_proposed() -> None:
         assert used.schedule is PipelineSchedule.ONE_F_ONE_B
         assert used.context == 1 or used.context_method in MESHWRIGHT_TECHNIQUES.context
         assert used.expert == used.virtual_stages == 1
-        assert used.recompute is Recompute.NONE
+        assert used.checkpointing is ActivationCheckpointing.NONE
         assert used.zero_stage in MESHWRIGHT_TECHNIQUES.zero_stages
         assert used.layer_split is None
 
@@ -154,13 +158,13 @@ def test_the_fewest_gpus_are_the_fewest() -> None:
         MACHINE,
         16,
         objective=Objective.GPUS,
-        techniques=replace(SMALL, offload=(Offload.NONE,)),
+        techniques=replace(SMALL, offload=(OptimizerOffload.NONE,)),
     )
     assert search(request).best.estimate.gpus == min(one.estimate.gpus for one in everything(request))
 
 
 def test_a_model_that_no_layout_holds_says_what_is_missing() -> None:
-    big = replace(DENSE, layers=96, hidden=16384, heads=128, intermediate=53248)
+    big = DENSE.model_copy(update={"layers": 96, "hidden_size": 16384, "heads": 128, "intermediate_size": 53248})
     with pytest.raises(NothingFitsError, match=r"needs is [\d.]+ GiB of [\d.]+ GiB .*add GPUs") as raised:
         search(SearchRequest(Workload(big, 8192, 16), MACHINE, 8, techniques=MESHWRIGHT_TECHNIQUES))
     assert raised.value.memory is not None

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.planner.placement import place
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, as_tree, locate
-from meshwright.planner.topology.levels import with_key
+from meshwright.planner.topology.levels import LABEL_SETS, LabelSet, levels_of
 from meshwright.planner.topology.links import Links
 from meshwright.planner.topology.location import unknown_location
-from tests.planner.builders import inventory, node
+from tests.planner.builders import inventory, node, plan_of
 
 TOPOGRAPH = [
     (
@@ -65,12 +66,36 @@ def test_clouds_count_their_layers_in_their_own_direction(
     assert (place.rack, place.at("spine"), place.at("core")) == (rack, spine, core)
 
 
-def test_a_sites_own_key_comes_before_the_known_ones() -> None:
-    levels = with_key(DEFAULT_LEVELS, "rack", "example.com/row")
-    place = locate("n", {"example.com/row": "7", "network.topology.nvidia.com/leaf": "other"}, levels)
-    assert place.rack == "7"
-    with pytest.raises(ValueError, match="no fabric level 'row'.*domain, rack, spine"):
-        with_key(DEFAULT_LEVELS, "row", "example.com/row")
+TOY = LabelSet("a toy cloud", {"rack": ("example.com/aisle",), "spine": ("example.com/hall",)})
+
+
+def test_one_declaration_of_a_label_set_places_a_job_by_it() -> None:
+    aisles = {"a": ("x", "y"), "b": ("y", "z"), "c": ("x", "z")}
+    nodes = [
+        node(f"{row}{hall}", rack=None, labels={"example.com/aisle": f"{row}{hall}", "example.com/hall": hall})
+        for row, halls in aisles.items()
+        for hall in halls
+    ]
+    nodes += [node("y-too", rack=None, labels={"example.com/aisle": "by", "example.com/hall": "y"})]
+    found = inventory(*nodes, levels=levels_of((*LABEL_SETS, TOY)))
+    assert found.levels == ("domain", "rack", "spine", "zone")
+    placement = place(plan_of(8, 1, 3, 8), found)
+    assert {at.at("spine") for at in placement.places.values()} == {"y"}
+    pair = place(plan_of(8, 1, 2, 8), found)
+    assert set(pair.nodes.values()) == {"by", "y-too"}
+    unlabelled = inventory(*nodes)
+    assert len({at.rack for at in place(plan_of(8, 1, 2, 8), unlabelled).places.values()}) == 2
+
+
+def test_an_earlier_label_set_counts_first() -> None:
+    labels = {"example.com/aisle": "7", "network.topology.nvidia.com/leaf": "other"}
+    assert locate("n", labels, levels_of((TOY, *LABEL_SETS))).rack == "7"
+    assert locate("n", labels, levels_of((*LABEL_SETS, TOY))).rack == "other"
+
+
+def test_a_label_set_names_only_levels_that_exist() -> None:
+    with pytest.raises(ValueError, match="a toy cloud: unknown fabric level 'row': use one of domain, rack, spine"):
+        LabelSet("a toy cloud", {"row": ("example.com/row",)})
 
 
 def test_any_level_can_be_added() -> None:

@@ -7,179 +7,218 @@ When a new mesh generation moves ranks to other pods, their series are dropped h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
+from meshwright.metrics.declaration import Kind, Label, Metric, Sample
+from meshwright.metrics.exporter import CounterMetric, Exporter, GaugeMetric, HistogramMetric, record
 from meshwright.perplexity import perplexity
 from meshwright_worker.rank.task import ExpertLoad, StepReport
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # 10 ms to 10 minutes, four buckets per decade: for toy models on a CPU and for the largest models.
 STEP_BUCKETS = tuple(round(10 ** (exponent / 4), 4) for exponent in range(-8, 12))
-JOB_LABELS = ("namespace", "job_name")
 CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(-2, 8))
 
+JOB = (Label("namespace", meaning="the job's namespace"), Label("job_name", meaning="the job's name"))
+RANK = Label("rank", meaning="the pod's ranks")
+LAYER = Label("layer", meaning="number of the mixture's layer")
 
-class TrainerMetrics:
-    """The metrics and the two labels that identify their job."""
+
+def of_job(name: str, kind: Kind, text: str, read: Callable[[StepReport], float | None]) -> Metric[StepReport]:
+    """Declare a metric of the entire job, read from the steps of rank 0. None is no sample."""
+
+    def source(report: StepReport) -> Iterable[Sample]:
+        value = read(report)
+        return [] if value is None else [((), value)]
+
+    return Metric(name, kind, text, JOB, source=source)
+
+
+def of_rank(
+    name: str, kind: Kind, text: str, read: Callable[[StepReport], float], buckets: tuple[float, ...] = ()
+) -> Metric[StepReport]:
+    """Declare a metric of every rank, read from its steps."""
+    return Metric(name, kind, text, (*JOB, RANK), buckets, source=lambda report: [((), read(report))])
+
+
+def of_layer(name: str, text: str, read: Callable[[ExpertLoad], float]) -> Metric[StepReport]:
+    """Declare a gauge of every mixture-of-experts layer, read from the steps of rank 0."""
+
+    def source(report: StepReport) -> Iterable[Sample]:
+        return [((str(load.layer),), read(load)) for load in report.experts]
+
+    return Metric(name, Kind.GAUGE, text, (*JOB, LAYER), source=source)
+
+
+def _utilization(flops: float, report: StepReport) -> float | None:
+    if report.peak_flops is None or report.seconds <= 0:
+        return None
+    return flops / (report.peak_flops * report.seconds)
+
+
+class TrainerMetrics(Exporter):
+    """The metrics of a worker pod. A metric with a source is read from the reports of completed steps."""
+
+    mesh_generation = GaugeMetric("ptj_mesh_generation", "Mesh generation this pod runs or ran last.", *JOB)
+    restarts = CounterMetric(
+        "ptj_rank_restarts_total", "Rank processes started after this pod's first generation.", *JOB
+    )
+    tokens = of_job(
+        "ptj_tokens_total",
+        Kind.COUNTER,
+        "Tokens trained on by the job while this pod held rank 0.",
+        lambda report: report.tokens,
+    )
+    model_flops = of_job(
+        "ptj_model_flops_total",
+        Kind.COUNTER,
+        "Floating-point operations of the job's steps, 6N + 12Lds a token.",
+        lambda report: report.model_flops,
+    )
+    hardware_flops = of_job(
+        "ptj_hardware_flops_total",
+        Kind.COUNTER,
+        "`ptj_model_flops_total` and what activation checkpointing computed again.",
+        lambda report: report.hardware_flops,
+    )
+    mfu = of_job(
+        "ptj_mfu",
+        Kind.GAUGE,
+        "Model FLOPs of the last step over the GPUs' dense bf16 peak; on known GPUs.",
+        lambda report: _utilization(report.model_flops, report),
+    )
+    hfu = of_job(
+        "ptj_hfu",
+        Kind.GAUGE,
+        "`ptj_mfu` with what was computed again.",
+        lambda report: _utilization(report.hardware_flops, report),
+    )
+    loss = of_job("ptj_loss", Kind.GAUGE, "Mean loss per token of the last step.", lambda report: report.loss)
+    gradient_norm = of_job(
+        "ptj_grad_norm",
+        Kind.GAUGE,
+        "Global gradient norm of the last step, before clipping.",
+        lambda report: report.gradient_norm,
+    )
+    learning_rate = of_job(
+        "ptj_learning_rate", Kind.GAUGE, "Learning rate of the last step.", lambda report: report.learning_rate
+    )
+    evaluation_loss = of_job(
+        "ptj_evaluation_loss",
+        Kind.GAUGE,
+        "Mean loss per token of the last evaluation on documents that are not trained on.",
+        lambda report: report.evaluation_loss,
+    )
+    evaluation_perplexity = of_job(
+        "ptj_evaluation_perplexity",
+        Kind.GAUGE,
+        "Exponential of `ptj_evaluation_loss`.",
+        lambda report: None if report.evaluation_loss is None else perplexity(report.evaluation_loss),
+    )
+    pipeline_bubble = of_job(
+        "ptj_pipeline_bubble_ratio",
+        Kind.GAUGE,
+        "Part of a step's passes in which the pipeline's ranks wait, by the times that `Automatic` measured.",
+        lambda report: report.pipeline_bubble,
+    )
+    checkpoint_seconds = HistogramMetric(
+        "ptj_checkpoint_duration_seconds",
+        "Time to make a checkpoint durable (save) or to restore one (load).",
+        CHECKPOINT_BUCKETS,
+        *JOB,
+        Label("op", ("save", "load")),
+    )
+    startup_seconds = GaugeMetric(
+        "ptj_startup_phase_seconds",
+        "Time of each phase of the last start.",
+        *JOB,
+        Label("phase", ("data", "rendezvous", "build", "load", "first-step")),
+    )
+    up = GaugeMetric("ptj_rank_up", "Whether the rank's process lives.", *JOB, RANK)
+    completed_step = of_rank("ptj_step", Kind.GAUGE, "Last finished optimizer step.", lambda report: report.step)
+    step_seconds = of_rank(
+        "ptj_step_duration_seconds",
+        Kind.HISTOGRAM,
+        "Time of an optimizer step.",
+        lambda report: report.seconds,
+        STEP_BUCKETS,
+    )
+    data_wait_seconds = of_rank(
+        "ptj_data_wait_seconds_total",
+        Kind.COUNTER,
+        "Time steps waited for data.",
+        lambda report: report.data_seconds,
+    )
+    expert_load_imbalance = of_layer(
+        "ptj_expert_load_imbalance",
+        "Tokens of a mixture's busiest expert over the mean, in the last step.",
+        lambda load: load.imbalance,
+    )
+    expert_dropped = of_layer(
+        "ptj_expert_dropped_ratio",
+        "Part of a mixture's choices whose expert was full, in the last step.",
+        lambda load: load.dropped,
+    )
+    auxiliary_loss = of_layer(
+        "ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", lambda load: load.auxiliary_loss
+    )
+    router_z_loss = of_layer(
+        "ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", lambda load: load.z_loss
+    )
 
     def __init__(self, namespace: str, job: str) -> None:
-        self.registry = CollectorRegistry()
-        self._names = (namespace, job)
+        super().__init__()
+        self._job = (namespace, job)
         self._ranks: set[str] = set()
-        self._expert_layers: set[str] = set()
-        self._define_job_metrics()
-        self._define_rank_metrics()
-        self._define_expert_metrics()
-
-    def _define_job_metrics(self) -> None:
-        self._generation = self._gauge("ptj_mesh_generation", "Mesh generation this pod runs or ran last.")
-        self._restarts = self._counter(
-            "ptj_rank_restarts_total", "Rank processes started after this pod's first generation."
-        )
-        self._tokens = self._counter("ptj_tokens_total", "Tokens trained on by the job while this pod held rank 0.")
-        self._model_flops = self._counter(
-            "ptj_model_flops_total", "Floating-point operations of the job's steps, 6N + 12Lds a token."
-        )
-        self._hardware_flops = self._counter(
-            "ptj_hardware_flops_total", "`ptj_model_flops_total` and what activation checkpointing computed again."
-        )
-        self._mfu = self._gauge(
-            "ptj_mfu", "Model FLOPs of the last step over the GPUs' dense bf16 peak; on known GPUs."
-        )
-        self._hfu = self._gauge("ptj_hfu", "`ptj_mfu` with what was computed again.")
-        self._loss = self._gauge("ptj_loss", "Mean loss per token of the last step.")
-        self._gradient_norm = self._gauge("ptj_grad_norm", "Global gradient norm of the last step, before clipping.")
-        self._learning_rate = self._gauge("ptj_learning_rate", "Learning rate of the last step.")
-        self._evaluation_loss = self._gauge(
-            "ptj_evaluation_loss", "Mean loss per token of the last evaluation on documents that are not trained on."
-        )
-        self._perplexity = self._gauge("ptj_evaluation_perplexity", "Exponential of `ptj_evaluation_loss`.")
-        self._bubble = self._gauge(
-            "ptj_pipeline_bubble_ratio",
-            "Part of a step's passes in which the pipeline's ranks wait, by the times that `Automatic` measured.",
-        )
-        self._checkpoint = self._histogram(
-            "ptj_checkpoint_duration_seconds",
-            "Time to make a checkpoint durable (save) or to restore one (load).",
-            CHECKPOINT_BUCKETS,
-            "op",
-        )
-        self._phase = self._gauge("ptj_startup_phase_seconds", "Time of each phase of the last start.", "phase")
-
-    def _define_rank_metrics(self) -> None:
-        self._rank_up = self._gauge("ptj_rank_up", "Whether the rank's process lives.", "rank")
-        self._step = self._gauge("ptj_step", "Last finished optimizer step.", "rank")
-        self._seconds = self._histogram("ptj_step_duration_seconds", "Time of an optimizer step.", STEP_BUCKETS, "rank")
-        self._data_wait = self._counter("ptj_data_wait_seconds_total", "Time steps waited for data.", "rank")
-
-    def _define_expert_metrics(self) -> None:
-        self._imbalance = self._gauge(
-            "ptj_expert_load_imbalance",
-            "Tokens of a mixture's busiest expert over the mean, in the last step.",
-            "layer",
-        )
-        self._dropped = self._gauge(
-            "ptj_expert_dropped_ratio", "Part of a mixture's choices whose expert was full, in the last step.", "layer"
-        )
-        self._auxiliary = self._gauge(
-            "ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", "layer"
-        )
-        self._z_loss = self._gauge("ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", "layer")
-
-    def _gauge(self, name: str, text: str, *more: str) -> Gauge:
-        return Gauge(name, text, [*JOB_LABELS, *more], registry=self.registry)
-
-    def _counter(self, name: str, text: str, *more: str) -> Counter:
-        return Counter(name, text, [*JOB_LABELS, *more], registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *more: str) -> Histogram:
-        return Histogram(name, text, [*JOB_LABELS, *more], buckets=buckets, registry=self.registry)
 
     def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
         """Record the start of a generation with these local ranks; `restart` is False for the first one in this pod."""
         now = {str(rank) for rank in ranks}
-        for rank in self._ranks - now:
-            for metric in (self._rank_up, self._step, self._seconds, self._data_wait):
-                metric.remove(*self._names, rank)
-        for rank in now:
-            self._rank_up.labels(*self._names, rank).set(0)
-            self._step.labels(*self._names, rank)
-            self._seconds.labels(*self._names, rank)
-            self._data_wait.labels(*self._names, rank)
+        for metric in self.metrics:
+            if RANK not in metric.labels:
+                continue
+            for rank in self._ranks - now:
+                self.exported(metric).remove(*self._job, rank)
+            for rank in now:
+                self.exported(metric).labels(*self._job, rank)
         self._ranks = now
+        for rank in now:
+            self.up.labels(*self._job, rank).set(0)
         # A new generation measures again, if it has such a pipeline.
-        self._bubble.clear()
+        self.exported(type(self).pipeline_bubble).clear()
         if "0" not in now:
-            self._remove_expert_series()
             self._clear_job_gauges()
-        self._generation.labels(*self._names).set(number)
-        self._restarts.labels(*self._names).inc(len(now) if restart else 0)
+        self.mesh_generation.labels(*self._job).set(number)
+        self.restarts.labels(*self._job).inc(len(now) if restart else 0)
 
     def rank_up(self, rank: int, up: bool) -> None:
         """Record whether the process of `rank` is running."""
-        self._rank_up.labels(*self._names, str(rank)).set(1 if up else 0)
+        self.up.labels(*self._job, str(rank)).set(1 if up else 0)
 
     def step(self, rank: int, report: StepReport) -> None:
         """Record a completed step of `rank`."""
-        self._step.labels(*self._names, str(rank)).set(report.step)
-        self._seconds.labels(*self._names, str(rank)).observe(report.seconds)
-        self._data_wait.labels(*self._names, str(rank)).inc(report.data_seconds)
-        if rank == 0:
-            self._tokens.labels(*self._names).inc(report.tokens)
-            self._loss.labels(*self._names).set(report.loss)
-            self._gradient_norm.labels(*self._names).set(report.gradient_norm)
-            self._learning_rate.labels(*self._names).set(report.learning_rate)
-            self._count_flops(report)
-            if report.evaluation_loss is not None:
-                self._evaluation_loss.labels(*self._names).set(report.evaluation_loss)
-                self._perplexity.labels(*self._names).set(perplexity(report.evaluation_loss))
-            if report.pipeline_bubble is not None:
-                self._bubble.labels(*self._names).set(report.pipeline_bubble)
-            for load in report.experts:
-                self._set_expert_load(load)
-
-    def _count_flops(self, report: StepReport) -> None:
-        self._model_flops.labels(*self._names).inc(report.model_flops)
-        self._hardware_flops.labels(*self._names).inc(report.hardware_flops)
-        if report.peak_flops is not None and report.seconds > 0:
-            possible = report.peak_flops * report.seconds
-            self._mfu.labels(*self._names).set(report.model_flops / possible)
-            self._hfu.labels(*self._names).set(report.hardware_flops / possible)
-
-    def _set_expert_load(self, load: ExpertLoad) -> None:
-        names = (*self._names, str(load.layer))
-        self._expert_layers.add(str(load.layer))
-        self._imbalance.labels(*names).set(load.imbalance)
-        self._dropped.labels(*names).set(load.dropped)
-        self._auxiliary.labels(*names).set(load.auxiliary_loss)
-        self._z_loss.labels(*names).set(load.z_loss)
+        for metric in self.metrics:
+            if metric.source is None:
+                continue
+            of_every_rank = RANK in metric.labels
+            if rank == 0 or of_every_rank:
+                names = (*self._job, str(rank)) if of_every_rank else self._job
+                record(self.exported(metric), (((*names, *more), value) for more, value in metric.source(report)))
 
     def _clear_job_gauges(self) -> None:
         """Remove the job's gauges, because rank 0 has moved to another pod. Counters keep their values."""
-        whole = (self._mfu, self._hfu, self._loss, self._gradient_norm, self._learning_rate)
-        for gauge in (*whole, self._evaluation_loss, self._perplexity, self._phase):
-            gauge.clear()
-
-    def _remove_expert_series(self) -> None:
-        for layer in self._expert_layers:
-            for metric in (self._imbalance, self._dropped, self._auxiliary, self._z_loss):
-                metric.remove(*self._names, layer)
-        self._expert_layers = set()
+        for metric in self.metrics:
+            if metric.kind is Kind.GAUGE and metric.source is not None and RANK not in metric.labels:
+                self.exported(metric).clear()
+        self.startup_seconds.clear()
 
     def checkpoint_saved(self, seconds: float) -> None:
         """Record a durable checkpoint."""
-        self._checkpoint.labels(*self._names, "save").observe(seconds)
+        self.checkpoint_seconds.labels(*self._job, "save").observe(seconds)
 
     def phase(self, rank: int, name: str, seconds: float) -> None:
         """Record a completed start-up phase of `rank`."""
         if rank != 0:
             return
-        self._phase.labels(*self._names, name).set(seconds)
+        self.startup_seconds.labels(*self._job, name).set(seconds)
         if name == "load":
-            self._checkpoint.labels(*self._names, "load").observe(seconds)
-
-    def render(self) -> bytes:
-        """Return the metrics in Prometheus text format."""
-        return generate_latest(self.registry)
+            self.checkpoint_seconds.labels(*self._job, "load").observe(seconds)

@@ -1,10 +1,11 @@
-"""Generates docs/worker-metrics.md: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`."""
+"""docs/worker-metrics.md, made from the declarations of metrics: `make generate` writes it."""
 
 from __future__ import annotations
 
 import sys
 
-from meshwright.metric_docs import rows_of, table
+from meshwright.metrics.declaration import Catalog
+from meshwright.metrics.page import label_table, metric_table
 from meshwright_worker.agent.metrics import TrainerMetrics
 
 HEAD = """# Metrics of worker pods
@@ -14,22 +15,13 @@ tokens, learning rate, loads of experts) comes from the pod of rank 0 alone, so 
 
 This page is generated from the code: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`.
 """
-VALUES = """
-## Label values
-
-| label | values |
-|---|---|
-| `rank` | the pod's ranks |
-| `layer` | number of the mixture's layer |
-| `op` | `save`, `load` |
-| `phase` | `data`, `rendezvous`, `build`, `load`, `first-step` |
-"""
 
 
-def reference() -> str:
-    """Return the entire page."""
-    return "\n".join([HEAD, table(rows_of(TrainerMetrics("", ""))), VALUES])
+def render_page(catalog: type[Catalog] = TrainerMetrics) -> str:
+    """Return the whole page."""
+    parts = [HEAD, metric_table(catalog.metrics), "\n## Label values\n", label_table(catalog.metrics), ""]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(render_page())

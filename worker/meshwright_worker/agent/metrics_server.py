@@ -6,7 +6,8 @@ import logging
 
 from aiohttp import web
 
-from meshwright_worker.agent.metrics import CONTENT_TYPE, TrainerMetrics
+from meshwright.metrics.exporter import CONTENT_TYPE
+from meshwright_worker.agent.metrics import TrainerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +16,7 @@ async def start_metrics_server(metrics: TrainerMetrics, address: str, port: int)
     """Serve until the returned runner is cleaned up. Return None if the port is in use: metrics never stop training."""
 
     async def scrape(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def health(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

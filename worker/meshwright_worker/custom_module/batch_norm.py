@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
+
 _AVERAGES = ("running_mean", "running_var")
 
 
@@ -58,12 +60,10 @@ class BatchNormStatistics:
         for norm, before, counts in zip(self._norms, self._at_step_start, micro_batch_counts.T.tolist(), strict=True):
             own_weight, previous_weight = _weights(norm.momentum, before.tracked, counts, rank)
             for now, then in zip(_averages(norm), before.averages, strict=True):
-                shares.append((own_weight * now - previous_weight * then).flatten())
-        flat = torch.cat(shares)
+                shares.append(own_weight * now - previous_weight * then)
+        flat = flatten_tensors(shares)
         dist.all_reduce(flat, group=self._group)
-        averages = [average for norm in self._norms for average in _averages(norm)]
-        for average, whole in zip(averages, torch.split(flat, [average.numel() for average in averages]), strict=True):
-            average.copy_(whole.view_as(average))
+        unflatten_into(flat, [average for norm in self._norms for average in _averages(norm)])
         for norm, before, counts in zip(self._norms, self._at_step_start, micro_batch_counts.T.tolist(), strict=True):
             norm.num_batches_tracked.fill_(before.tracked + sum(counts))  # type: ignore[union-attr]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright_worker.custom_module.plan import PlanError
 from meshwright_worker.custom_module.plan_resolution import ResolvedPlan
+from meshwright_worker.parallel.data.fsdp import sum_gradients
 
 ROOT = ""
 
@@ -34,16 +35,7 @@ def apply_fsdp(module: nn.Module, parts: ResolvedPlan, replicas: DeviceMesh, *, 
             reshard_after_forward=zero_stage == 3,
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
         )
-        # Losses are sums, and gloo supports no other reduction than a plain sum.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def reshard_parameters(module: nn.Module) -> None:
-    """Make FSDP free the parameters gathered by a pass without backward: shards are about to change."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+        sum_gradients(unit)
 
 
 def check_fsdp_units(module: nn.Module, parts: ResolvedPlan) -> None:

@@ -17,12 +17,12 @@ from meshwright.api.training import OptimizerSpec
 from meshwright_worker.custom_module.batch_norm import BatchNormStatistics
 from meshwright_worker.custom_module.checkpoint import load, save
 from meshwright_worker.custom_module.consistency_check import first_mismatch
-from meshwright_worker.custom_module.fsdp import reshard_parameters
 from meshwright_worker.custom_module.parallelize import ParallelModule, parallelize
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.rng import RandomStreams
 from meshwright_worker.distributed.mesh import REPLICA, TENSOR, Mesh, is_same_on_all_ranks
 from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.parallel.data.fsdp import reshard
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.trainer.trainer import DivergedError
@@ -129,7 +129,7 @@ class CustomModuleTrainer:
         # Not `train()`: parts that were frozen by `eval()` stay so.
         for part in trained:
             part.training = True
-        reshard_parameters(self.module)
+        reshard(self.module)
         loss_sum, _, targets = self._sum(total, predicted, torch.zeros_like(total), [])
         if not targets:
             raise ValueError("nothing was predicted in the batches of `evaluate`")
@@ -154,7 +154,7 @@ class CustomModuleTrainer:
             ForeignCheckpointError: it contains a built-in model, or another version wrote it.
             CheckpointVolumeError: a rank cannot read it, or does not see it.
         """
-        reshard_parameters(self.module)
+        reshard(self.module)
         return load(self._parallel_module, self._mesh, Path(root))
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[float]]:

@@ -7,6 +7,7 @@ reduce-scatter along the positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,36 @@ def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.
     own = torch.empty_like(parts[0])
     reduce_scatter(own, parts.flatten(0, 1), group=group)
     return own
+
+
+class RingTransfer:
+    """Tensors sent to the next rank of a group, and tensors received from the previous rank.
+
+    Args:
+        sent: contiguous tensors.
+        received: memory for as many tensors of the previous rank.
+        group: whose ranks form the ring.
+    """
+
+    def __init__(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        rank, ranks = group.rank(), group.size()
+        after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+        operations = []
+        for own, other in zip(sent, received, strict=True):
+            operations.append(dist.P2POp(dist.isend, own, after, group))
+            operations.append(dist.P2POp(dist.irecv, other, before, group))
+        # Referenced until they are sent: on gloo nothing else references them.
+        self._sent = sent
+        self._received = received
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Wait, and return the received tensors."""
+        for work in self._works:
+            work.wait()
+        return self._received
 
 
 def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

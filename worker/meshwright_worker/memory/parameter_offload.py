@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright_worker.memory.mmap_tensor import mmap_zeros
 from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.parallel.data.fsdp import sharded_parameters
 
 
 def offload_parameters_to_files(stage: DecoderStage, directory: str) -> None:
@@ -25,11 +25,8 @@ def offload_parameters_to_files(stage: DecoderStage, directory: str) -> None:
         OSError: the directory cannot be created, or has no free space.
         RuntimeError: this version of torch stores FSDP's parameters elsewhere.
     """
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(module._get_fsdp_state()):
-                for parameter in group.fsdp_params:
-                    _move(parameter, directory)
+    for parameter in sharded_parameters(stage, "remove `training.parameterOffloadPath`"):
+        _move(parameter, directory)
 
 
 def _move(parameter: Any, directory: str) -> None:
@@ -41,15 +38,3 @@ def _move(parameter: Any, directory: str) -> None:
     unpadded.copy_(local)
     parameter._sharded_param_data = padded.view(-1)
     parameter.sharded_param._local_tensor = unpadded
-
-
-def _groups(state: Any) -> list[Any]:
-    # torch 2.13 has several groups per module, earlier versions one or none.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    if not hasattr(state, "_fsdp_param_group"):
-        raise RuntimeError(
-            "FSDP of this version of torch keeps its parameters elsewhere: remove `training.parameterOffloadPath`"
-        )
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -16,6 +16,7 @@ import torch
 from meshwright_worker.memory.mmap_tensor import mmap_zeros
 from meshwright_worker.memory.pinned_memory import allocate_host_tensors
 from meshwright_worker.optimizers.optimizer import MOMENTS
+from meshwright_worker.parallel.data.gradient_buckets import split_into_buckets
 
 Bucket = list[int]
 """Indices of tensors."""
@@ -43,24 +44,16 @@ class MomentState(Protocol):
         """Return the moments of one tensor by name, to read or fill between steps."""
 
 
-def buckets_of(tensors: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Split tensors, in order, into buckets of at most 16 Mi elements or one tensor."""
-    buckets: list[Bucket] = []
-    elements = 0
-    for number, tensor in enumerate(tensors):
-        if not buckets or elements + tensor.numel() > _BUCKET_ELEMENTS:
-            buckets.append([])
-            elements = 0
-        buckets[-1].append(number)
-        elements += tensor.numel()
-    return buckets
+def _buckets_of(tensors: Sequence[torch.Tensor]) -> list[Bucket]:
+    """Split the tensors' indices, in order, into buckets of at most 16 Mi elements or one tensor."""
+    return split_into_buckets(range(len(tensors)), lambda number: tensors[number].numel(), _BUCKET_ELEMENTS)
 
 
 class HostMomentState:
     """Moments in host memory (ZeRO-Offload, arXiv 2101.06840), pinned if a GPU copies them asynchronously."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> None:
-        self.buckets = buckets_of(tensors)
+        self.buckets = _buckets_of(tensors)
         moments = [moment.zero_() for moment in allocate_host_tensors([*tensors] * len(MOMENTS), pinned_memory=pinned)]
         self._moments = [moments[number * len(tensors) :][: len(tensors)] for number in range(len(MOMENTS))]
 
@@ -89,7 +82,7 @@ class FileMomentState:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], directory: str) -> None:
-        self.buckets = buckets_of(tensors)
+        self.buckets = _buckets_of(tensors)
         sizes = [tensor.numel() for tensor in tensors]
         dtype = tensors[0].dtype
         files = [

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_worker.distributed.collectives import all_reduce_on
+from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
 from meshwright_worker.parallel.shards import ParameterShard
 
 
@@ -24,11 +25,9 @@ def all_reduce_partial(
     partial = [gradient for gradient, shard in zip(gradients, shards, strict=True) if shard.partial]
     if not partial:
         return
-    flat = torch.cat([gradient.reshape(-1) for gradient in partial])
+    flat = flatten_tensors(partial)
     all_reduce_on(device, flat, group)
-    parts = torch.split(flat, [gradient.numel() for gradient in partial])
-    for gradient, part in zip(partial, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    unflatten_into(flat, partial)
 
 
 def local_square_sum(shards: Sequence[ParameterShard], gradients: Sequence[torch.Tensor]) -> torch.Tensor:

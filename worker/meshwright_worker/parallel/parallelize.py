@@ -20,10 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.run_config import Run
 from meshwright.schedules.pipeline_layout import PipelineLayout, pipeline_layout
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, TENSOR, Mesh
@@ -38,9 +36,9 @@ from meshwright_worker.parallel.context.context_parallel import (
     build_context_groups,
     install_context_attention,
 )
-from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage
+from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage, uses_fsdp
 from meshwright_worker.parallel.expert.expert_parallel import apply_expert_parallel, apply_fsdp_to_experts
-from meshwright_worker.parallel.tensor.fused_linear_cross_entropy import use_chunked_loss
+from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
 from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
@@ -132,8 +130,3 @@ def _apply_local_features(
         )
     if training.loss_chunk_tokens is not None:
         use_chunked_loss(stage, training.loss_chunk_tokens, group, sequence=sequence)
-
-
-def uses_fsdp(run: Run) -> bool:
-    """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
-    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.replicas > run.islands

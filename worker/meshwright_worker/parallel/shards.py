@@ -18,8 +18,8 @@ from meshwright.protocol.run_config import Run
 from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_part, local_shard
+from meshwright_worker.parallel.data.fsdp import uses_fsdp
 from meshwright_worker.parallel.expert.expert_parallel import expert_parameters
-from meshwright_worker.parallel.parallelize import uses_fsdp
 from meshwright_worker.parallel.tensor.tensor_parallel import partial_parameters
 
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.protocol.run_config import NativeRun
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import TENSOR, Mesh
@@ -36,7 +36,7 @@ from meshwright_worker.trainer.trainer import DivergedError, StepResult
 
 
 class AsyncPipelineTrainer:
-    """`Trainer` for the schedules `PipeDream` and `PipeDream2BW`."""
+    """`Trainer` for asynchronous schedules."""
 
     def __init__(self, run: NativeRun, mesh: Mesh) -> None:
         training = run.training
@@ -58,7 +58,7 @@ class AsyncPipelineTrainer:
             stage.module,
             stage_index,
             stage_count,
-            double_buffered=run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW,
+            double_buffered=kind_of(run.parallelism.order).double_buffered,
             tokens=tokens_of_step(training),
             channels=P2PChannels(mesh, pairs),
             width=run.architecture.hidden_size,

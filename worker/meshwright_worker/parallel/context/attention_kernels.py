@@ -8,6 +8,9 @@ formats without such a kernel on CUDA (fp32, fp64), scores are computed with pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
@@ -63,13 +66,13 @@ def attend_backward(
     heads, size, head_size = key.shape[1], value.shape[-1], query.shape[-1]
     key, value = _repeat_kv_heads(key, query), _repeat_kv_heads(value, query)
     if _needs_fallback(query, value):
-        parts = _backward_fallback(gradient, query, key, value, attended, lse, causal, scale)
+        parts = _backward_fallback(_BlockBackward(gradient, query, key, value, attended, lse, causal, scale))
     else:
         padded = _same_sizes(query, key, value)
         width = padded[0].shape[-1]
         gradient, attended = _pad_heads(gradient, width), _pad_heads(attended, width)
         kernel = _cuda_backward if query.is_cuda else _cpu_backward
-        parts = kernel(gradient, *padded, attended, lse, causal, scale)
+        parts = kernel(_BlockBackward(gradient, *padded, attended, lse, causal, scale))
     query_grad, key_grad, value_grad = parts[0][..., :head_size], parts[1][..., :head_size], parts[2][..., :size]
     return query_grad, _sum_over_heads(key_grad, heads), _sum_over_heads(value_grad, heads)
 
@@ -77,37 +80,37 @@ def attend_backward(
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _cpu_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attended: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> _Gradients:
+class _BlockBackward(NamedTuple):
+    """The inputs of a block's backward pass, see `attend_backward`; keys and values have as many heads as queries."""
+
+    gradient: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attended: torch.Tensor
+    lse: torch.Tensor
+    causal: bool
+    scale: float
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The first six, in the order in which the kernels take them."""
+        return self[:6]
+
+
+def _cpu_backward(block: _BlockBackward) -> _Gradients:
     parts: _Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, attended, lse, 0.0, causal, scale=scale
+        *block.tensors, 0.0, block.causal, scale=block.scale
     )
     return parts
 
 
-def _cuda_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attended: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> _Gradients:
+def _cuda_backward(block: _BlockBackward) -> _Gradients:
     # Without dropout the RNG state is not read; without ragged rows neither are their borders.
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    lengths = (query.shape[2], key.shape[2])
+    state = torch.zeros(2, dtype=torch.uint64, device=block.query.device)
+    lengths = (block.query.shape[2], block.key.shape[2])
     parts: _Gradients = _aten._scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, attended, lse, None, None, *lengths, 0.0, causal, state, state, scale=scale
+        *block.tensors, None, None, *lengths, 0.0, block.causal, state, state, scale=block.scale
     )
     return parts
 
@@ -138,16 +141,8 @@ def _attend_fallback(
     return (scores - lse.unsqueeze(-1)).exp() @ upcast(value), lse
 
 
-def _backward_fallback(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attended: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> _Gradients:
+def _backward_fallback(block: _BlockBackward) -> _Gradients:
+    gradient, query, key, value, attended, lse, causal, scale = block
     gradient = upcast(gradient)
     weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
     along = (gradient * upcast(attended)).sum(dim=-1, keepdim=True)

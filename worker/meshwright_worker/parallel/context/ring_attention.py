@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_worker.distributed.collectives import RingTransfer
 from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
 from meshwright_worker.parallel.context.online_softmax import AttentionGradients, OnlineSoftmax
 
@@ -48,30 +49,11 @@ class RingPlan:
         """The rank whose keys this rank currently processes."""
         return (self.rank - turn) % self.ranks
 
-
-class _RingTransfer:
-    """Tensors that are sent to the next rank, and those that are received from the previous one."""
-
-    def __init__(self, tensors: Pair, ring: RingPlan, turn: int) -> None:
-        length = ring.lengths[ring.source(turn + 1)]
-        self._received = tuple(x.new_empty((*x.shape[:2], length, x.shape[3])) for x in tensors)
-        after, before = (
-            dist.get_global_rank(ring.group, (ring.rank + step) % ring.ranks) for step in (1, ring.ranks - 1)
-        )
-        operations = []
-        for sent, received in zip(tensors, self._received, strict=True):
-            operations.append(dist.P2POp(dist.isend, sent, after, ring.group))
-            operations.append(dist.P2POp(dist.irecv, received, before, ring.group))
-        # Referenced until they are sent: on gloo nothing else references them.
-        self._sent = tensors
-        self._works = dist.batch_isend_irecv(operations)
-
-    def wait(self) -> Pair:
-        """Wait, and return the received tensors."""
-        for work in self._works:
-            work.wait()
-        key, value = self._received
-        return key, value
+    def pass_on(self, tensors: Pair, turn: int) -> RingTransfer:
+        """Send tensors to the next rank, and receive those of the next turn."""
+        length = self.lengths[self.source(turn + 1)]
+        received = [x.new_empty((*x.shape[:2], length, x.shape[3])) for x in tensors]
+        return RingTransfer(tensors, received, self.group)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -80,10 +62,11 @@ class _RingAttention(torch.autograd.Function):
         online_softmax = OnlineSoftmax(query, value.shape[-1], ring.scale)
         key_value = own = (key.contiguous(), value.contiguous())
         for turn in range(ring.ranks):
-            transfer = _RingTransfer(key_value, ring, turn) if turn < ring.ranks - 1 else None
+            transfer = ring.pass_on(key_value, turn) if turn < ring.ranks - 1 else None
             online_softmax.add(*key_value, ring.blocks[ring.source(turn)])
             if transfer is not None:
-                key_value = transfer.wait()
+                received_key, received_value = transfer.wait()
+                key_value = (received_key, received_value)
         attended, lse = online_softmax.result()
         ctx.save_for_backward(query, *own, attended, lse)
         ctx.ring = ring
@@ -95,16 +78,17 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, attended, lse = ctx.saved_tensors
         grads = AttentionGradients(gradients[0], query, attended, lse, ring.scale)
         key_value: Pair = (key, value)
-        gradient_transfer: _RingTransfer | None = None
+        gradient_transfer: RingTransfer | None = None
         for turn in range(ring.ranks):
-            transfer = _RingTransfer(key_value, ring, turn) if turn < ring.ranks - 1 else None
+            transfer = ring.pass_on(key_value, turn) if turn < ring.ranks - 1 else None
             key_grad, value_grad = grads.add(*key_value, ring.blocks[ring.source(turn)])
             if gradient_transfer is not None:
                 earlier_key_grad, earlier_value_grad = gradient_transfer.wait()
                 key_grad, value_grad = key_grad.add_(earlier_key_grad), value_grad.add_(earlier_value_grad)
-            gradient_transfer = _RingTransfer((key_grad, value_grad), ring, turn)
+            gradient_transfer = ring.pass_on((key_grad, value_grad), turn)
             if transfer is not None:
-                key_value = transfer.wait()
+                received_key, received_value = transfer.wait()
+                key_value = (received_key, received_value)
         assert gradient_transfer is not None
         key_grad, value_grad = gradient_transfer.wait()
         return grads.query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None

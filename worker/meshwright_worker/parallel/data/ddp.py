@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.data_parallel import DataParallelSpec, GradientCompression
+from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten
 from meshwright_worker.distributed.mesh import EXPERT_REPLICA, REPLICA, Mesh
 from meshwright_worker.parallel.data.compression.build import build_compressor
 from meshwright_worker.parallel.data.compression.compressor import Reduction
@@ -67,11 +68,10 @@ class BucketedAllReduce:
 
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
-        flat = torch.cat([shard.gradient().reshape(-1) for shard in bucket])
-        parts = torch.split(flat, [shard.local.numel() for shard in bucket])
-        for shard, part in zip(bucket, parts, strict=True):
+        flat = flatten_tensors([shard.gradient() for shard in bucket])
+        for shard, part in zip(bucket, unflatten(flat, [shard.parameter for shard in bucket]), strict=True):
             # The gradient is stored in the bucket from here on, so that a step needs no second copy of all gradients.
-            shard.parameter.grad = part.view_as(shard.parameter)
+            shard.parameter.grad = part
         shapes = [shard.local.shape for shard in bucket]
         self._pending.append(_InFlight(flat, self._compressors[index].start(index, flat, shapes)))
 

@@ -1,19 +1,30 @@
 """Sharding over replicas, layer by layer: ZeRO stages 2 and 3 (arXiv 1910.02054) by FSDP2, with HSDP and hpZ.
 
+Gradients are reduced once per step, after the stage's last action. A full backward pass reduces layer by layer through
+FSDP's hooks. Weight gradients that are computed separately, after the hooks ran, are reduced by calling what the hooks
+call; torch.distributed.pipelining does the same. Only this module uses FSDP's private attributes.
+
 FSDP1's strategies correspond to these: FULL_SHARD is stage 3, SHARD_GRAD_OP is stage 2. In their HYBRID forms a set of
 shards has `shardSize` replicas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
+from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.precision import Precision
+from meshwright.protocol.run_config import Run
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.precision.dtypes import sharding_policy
+
+_WITHOUT_FSDP = "use `zeroStage: 0`"
 
 
 def apply_fsdp(
@@ -40,10 +51,16 @@ def apply_fsdp(
     free: bool | int = parallelism.zero_stage == 3 and (parallelism.data_parallel.reshard_size or True)
     for module in [*stage.layers.values(), stage]:
         unit = fully_shard(module, mesh=replicas, reshard_after_forward=free, mp_policy=policy, offload_policy=offload)
-        # Losses are already divided by the tokens of all replicas, and gloo supports no other reduction than a plain
-        # sum.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        sum_gradients(unit)
+
+
+def sum_gradients(unit: FSDPModule) -> None:
+    """Make FSDP sum gradients over replicas instead of averaging them.
+
+    Losses are already divided by the tokens of all replicas, and gloo only supports plain sums.
+    """
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def preallocate_fsdp_storage(stage: nn.Module) -> None:
@@ -55,3 +72,81 @@ def preallocate_fsdp_storage(stage: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+
+
+def disable_gradient_sync(module: nn.Module) -> None:
+    """Make backward passes accumulate full gradients without reducing them."""
+    _set(module, reduce=False)
+
+
+def enable_gradient_sync(module: nn.Module) -> None:
+    """Make the next backward pass, the last one, reduce the accumulated gradients."""
+    _set(module, reduce=True)
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce the accumulated gradients; does nothing for a module that FSDP does not shard.
+
+    Raises:
+        RuntimeError: this version of torch stores FSDP's parameters elsewhere.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    _set(module, reduce=True)
+    root: Any = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        for group in _parameter_groups(state, _WITHOUT_FSDP):
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the parameters that a pass without a backward pass gathered; does nothing without FSDP."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def upcast_gradients(module: nn.Module) -> None:
+    """Move gradients that were added in the compute format, past FSDP's hooks, to its wide accumulators."""
+    if not isinstance(module, FSDPModule):
+        return
+    root: Any = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        for group in _parameter_groups(state, _WITHOUT_FSDP):
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def _set(module: nn.Module, *, reduce: bool) -> None:
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(reduce)
+        module.set_is_last_backward(reduce)
+
+
+def sharded_parameters(module: nn.Module, workaround: str) -> Iterator[Any]:
+    """Yield FSDP's own object for each parameter that it shards in a module and the modules inside it.
+
+    Raises:
+        RuntimeError: this version of torch stores FSDP's parameters elsewhere; the message names the workaround.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in _parameter_groups(part._get_fsdp_state(), workaround):
+                yield from group.fsdp_params
+
+
+def _parameter_groups(state: Any, workaround: str) -> list[Any]:
+    # torch 2.13 has several groups per module, earlier versions one or none.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    if not hasattr(state, "_fsdp_param_group"):
+        raise RuntimeError(f"FSDP of this version of torch keeps its parameters elsewhere: {workaround}")
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def uses_fsdp(run: Run) -> bool:
+    """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
+    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.replicas > run.islands

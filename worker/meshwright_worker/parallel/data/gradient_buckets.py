@@ -8,11 +8,14 @@ weight gradients, a parameter that a batch does not use) are handed over by `fin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
 from meshwright_worker.parallel.shards import ParameterShard
+
+Item = TypeVar("Item")
 
 
 def buckets_of(shards: Sequence[ParameterShard], limit: int) -> list[list[ParameterShard]]:
@@ -21,19 +24,22 @@ def buckets_of(shards: Sequence[ParameterShard], limit: int) -> list[list[Parame
 
     The shards of a bucket have the same dtype and the same replicas.
     """
-    return list(_split_into_buckets(list(reversed(shards)), limit))
+    return split_into_buckets(list(reversed(shards)), lambda shard: shard.local.numel(), limit, _bucket_key)
 
 
-def _split_into_buckets(shards: list[ParameterShard], limit: int) -> Iterator[list[ParameterShard]]:
-    bucket: list[ParameterShard] = []
-    for shard in shards:
-        elements = sum(other.local.numel() for other in bucket) + shard.local.numel()
-        if bucket and (elements > limit or _bucket_key(bucket[0]) != _bucket_key(shard)):
-            yield bucket
-            bucket = []
-        bucket.append(shard)
-    if bucket:
-        yield bucket
+def split_into_buckets(
+    items: Iterable[Item], size: Callable[[Item], int], limit: int, key: Callable[[Item], object] = lambda item: None
+) -> list[list[Item]]:
+    """Split items, in order, into buckets of one key and at most `limit` in size; a larger item has its own bucket."""
+    buckets: list[list[Item]] = []
+    filled = 0
+    for item in items:
+        if not buckets or filled + size(item) > limit or key(buckets[-1][0]) != key(item):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(item)
+        filled += size(item)
+    return buckets
 
 
 def _bucket_key(shard: ParameterShard) -> tuple[torch.dtype, bool]:

@@ -1,7 +1,8 @@
-"""The schedule `Automatic`: times its passes in the first steps, then runs an order that is searched for these times.
+"""Schedules that measure their costs: time the passes in the first steps, then run an order for these times.
 
 The measured times differ from run to run, and so may the order; the results do not: in every order, a stage sums its
-gradients micro-batch by micro-batch (`schedules.automatic`). A repeated or resumed run therefore trains the same bits.
+gradients micro-batch by micro-batch (`meshwright.schedules.automatic`). A repeated or resumed run therefore trains the
+same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from meshwright.schedules.actions import ActionKind, Schedule
 from meshwright.schedules.measured_costs import PipelineTimes, TimingReport, faster_schedule, median_times, round_times
+from meshwright.schedules.schedule import PipelineScheduleKind
 from meshwright.schedules.simulator import ActionCosts, simulate
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.collectives import all_gather_into
@@ -34,9 +36,10 @@ _HOP = "hop"
 
 
 class AutoScheduleExecutor(ScheduleExecutor):
-    """The executor of a rank that follows a searched order, with one stage per rank.
+    """The executor of a rank whose schedule measures its costs, with one stage per rank.
 
     Args:
+        kind: the schedule's class.
         pipeline_stage: this rank's stage.
         schedule: of the first steps, within `limit`.
         channels: to the other ranks of the pipeline.
@@ -49,6 +52,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
 
     def __init__(
         self,
+        kind: PipelineScheduleKind,
         pipeline_stage: TimedStage,
         schedule: Schedule,
         channels: P2PChannels,
@@ -60,7 +64,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         slices: int,
     ) -> None:
         super().__init__([pipeline_stage], schedule, mesh.coordinates.pipeline, channels, width=width, slices=slices)
-        self._stage = pipeline_stage.stage
+        self._kind, self._stage = kind, pipeline_stage.stage
         self._mesh, self._watch, self._limit = mesh, watch, limit
         self._steps = 0
         self.times: PipelineTimes | None = None
@@ -99,7 +103,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
     def _search(self) -> None:
         self.times = times = self._gather_times()
         before = self.schedule
-        self.set_schedule(faster_schedule(before, self._limit, round_times(times)))
+        self.set_schedule(faster_schedule(self._kind, before, self._limit, round_times(times)))
         first, now = (simulate(order, times.costs, times.hop) for order in (before, self.schedule))
         self.bubble = now.bubble
         log.info(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.pipeline_layout import activation_limit
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.parallelize import LocalStage, pipeline_division
 from meshwright_worker.parallel.pipeline.auto_schedule import AutoScheduleExecutor
@@ -53,12 +53,15 @@ def _build_schedule_executor(
     tokens: int,
 ) -> ScheduleExecutor:
     width, again = run.architecture.hidden_size, run.parallelism.rematerialize
+    kind = kind_of(run.parallelism.order)
     slices = run.tensor if run.parallelism.sequence else 1
-    if run.parallelism.order is PipelineSchedule.AUTOMATIC and run.pipeline > 1:
+    if kind.measures_costs and run.pipeline > 1:
         watch = Stopwatch(mesh.device)
         timed = TimedStage(stages[0], tokens, rematerialize=again, watch=watch)
         limit = activation_limit(run.parallelism, run.pipeline)
-        return AutoScheduleExecutor(timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices)
+        return AutoScheduleExecutor(
+            kind, timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices
+        )
     pipeline_stages = [PipelineStage(stage, tokens, rematerialize=again) for stage in stages]
     return ScheduleExecutor(
         pipeline_stages, schedule, mesh.coordinates.pipeline, p2p_channels, width=width, slices=slices

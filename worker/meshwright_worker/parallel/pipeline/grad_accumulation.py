@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.parallel.pipeline.fsdp_reduction import reshard
+from meshwright_worker.parallel.data.fsdp import reshard
 
 
 class GradientAccumulation:

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.parallel.pipeline.fsdp_reduction import (
+from meshwright_worker.parallel.data.fsdp import (
     disable_gradient_sync,
     enable_gradient_sync,
     reduce_gradients,

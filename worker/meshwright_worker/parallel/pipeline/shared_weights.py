@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.schedules.pipeline_layout import PipelineLayout
+from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.shards import ParameterShard
 
@@ -64,10 +65,8 @@ class SharedWeights:
                 gradients = [shard.gradient() for shard in copies]
                 sums.append(gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(dim=0))
             if partner is not None and self._channels is not None:
-                flat = torch.cat([total.reshape(-1) for total in sums])
-                flat = flat + self._channels.exchange(flat, partner)
-                parts = torch.split(flat, [total.numel() for total in sums])
-                sums = [part.view_as(total) for part, total in zip(parts, sums, strict=True)]
+                flat = flatten_tensors(sums)
+                sums = unflatten(flat + self._channels.exchange(flat, partner), sums)
             for copies, total in zip(group, sums, strict=True):
                 for shard in copies:
                     shard.gradient().copy_(total)

@@ -21,33 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from meshwright_worker.distributed.collectives import RingTransfer
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.layers import Linear, local
 from meshwright_worker.models.split_backward import DeferredWeightGrad, defer_weight_grad_of, local_operand, weight_grad
 
 _POSITIONS = 1
-
-
-class _RingTransfer:
-    """A tensor that is sent to the next rank, and one of the same shape that is received from the previous rank."""
-
-    def __init__(self, sent: torch.Tensor, ring: Ring) -> None:
-        # Referenced until it is sent: on gloo nothing else references it.
-        self._sent = sent
-        self._received = torch.empty_like(sent)
-        after, before = (dist.get_global_rank(ring.group, (ring.rank + step) % ring.ranks) for step in (1, -1))
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, after, ring.group),
-                dist.P2POp(dist.irecv, self._received, before, ring.group),
-            ]
-        )
-
-    def wait(self) -> torch.Tensor:
-        """Wait, and return the received tensor."""
-        for work in self._works:
-            work.wait()
-        return self._received
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +45,20 @@ class Ring:
         """Size of the group."""
         return self.group.size()
 
+    def pass_on(self, tensor: torch.Tensor) -> RingTransfer:
+        """Send a tensor to the next rank, and receive one of the same shape from the previous rank."""
+        return RingTransfer([tensor], [torch.empty_like(tensor)], self.group)
+
     def each(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield every rank and its tensor, this rank first; the next one arrives while the caller works on one.
         Collective.
         """
         part = own.contiguous()
         for turn in range(self.ranks):
-            transfer = _RingTransfer(part, self) if turn < self.ranks - 1 else None
+            transfer = self.pass_on(part) if turn < self.ranks - 1 else None
             yield (self.rank - turn) % self.ranks, part
             if transfer is not None:
-                part = transfer.wait()
+                (part,) = transfer.wait()
 
     def ring_reduce(self, share: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Return the sum over ranks of `share(this rank)`; a sum is sent while the next share is computed.
@@ -83,10 +66,11 @@ class Ring:
         """
         total, incoming_sum = share((self.rank - 1) % self.ranks), None
         for turn in range(1, self.ranks):
-            incoming_sum = _RingTransfer(total.contiguous(), self)
+            incoming_sum = self.pass_on(total.contiguous())
             added = share((self.rank - 1 - turn) % self.ranks)
             # Not in place: selective checkpointing may have saved the product.
-            total = incoming_sum.wait().add_(added)
+            (received_sum,) = incoming_sum.wait()
+            total = received_sum.add_(added)
         return total
 
 

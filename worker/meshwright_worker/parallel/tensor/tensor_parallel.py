@@ -31,7 +31,7 @@ from meshwright_worker.parallel.expert.expert_parallel import (
     unsplit_expert_parameters,
 )
 from meshwright_worker.parallel.tensor.async_tensor_parallel import AllGatherMatmul, MatmulReduceScatter
-from meshwright_worker.parallel.tensor.vocab_parallel_cross_entropy import VocabParallelLoss
+from meshwright_worker.parallel.tensor.cross_entropy import VocabParallelLoss
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten
 from meshwright_worker.parallel.data.compression.compressor import ErrorFeedback, Reduction
 
 
@@ -103,7 +104,7 @@ class _Iteration:
         self._matrices = matrices
         self._shapes = [factor.shape for factor in left]
         self._sizes = [tensor.numel() for tensor in (*left, *whole)]
-        self._sent = torch.cat([tensor.flatten() for tensor in (*left, *whole)])
+        self._sent = flatten_tensors([*left, *whole])
         self._work = dist.all_reduce(self._sent, group=sgd.group, async_op=True)
 
     def finish(self, flat: torch.Tensor) -> None:
@@ -140,7 +141,6 @@ def _orthonormal(factor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flatten_tensors(tensors)
     dist.all_reduce(flat, group=group)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return unflatten(flat, tensors)

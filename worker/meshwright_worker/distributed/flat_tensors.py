@@ -12,8 +12,13 @@ def flatten_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+def unflatten(flat: torch.Tensor, templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that `flat` was created from, or others of their shapes, as views of it."""
+    parts = torch.split(flat, [template.numel() for template in templates])
+    return [part.view_as(template) for part, template in zip(parts, templates, strict=True)]
+
+
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy `flat` back into the tensors that it was created from."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for tensor, part in zip(tensors, unflatten(flat, tensors), strict=True):
+        tensor.copy_(part)

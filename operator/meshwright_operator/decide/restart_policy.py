@@ -1,0 +1,214 @@
+"""Why a gang restarts and what follows: which failures count, how long the next start waits, when the job fails.
+
+`RestartCause` states all of it for one cause, and nothing else does: status, events, metrics, the restart budget and
+the back-off read it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from meshwright.api.failure_policy import FailureAction
+from meshwright.api.spec import ParallelTrainingJobSpec, RecoverySpec
+from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus
+from meshwright.protocol.messages import FailureKind
+from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.decide.events import NORMAL, WARNING
+from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.timestamps import format_time, parse_time, seconds_since
+
+SETTLE_SECONDS = 2.0
+"""How long a failed rank or a crashed pod waits for others to fail too: the first pause of the back-off."""
+LONGEST_BACKOFF_SECONDS = 60.0
+FAILURE_RESET_SECONDS = 600.0
+"""A generation that trained for this long ends a row of failures."""
+
+SIGNAL_BASE = 128
+
+ExitCodes = Callable[[Observed], set[int]]
+Detector = Callable[[Observed], "Interruption | Settling | None"]
+
+
+def _no_exit_codes(_: Observed) -> set[int]:
+    return set()
+
+
+@dataclass(frozen=True, slots=True)
+class RestartCause:
+    """One cause of restarts."""
+
+    name: str
+    """In `status.mesh`, in `status.restarts` and as the label `cause` of `ptj_job_restarts_total`."""
+    limited: bool = False
+    """Whether it counts toward `recovery.maxRestarts`: the job's own processes are to blame."""
+    backs_off: bool = False
+    """Whether the next generation waits, longer after each failure, although all pods run."""
+    exit_codes: ExitCodes = _no_exit_codes
+    """The exit codes to which the rules of `recovery.exitCodes` apply."""
+    event: str = ""
+    """Reason of its event; its name if empty."""
+    event_type: str = WARNING
+    restarts: bool = True
+    """Whether `status` calls it a restart; a first start and a resumption are none."""
+    replaces_gang: bool = False
+    """Whether every worker gets a new pod, so that all of them have the same incarnation."""
+    detect: Detector | None = None
+    """Finds it, if it has a detector of its own; `failure_detection.DETECTORS` find the causes declared below."""
+
+
+CAUSES: dict[str, RestartCause] = {}
+"""Every cause by name."""
+
+
+def declare(cause: RestartCause) -> RestartCause:
+    """Adds a cause to `CAUSES`."""
+    if cause.name in CAUSES:
+        raise ValueError(f"restart cause {cause.name} is declared twice")
+    CAUSES[cause.name] = cause
+    return cause
+
+
+def cause_named(name: str) -> RestartCause:
+    """The cause that a status names; one without consequences for a name that this version does not know."""
+    return CAUSES.get(name) or RestartCause(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """The generation is over."""
+
+    cause: RestartCause
+    message: str
+    """What happened, for people."""
+    detected_in: float = 0.0
+    """Seconds from the first sign to this verdict."""
+    lost: tuple[Worker, ...] = ()
+    """Workers that nobody can reach, whose pods are given up."""
+    job_failure: str = ""
+    """Reason for which the job fails at once, because no restart can help; usually empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """Something failed; wait before judging."""
+
+    seconds: float
+
+
+def worker_exit_codes(workers: Iterable[Worker]) -> set[int]:
+    """Exit codes of containers that failed."""
+    return {w.pod.exit_code for w in workers if w.pod is not None and w.pod.exit_code}
+
+
+def crashed_exit_codes(observed: Observed) -> set[int]:
+    """Exit codes of the pods that crashed."""
+    return worker_exit_codes(w for w in observed.workers if w.state is WorkerState.CRASHED)
+
+
+def rank_exit_codes(observed: Observed) -> set[int]:
+    """Exit codes of the ranks at the root of a failure, in a shell's notation.
+
+    A rank that exited by itself takes precedence over ranks that a signal ended, since the agent stops a failed rank's
+    neighbours with signals. If any worker blames itself, workers that only lost a peer are ignored.
+    """
+    received = list(observed.reports_in(AgentState.FAILED).values())
+    blamed = [h for h in received if h.report.failure is not FailureKind.PEER_LOST] or received
+    codes = {rank.exit_code for h in blamed for rank in h.report.ranks if rank.exit_code}
+    return {code for code in codes if code > 0} or {SIGNAL_BASE - code for code in codes}
+
+
+START = declare(RestartCause("Start", restarts=False))
+RESUME = declare(RestartCause("Resume", restarts=False, replaces_gang=True))
+SPEC_CHANGED = declare(RestartCause("SpecChanged", event_type=NORMAL, replaces_gang=True))
+NODE_DRAINED = declare(RestartCause("NodeDrained", event_type=NORMAL))
+NODE_LOST = declare(RestartCause("NodeLost"))
+PREEMPTED = declare(RestartCause("Preempted"))
+EVICTED = declare(RestartCause("Evicted"))
+POD_LOST = declare(RestartCause("PodLost"))
+POD_FAILED = declare(RestartCause("PodFailed", limited=True, exit_codes=crashed_exit_codes))
+RANK_FAILURE = declare(
+    RestartCause("RankFailure", limited=True, backs_off=True, exit_codes=rank_exit_codes, event="RankFailed")
+)
+HANG = declare(RestartCause("Hang", limited=True, backs_off=True))
+
+
+def action_for(spec: ParallelTrainingJobSpec, codes: AbstractSet[int]) -> tuple[FailureAction, str]:
+    """The action of the first exit-code rule that names one of `codes`, and the sentence that explains it."""
+    for rule in spec.recovery.exit_codes:
+        named = sorted(codes & set(rule.values))
+        if named:
+            return rule.action, f"exit code {named[0]}: {rule.action.value} (recovery.exitCodes)"
+    return FailureAction.COUNT, ""
+
+
+def count_failure(
+    status: ParallelTrainingJobStatus,
+    spec: ParallelTrainingJobSpec,
+    cause: RestartCause,
+    codes: AbstractSet[int],
+    now: datetime,
+) -> None:
+    """Counts a failure for the back-off, and toward the limit unless a rule ignores one of its exit codes."""
+    if not cause.limited:
+        return
+    status.mesh = status.mesh or MeshStatus()
+    _record_failure(status.mesh, now)
+    if action_for(spec, codes)[0] is FailureAction.IGNORE:
+        return
+    status.restarts_toward_limit += 1
+    if spec.recovery.restart_window_seconds is not None:
+        status.restart_times = [*status.restart_times, format_time(now)][-MAX_RESTART_TIMES:]
+
+
+def _record_failure(mesh: MeshStatus, now: datetime) -> None:
+    """Counts one more failure in a row; the first of another row if the generation trained for long enough."""
+    trained = 0.0 if mesh.pending_cause else seconds_since(mesh.started_time, now)
+    mesh.failures = 1 if trained >= FAILURE_RESET_SECONDS else mesh.failures + 1
+
+
+def drop_expired(status: ParallelTrainingJobStatus, recovery: RecoverySpec, now: datetime) -> None:
+    """Forgets the restarts before `recovery.restartWindowSeconds`; without a window it forgets none."""
+    if recovery.restart_window_seconds is None:
+        status.restart_times = []
+        return
+    begin = now - timedelta(seconds=recovery.restart_window_seconds)
+    in_window = [text for text in status.restart_times if (moment := parse_time(text)) is not None and moment >= begin]
+    # A window that is set later counts from then on.
+    status.restart_times = in_window
+    status.restarts_toward_limit = len(in_window)
+
+
+def exhausted(status: ParallelTrainingJobStatus, recovery: RecoverySpec) -> bool:
+    """Whether one more restart that counts exceeds `recovery.maxRestarts`."""
+    return status.restarts_toward_limit + 1 > recovery.max_restarts
+
+
+def backoff_left(observed: Observed, cause: RestartCause) -> tuple[float, float]:
+    """Seconds left before the next generation may form after this cause, and the whole pause."""
+    pause = backoff_seconds(_failures_so_far(observed)) if cause.backs_off else 0.0
+    since = parse_time(observed.mesh.pending_since) or observed.now
+    # Another operator's clock may have been ahead when it wrote this.
+    return max(0.0, min(pause, pause - (observed.now - since).total_seconds())), pause
+
+
+def backoff_seconds(failed: int) -> float:
+    """The pause before the start that follows the `failed`-th failure: 0, 2, 4, ... 60."""
+    return 0.0 if failed <= 1 else min(2.0 ** min(failed - 1, 10), LONGEST_BACKOFF_SECONDS)
+
+
+def crash_backoff_left(observed: Observed, crashed: Iterable[Worker]) -> float:
+    """Seconds left before crashed pods are replaced. The pause grows, and is long enough to see who else crashes."""
+    ends = [worker.pod.ended for worker in crashed if worker.pod is not None and worker.pod.ended is not None]
+    if not ends:
+        return 0.0
+    pause = min(SETTLE_SECONDS * 2.0 ** min(_failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
+    # By clocks of nodes, which may be ahead.
+    return max(0.0, min(pause, pause - (observed.now - max(ends)).total_seconds()))
+
+
+def _failures_so_far(observed: Observed) -> int:
+    """Failures that lengthen the next pause: those that count, or those in a row if an exit-code rule ignores them."""
+    return max(observed.status.restarts_toward_limit, observed.mesh.failures)

@@ -1,0 +1,185 @@
+"""Cross-entropy on logits that may be split along the vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
+
+Full logits would be the largest tensor of a step. Under tensor parallelism each rank keeps its columns, and ranks
+exchange three numbers per token: the largest logit, then the sum of exponentials and the target's logit.
+
+`ChunkedLoss` also fuses the output projection, over chunks of tokens, so that full logits are never stored. The
+gradient of a chunk's logits is known as soon as its loss is. It is therefore multiplied into the gradients of hidden
+states and matrix at once (Liger kernel, arXiv 2410.10989), and the backward pass only scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright_worker.data.batch import IGNORED
+from meshwright_worker.distributed.collectives import enter_tensor_parallel
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.layers import Linear, TokenLoss, local
+from meshwright_worker.precision.dtypes import upcast
+
+
+class _CrossEntropy(NamedTuple):
+    """The summed loss of some tokens, and what its gradient is computed from."""
+
+    loss: torch.Tensor
+    exponentials: torch.Tensor
+    """Of this rank's logits, less the largest logit of each token: [tokens, own part of the vocabulary]."""
+    denominator: torch.Tensor
+    """Their sums over the full vocabulary, [tokens]."""
+    column: torch.Tensor
+    """The target's column in this rank's part, [tokens, 1]; 0 for a target that another rank has."""
+    outside: torch.Tensor
+    """Whether another rank has the target, [tokens, 1]."""
+    counts: torch.Tensor
+    """Whether the token has a target, [tokens]."""
+
+
+def _cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup | None, *, overwrite: bool
+) -> _CrossEntropy:
+    """Compute the loss of logits, [tokens, own part of the vocabulary]. Collective over `group`.
+
+    Args:
+        logits: of columns `first` and following.
+        targets: [tokens].
+        first: see above.
+        group: the ranks that have the other columns; None if this rank has all of them.
+        overwrite: whether the exponentials may take the memory of `logits`.
+    """
+    largest = logits.amax(dim=-1)
+    if group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits.sub_(largest.unsqueeze(-1)) if overwrite else logits - largest.unsqueeze(-1)
+    column = (targets - first).unsqueeze(-1)
+    outside = (column < 0) | (column >= logits.shape[-1])
+    column = column.masked_fill(outside, 0)
+    target_logits = shifted.gather(-1, column).masked_fill(outside, 0.0).squeeze(-1)
+    exponentials = shifted.exp_()
+    sums = torch.stack([exponentials.sum(dim=-1), target_logits])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    counts = targets != IGNORED
+    loss = (sums[0].log() - sums[1]).masked_fill_(~counts, 0.0).sum()
+    return _CrossEntropy(loss, exponentials, sums[0], column, outside, counts)
+
+
+class VocabParallelLoss(TokenLoss):
+    """`TokenLoss` for a group whose ranks each have the logits of a part of the vocabulary; this rank's begins at
+    `first`.
+    """
+
+    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._first = first
+        self._group = group
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, positions, own part of the vocabulary] and targets [batch, positions] -> [], on every rank."""
+        loss: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            upcast(logits.flatten(0, 1)), targets.flatten(), self._first, self._group
+        )
+        return loss
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        part = _cross_entropy(logits, targets, first, group, overwrite=False)
+        probabilities = part.exponentials.div_(part.denominator.unsqueeze(-1))
+        ctx.save_for_backward(probabilities, part.column, part.outside, part.counts)
+        return part.loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        probabilities, column, outside, counts = ctx.saved_tensors
+        (gradient,) = gradients
+        ones = torch.ones_like(column, dtype=probabilities.dtype).masked_fill_(outside, 0.0)
+        return probabilities.scatter_add(-1, column, -ones) * (gradient * counts.unsqueeze(-1)), None, None, None
+
+
+class ChunkedLoss(nn.Module):
+    """The loss of hidden states. For logits that already exist, see `TokenLoss`.
+
+    Args:
+        chunk: number of tokens whose logits exist at a time.
+        group: the ranks that have the other parts of the matrix; None if this rank has all of it.
+        sequence: whether each of them has its own positions of the hidden states.
+    """
+
+    def __init__(self, chunk: int, group: dist.ProcessGroup | None = None, *, sequence: bool = False) -> None:
+        super().__init__()
+        self._chunk = chunk
+        self._group = group
+        self._sequence = sequence
+
+    def forward(self, hidden: torch.Tensor, output: Linear, targets: torch.Tensor) -> torch.Tensor:
+        """Hidden states [batch, positions, width] and targets [batch, positions] -> [], the sum over targets."""
+        weight, first = local(output.weight), 0
+        if self._group is not None:
+            hidden = enter_tensor_parallel(hidden, self._group, sequence=self._sequence)
+            first = self._group.rank() * weight.shape[0]
+        loss: torch.Tensor = _ChunkedLinearLoss.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, 1), weight, targets.flatten(), self._chunk, first, self._group, torch.is_grad_enabled()
+        )
+        return loss
+
+
+def use_chunked_loss(stage: DecoderStage, chunk: int, group: dist.ProcessGroup | None, *, sequence: bool) -> None:
+    """Make the last stage compute its loss in chunks; `group` is the ranks that its vocabulary is split over."""
+    if stage.is_last:
+        stage.chunked_loss = ChunkedLoss(chunk, group, sequence=sequence)
+
+
+class _ChunkedLinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        chunk: int,
+        first: int,
+        group: dist.ProcessGroup | None,
+        needed: bool,
+    ) -> torch.Tensor:
+        matrix = weight.to(hidden.dtype)
+        hidden_gradient = torch.empty_like(hidden) if needed else None
+        accumulated = torch.promote_types(weight.dtype, torch.float32)
+        weight_gradient = torch.zeros(weight.shape, dtype=accumulated, device=weight.device) if needed else None
+        total = torch.zeros((), dtype=accumulated, device=hidden.device)
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            loss, gradient = _loss_and_gradient(upcast(hidden[part] @ matrix.T), targets[part], first, group)
+            total += loss
+            if hidden_gradient is not None and weight_gradient is not None:
+                small = gradient.to(hidden.dtype)
+                hidden_gradient[part] = small @ matrix
+                weight_gradient += small.T @ hidden[part]
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.formats = hidden.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts = [
+            (saved * gradients[0]).to(dtype) if needed else None
+            for saved, dtype, needed in zip(ctx.saved_tensors, ctx.formats, ctx.needs_input_grad, strict=False)
+        ]
+        return (*parts, None, None, None, None, None)
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss, [], and its gradient in the memory of `logits`, [tokens, own part of the vocabulary]."""
+    part = _cross_entropy(logits, targets, first, group, overwrite=True)
+    ones = part.counts.unsqueeze(-1).to(logits.dtype)
+    probabilities = part.exponentials.mul_(ones / part.denominator.unsqueeze(-1))
+    return part.loss, probabilities.scatter_add_(-1, part.column, -ones.masked_fill(part.outside, 0.0))
