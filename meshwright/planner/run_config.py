@@ -11,7 +11,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.run_config import CommandRun, NativeRun, RunConfig
+from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunConfig
 from meshwright.rules.resolved.run_checks import run_problems
 
 Runnable = Callable[[Layout, int, PipelineSchedule, ActivationCheckpointing], bool]
@@ -54,15 +54,15 @@ def _shared_fields(
     spec: ParallelTrainingJobSpec, layout: Layout, micro_batches: int, schedule: PipelineSchedule
 ) -> dict[str, Any]:
     """The fields of both kinds of runs."""
-    degrees = {
+    return {
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
+        "data_parallel": layout.data,
         "context": layout.context,
         "expert": layout.expert,
         "micro_batches": micro_batches,
+        "parallelism": spec.parallelism.model_copy(update={**dict.fromkeys(DEGREES), "schedule": schedule}),
     }
-    parallelism = spec.parallelism.model_copy(update={**degrees, "schedule": schedule})
-    return {**degrees, "data_parallel": layout.data, "parallelism": parallelism}
 
 
 def refusals_of(run: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationInfo, field_serializer, field_validator
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec, Packing
@@ -18,6 +18,9 @@ from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+
+DEGREES = ("tensor", "pipeline", "context", "expert", "micro_batches")
+"""What a run's own fields say, and on the wire `parallelism` too."""
 
 
 class Run(ApiModel):
@@ -37,6 +40,25 @@ class Run(ApiModel):
     """Micro-batches per replica and step."""
     parallelism: ParallelismSpec
     """Schedule, sequence parallelism and ZeRO stage."""
+
+    @field_validator("parallelism")
+    @classmethod
+    def _drop_degrees(cls, parallelism: ParallelismSpec, info: ValidationInfo) -> ParallelismSpec:
+        """Check that `parallelism` has the run's degrees, where it has any, and keep the run's alone."""
+        for name in DEGREES:
+            given, own = getattr(parallelism, name), info.data.get(name)
+            if given is not None and own is not None and given != own:
+                raise ValueError(f"`parallelism` has {name} {given}, and the run has {own}")
+        return parallelism.model_copy(update=dict.fromkeys(DEGREES))
+
+    @field_serializer("parallelism")
+    def _add_degrees(self, parallelism: ParallelismSpec) -> ParallelismSpec:
+        return parallelism.model_copy(update=self.degrees)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees that `ParallelismSpec` has too, by field."""
+        return {name: getattr(self, name) for name in DEGREES}
 
     @property
     def layout(self) -> Layout:

@@ -234,8 +234,10 @@ def test_a_command_keeps_its_checkpoint_fields_empty() -> None:
 def test_the_run_config_leaves_nothing_open() -> None:
     spec = spec_of(checkpoint={"claimName": "c"})
     run = make_plan(spec, DEMO).run_config(spec)
-    assert (run.parallelism.tensor, run.parallelism.pipeline) == (run.tensor, run.pipeline)
-    assert run.parallelism.micro_batches == run.micro_batches
+    wire = run.wire()
+    assert isinstance(wire["parallelism"], dict)
+    for name in ("tensor", "pipeline", "context", "expert", "microBatches"):
+        assert wire["parallelism"][name] == wire[name]
     assert isinstance(run, NativeRun)
     assert run.checkpoint is not None
     assert (run.checkpoint.every_steps, run.checkpoint.keep) == (100, 2)

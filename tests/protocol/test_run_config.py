@@ -54,6 +54,16 @@ def test_what_a_newer_operator_adds_to_a_run_is_ignored(run: NativeRun | Command
     assert parse_message(MeshDocument, json.dumps(document).encode()).run == run
 
 
+def test_degrees_stand_once_in_memory_and_twice_on_the_wire() -> None:
+    assert NATIVE.degrees == {"tensor": 2, "pipeline": 2, "context": 1, "expert": 1, "micro_batches": 2}
+    assert all(getattr(NATIVE.parallelism, name) is None for name in NATIVE.degrees)
+    wire = NATIVE.model_copy(update={"tensor": 4}).wire()
+    assert isinstance(wire["parallelism"], dict)
+    assert (wire["tensor"], wire["parallelism"]["tensor"], wire["parallelism"]["microBatches"]) == (4, 4, 2)
+    with pytest.raises(ValidationError, match="`parallelism` has tensor 4, and the run has 2"):
+        PARSER.validate_python({**wire, "tensor": 2})
+
+
 def test_what_a_run_says_of_its_groups_and_rows() -> None:
     assert (NATIVE.islands, NATIVE.packs_documents) == (1, True)
     assert (COMMAND.islands, COMMAND.packs_documents, COMMAND.deterministic) == (1, False, True)

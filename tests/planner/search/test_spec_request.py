@@ -76,7 +76,8 @@ def refused(spec: ParallelTrainingJobSpec, plan: Plan) -> list[str]:
     """What the API and the worker say against a plan."""
     run = plan.run_config(spec)
     assert isinstance(run, NativeRun)
-    filled = spec.model_copy(update={"parallelism": run.parallelism, "training": run.training})
+    parallelism = run.parallelism.model_copy(update=run.degrees)
+    filled = spec.model_copy(update={"parallelism": parallelism, "training": run.training})
     problems = [f"{problem.field}: {problem.message}" for problem in check_spec(filled)]
     try:
         validate_run(run)
