@@ -19,10 +19,10 @@ from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.workload import TrainingJob
 from meshwright_worker.data.batch import Batch, TokenMetadata
-from meshwright_worker.memory.memory_options import apply_memory_options
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
 from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.parallel.parallelize import apply_memory_options
 from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 
 MODEL = Architecture(layers=9, hidden_size=64, intermediate_size=128, heads=4, kv_heads=2, vocab_size=1024)

@@ -23,12 +23,12 @@ from meshwright_worker.checkpoint.manifest import (
     Manifest,
     ModuleManifest,
     TrainingState,
+    check_file,
     read_manifest,
     read_manifest_as,
 )
 from meshwright_worker.checkpoint.safetensors_format import dtype_name, file_checksum, map_tensor, write_tensors
 from meshwright_worker.checkpoint.tensor_index import decode, encode
-from meshwright_worker.checkpoint.verification import check_file
 
 ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
 

@@ -18,11 +18,10 @@ from meshwright.api.precision import Fp8Spec, Fp8Update
 from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.memory.memory_options import apply_memory_options
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
-from meshwright_worker.parallel.compile_layers import compile_layers
+from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
 from meshwright_worker.rank.failures import InvalidRunError

@@ -19,8 +19,8 @@ from meshwright.data.errors import CorruptRecordError, DataError
 from meshwright.data.files import open_folder
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
-from meshwright_worker.data.corpus import open_corpus
 from meshwright_worker.data.mixture import MixtureStream, open_stream
+from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.sample_order import SampleStream
 from meshwright_worker.data.token_cache import ENV_CACHE_DIR
 

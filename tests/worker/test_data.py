@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.data.tokenizers import ByteTokenizer
-from meshwright_worker.data.corpus import Corpus, CorpusError, open_corpus
+from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
+from meshwright_worker.data.corpus import Corpus, CorpusError
+from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.permutation import Permutation
-from meshwright_worker.data.sample_digest import SampleDigest
-from meshwright_worker.data.sample_order import SampleStream
-from meshwright_worker.data.tokenizer_record import SEPARATOR
+from meshwright_worker.data.sample_order import SampleDigest, SampleStream
 
 CONTENTS = ["def f():\n    pass\n", "x = 1\n" * 40, "", "naïve = 'ü'\n", "# end"]
 
@@ -38,7 +37,7 @@ def corpus(folder: Path) -> Corpus:
 
 
 def row_of(contents: list[str]) -> list[int]:
-    return [token for content in contents if content for token in [*content.encode(), SEPARATOR]]
+    return [token for content in contents if content for token in [*content.encode(), BYTE_SEPARATOR]]
 
 
 def test_a_corpus_is_its_documents_in_order_each_with_a_separator(corpus: Corpus) -> None:
@@ -176,4 +175,4 @@ def test_text_survives_the_tokenizer() -> None:
     tokenizer = ByteTokenizer()
     (tokens,) = tokenizer.encode([text])
     assert tokenizer.decode(tokens) == text
-    assert tokenizer.decode([*b"a", SEPARATOR, *b"b", 300]) == "a\nb"
+    assert tokenizer.decode([*b"a", BYTE_SEPARATOR, *b"b", 300]) == "a\nb"

@@ -28,7 +28,7 @@ from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.state_dict import as_distributed, stage_copy
 from meshwright_worker.local_sgd.diloco import DiLoCo
 from meshwright_worker.local_sgd.parameter_averaging import average_over_islands
-from meshwright_worker.memory import pinned_memory
+from meshwright_worker.memory import host_memory
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import materialize
 from meshwright_worker.optimizers import muon
@@ -157,10 +157,10 @@ def test_tensors_share_page_locked_blocks_and_not_bytes(monkeypatch: pytest.Monk
         return empty(size, **options)
 
     empty: Any = torch.empty
-    monkeypatch.setattr(pinned_memory.torch, "empty", noted)
+    monkeypatch.setattr(host_memory.torch, "empty", noted)
     likes = [torch.zeros(shape) for shape in ((300, 40), (5,), (), (0, 3), (300, 40), (7, 100))]
     likes[1] = likes[1].to(torch.bfloat16)
-    memory = pinned_memory.allocate_host_tensors(likes, pinned_memory=True)
+    memory = host_memory.allocate_host_tensors(likes, pinned_memory=True)
     for number, (own, like) in enumerate(zip(memory, likes, strict=True)):
         assert (own.shape, own.dtype) == (like.shape, like.dtype)
         own.fill_(number)
@@ -174,7 +174,7 @@ def test_moments_of_a_model_waste_little_page_locked_memory(name: str, most: flo
     with torch.device("meta"):
         stage = DecoderStage(PRESETS[name], torch.bfloat16)
     wanted = [4 * parameter.numel() for parameter in stage.parameters()] * 2
-    blocks = pinned_memory.pack_into_blocks(wanted)
+    blocks = host_memory.pack_into_blocks(wanted)
     assert sum(block.size for block in blocks) < most * sum(wanted)
     assert sorted(number for block in blocks for number, _ in block.places) == list(range(len(wanted)))
     assert all(block.used <= block.size and block.size.bit_count() == 1 for block in blocks)

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.data import DataSpec, Packing
+from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.batch import IGNORED, Batch
-from meshwright_worker.data.corpus import open_corpus
+from meshwright_worker.data.batch import IGNORED, Batch, make_batch, separate_documents
 from meshwright_worker.data.length_balance import RowCost, assign_rows
-from meshwright_worker.data.packing import make_batch, separate_documents
+from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.sample_order import SampleStream
-from meshwright_worker.data.tokenizer_record import SEPARATOR
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 
@@ -24,24 +23,26 @@ MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=2, kv
 
 
 def test_positions_documents_and_targets_of_a_packed_row() -> None:
-    row = torch.tensor([[7, 8, SEPARATOR, SEPARATOR, 9, 10, SEPARATOR, 11]])
-    batch = make_batch(row, DataSpec(claim_name="text", packing=Packing.DOCUMENTS), SEPARATOR)
+    row = torch.tensor([[7, 8, BYTE_SEPARATOR, BYTE_SEPARATOR, 9, 10, BYTE_SEPARATOR, 11]])
+    batch = make_batch(row, DataSpec(claim_name="text", packing=Packing.DOCUMENTS), BYTE_SEPARATOR)
     assert batch.documents is not None
     assert batch.positions is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 2, 2, 2]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
-    assert batch.targets.tolist() == [[8, SEPARATOR, IGNORED, IGNORED, 10, SEPARATOR, IGNORED]]
-    assert make_batch(row, DataSpec(claim_name="text"), SEPARATOR).documents is None
+    assert batch.targets.tolist() == [[8, BYTE_SEPARATOR, IGNORED, IGNORED, 10, BYTE_SEPARATOR, IGNORED]]
+    assert make_batch(row, DataSpec(claim_name="text"), BYTE_SEPARATOR).documents is None
 
 
 def test_a_packed_row_trains_as_its_documents_do_alone() -> None:
     generator = torch.Generator().manual_seed(3)
     lengths = (5, 1, 9, 3)
     pieces = [torch.randint(0, 250, (1, length), generator=generator) for length in lengths]
-    ended = [torch.cat([piece, torch.tensor([[SEPARATOR]])], dim=1) for piece in pieces]
+    ended = [torch.cat([piece, torch.tensor([[BYTE_SEPARATOR]])], dim=1) for piece in pieces]
     stage = DecoderStage(MODEL, torch.float64).double()
     init_weights(stage, MODEL, 0, torch.device("cpu"))
-    packed = separate_documents(Batch.of(torch.cat([*ended, torch.zeros(1, 1, dtype=torch.int64)], dim=1)), SEPARATOR)
+    packed = separate_documents(
+        Batch.of(torch.cat([*ended, torch.zeros(1, 1, dtype=torch.int64)], dim=1)), BYTE_SEPARATOR
+    )
     loss = stage(packed.tokens, packed.targets, packed.token_metadata)
     loss.backward()
     together = {name: parameter.grad.clone() for name, parameter in stage.named_parameters()}  # type: ignore[union-attr]
@@ -59,7 +60,7 @@ def test_a_stream_knows_its_documents_without_reading_them(tmp_path: Path) -> No
         (tmp_path / f"{number}.txt").write_text("x" * length)
     stream = SampleStream(open_corpus(DataSpec(claim_name="text"), str(tmp_path)), 16, seed=1)
     for sample in range(2 * stream.samples_per_epoch):
-        documents = separate_documents(Batch.of(stream.batch(sample, 1)), SEPARATOR).documents
+        documents = separate_documents(Batch.of(stream.batch(sample, 1)), BYTE_SEPARATOR).documents
         assert documents is not None
         assert stream.documents(sample) == documents[0].unique_consecutive(return_counts=True)[1].tolist()
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright_worker.distributed.network_interface import find_interface
+from meshwright_worker.distributed.mesh import find_interface
 from meshwright_worker.inference.model import CachedModel
 from meshwright_worker.inference.sampling import sample
 from meshwright_worker.models.decoder import DecoderStage

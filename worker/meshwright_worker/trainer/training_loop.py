@@ -27,12 +27,12 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manager import CheckpointManager
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.length_balance import RowCost
 from meshwright_worker.data.mixture import MixtureStream, Stream
-from meshwright_worker.data.packing import make_batch
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
-from meshwright_worker.data.sample_digest import SampleDigest
+from meshwright_worker.data.sample_order import SampleDigest
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.rank.task import Outcome, RankEvents, StepReport
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
