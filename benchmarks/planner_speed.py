@@ -21,7 +21,7 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.strategy import Workload
 from meshwright.planner.search.best_first import SearchResult, search
-from meshwright.planner.search.degrees import micro_batch_sizes, shapes
+from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.expand import base_strategies, memory_savings, price
 from meshwright.planner.search.request import Objective, SearchRequest
 
@@ -55,9 +55,9 @@ def timed(request: SearchRequest, repeats: int) -> tuple[float, SearchResult]:
 def exhaustive(request: SearchRequest) -> tuple[float, int]:
     """(seconds, layouts) of pricing everything that fits."""
     started, priced = time.perf_counter(), 0
-    for shape in shapes(request):
-        for size in micro_batch_sizes(request, shape):
-            for base in base_strategies(request, shape, size):
+    for layout in layouts(request):
+        for size in micro_batch_sizes(request, layout):
+            for base in base_strategies(request, layout, size):
                 for choices, memory in memory_savings(request, base):
                     price(request, choices, memory)
                     priced += 1
