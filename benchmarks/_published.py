@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.units import GIB
 
 Row = dict[str, Any]
-GIB = float(1 << 30)
 GPT_VOCABULARY = 51200
 """Of Megatron's GPT, where a table does not give it: GPT-2's, padded."""
 
@@ -173,8 +175,8 @@ def _vtrain(row: Row, table: str, runtime: str, seconds: float, fabric: Fabric) 
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
         sequence_parallel=False,
-        recompute=Recompute.FULL,
-        numbers=Numbers.FP16,
+        checkpointing=ActivationCheckpointing.FULL,
+        precision=Precision.FP16,
     )
     model = f"h{row['hidden']} L{row['layers']}"
     rivals = f"{model} on {row['gpus']} x {row['gbs']}"
@@ -207,8 +209,8 @@ def _megatron(row: Row, table: str, seconds: float) -> Case:
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
         sequence_parallel=bool(row.get("sp")),
-        recompute=Recompute(row["recompute"]),
-        numbers=Numbers(row.get("precision") or "fp16"),
+        checkpointing=ActivationCheckpointing(row["recompute"].capitalize()),
+        precision=Precision(row.get("precision") or "fp16"),
     )
     model = f"h{row['hidden']} L{row['layers']}"
     return Case(table, model, "megatron-lm", gpu, Fabric.of(gpu), work, choices, seconds)
@@ -254,7 +256,7 @@ def zero_bubble(row: Row) -> Case:
         micro_batch_size=int(row["mbs"]),
         micro_batches=int(row["microbatches"]),
         sequence_parallel=False,
-        numbers=Numbers.FP16,
+        precision=Precision.FP16,
     )
     seconds = batch / (float(row["samples_per_gpu_s"]) * int(row["gpus"]))
     memory = float(row["mem_gb"]) * GIB if row.get("mem_gb") else None
@@ -282,7 +284,7 @@ def sailor(row: Row) -> Case | None:
         micro_batch_size=int(row["mbs"]),
         micro_batches=whole(row["gbs"], int(row["dp"]) * int(row["mbs"]), "batch"),
         sequence_parallel=False,
-        numbers=Numbers.FP16,
+        precision=Precision.FP16,
     )
     work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
     memory, seconds = float(row["max_mem_bytes"]), float(row["iter_s"])

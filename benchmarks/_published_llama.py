@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from _published import (
-    GIB,
     Case,
     Reader,
     Row,
@@ -19,11 +18,13 @@ from _published import (
 )
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import training_flops
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.fabric import Fabric
-from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.units import GIB
 
 LLAMA_31 = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b", "405B": "llama-3.1-405b"}
 
@@ -47,8 +48,8 @@ def torchtitan(row: Row) -> Case:
         virtual_stages=chunks,
         micro_batch_size=whole(local, micro_batches, "local batch"),
         micro_batches=micro_batches,
-        recompute=Recompute(row["recompute"]),
-        numbers=Numbers.FP8 if "fp8" in variant else Numbers.BF16,
+        checkpointing=ActivationCheckpointing(row["recompute"].capitalize()),
+        fp8="fp8" in variant,
     )
     sequence = int(row["seq"])
     work = Workload(model, sequence, local * int(row["fsdp"]))

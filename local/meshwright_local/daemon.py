@@ -36,23 +36,27 @@ READY_FILE = "ready"
 
 _OPTIONS = (
     click.option("--racks", default=2, show_default=True, type=click.IntRange(1), help="Number of racks."),
-    click.option("--nodes-per-rack", default=2, show_default=True, type=click.IntRange(1), help="Nodes of each rack."),
-    click.option("--gpus-per-node", default=2, show_default=True, type=click.IntRange(0), help="GPUs of each node."),
-    click.option("--port", default=0, show_default=True, help="Port of the embedded API server; 0: a free one."),
+    click.option("--nodes-per-rack", default=2, show_default=True, type=click.IntRange(1), help="Nodes of a rack."),
+    click.option(
+        "--gpus-per-node", default=2, show_default=True, type=click.IntRange(0), help="Simulated GPUs of a node."
+    ),
+    click.option("--port", default=0, show_default=True, help="Port of the embedded API server. 0: any free port."),
     click.option(
         "--provider",
         type=click.Choice(["embedded", "assets", "kubeconfig"]),
         default="embedded",
         show_default=True,
-        help="Control plane: embedded, the binaries of KUBEBUILDER_ASSETS, or an existing cluster.",
+        help="Control plane: the embedded one, the binaries in KUBEBUILDER_ASSETS, or an existing cluster.",
     ),
     click.option(
         "--existing",
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="KUBECONFIG",
-        help="Kubeconfig file of the cluster, with --provider kubeconfig.  [default: $KUBECONFIG]",
+        help="Kubeconfig file of the existing cluster, with --provider kubeconfig.  [default: $KUBECONFIG]",
     ),
-    click.option("--with-nodes", is_flag=True, help="Add simulated nodes, with --provider kubeconfig."),
+    click.option(
+        "--with-nodes", is_flag=True, help="Add simulated nodes to the existing cluster, with --provider kubeconfig."
+    ),
 )
 
 

@@ -18,6 +18,11 @@ class Precision(StrEnum):
     FP16 = "fp16"
     FP64 = "fp64"
 
+    @property
+    def bytes(self) -> float:
+        """Bytes of one number."""
+        return 8.0 if self is Precision.FP64 else 4.0 if self is Precision.FP32 else 2.0
+
 
 class LossScaleSpec(ApiModel):
     """Dynamic loss scaling of `precision: fp16` (arXiv 1710.03740)."""

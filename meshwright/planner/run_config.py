@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing
-from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.protocol.messages import RunConfig
 from meshwright.rules.resolved.run_checks import run_problems
 
-Runnable = Callable[[Layout, int, PipelineSchedule, ActivationCheckpointing], bool]
-"""Whether ranks take a layout with so many micro-batches, in this order, recomputing so much."""
+Runnable = Callable[[Strategy], bool]
+"""Whether ranks take a strategy."""
 
 
-def run_config_of(
-    spec: ParallelTrainingJobSpec,
-    architecture: Architecture | None,
-    layout: Layout,
-    micro_batches: int,
-    schedule: PipelineSchedule,
-    checkpointing: ActivationCheckpointing,
-) -> RunConfig:
+def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | None, strategy: Strategy) -> RunConfig:
     """What the ranks run, with everything the spec left open filled in."""
     checkpoint = spec.checkpoint
     if checkpoint is not None and architecture is not None:
         checkpoint = checkpoint.model_copy(update={"every_steps": checkpoint.interval, "keep": checkpoint.retained})
     training = spec.training
     if training is not None:
-        training = training.model_copy(update={"activation_checkpointing": checkpointing})
+        training = training.model_copy(update={"activation_checkpointing": strategy.checkpointing})
     decided = {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "context": layout.context,
-        "expert": layout.expert,
-        "micro_batches": micro_batches,
+        "tensor": strategy.tensor,
+        "pipeline": strategy.pipeline,
+        "context": strategy.context,
+        "expert": strategy.expert,
+        "micro_batches": strategy.micro_batches,
     }
+    # With one stage the schedule decides nothing, and stays as the spec has it.
+    unused = strategy.pipeline == 1 and architecture is not None
+    schedule = spec.parallelism.order if unused else strategy.schedule
     return RunConfig(
         **decided,
-        data_parallel=layout.data,
+        data_parallel=strategy.data,
         parallelism=spec.parallelism.model_copy(update={**decided, "schedule": schedule}),
         architecture=architecture,
         data=spec.data,
@@ -58,15 +51,8 @@ def refusals_of(run: RunConfig) -> list[str]:
 
 def runnable(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Runnable:
     """What a search for `spec` asks of its candidates."""
-    return partial(_runs, spec, architecture)
 
+    def runs(strategy: Strategy) -> bool:
+        return not refusals_of(run_config_of(spec, architecture, strategy))
 
-def _runs(
-    spec: ParallelTrainingJobSpec,
-    architecture: Architecture,
-    layout: Layout,
-    micro_batches: int,
-    schedule: PipelineSchedule,
-    checkpointing: ActivationCheckpointing,
-) -> bool:
-    return not refusals_of(run_config_of(spec, architecture, layout, micro_batches, schedule, checkpointing))
+    return runs

@@ -10,34 +10,16 @@ from meshwright.api.lora import LoraSpec
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterMethod, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OuterMethod, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters_per_layer
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.memory_options import MemoryOptions
-from meshwright.planner.cost.strategy import Numbers, Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
 
-_NUMBERS = {
-    Precision.FP32: Numbers.FP32,
-    Precision.BF16: Numbers.BF16,
-    Precision.FP16: Numbers.FP16,
-    Precision.FP64: Numbers.FP64,
-}
-CHECKPOINTING = {
-    ActivationCheckpointing.NONE: Recompute.NONE,
-    ActivationCheckpointing.SELECTIVE: Recompute.SELECTIVE,
-    ActivationCheckpointing.FULL: Recompute.FULL,
-    ActivationCheckpointing.EVERY_K: Recompute.FULL,
-    ActivationCheckpointing.SQRT: Recompute.SQRT,
-}
-OFFLOAD = {
-    OptimizerOffload.NONE: Offload.NONE,
-    OptimizerOffload.CPU: Offload.CPU,
-    OptimizerOffload.FILE: Offload.NVME,
-}
 _ERROR_FEEDBACK = (GradientCompression.INT8, GradientCompression.TOP_K, GradientCompression.POWER_SGD)
 """Compressions that keep what they left out."""
 _OUTER_STATE = {OuterMethod.DILOCO: 2.0, OuterMethod.ASYNC_SGD: 1.0}
@@ -52,8 +34,8 @@ class TrainingJob:
     work: Workload
     training: TrainingSpec
     parallelism: ParallelismSpec
-    numbers: Numbers
-    settings: MemoryOptions
+    fixed: Strategy
+    """What the spec decides beside degrees, micro-batches, the pipeline and activation checkpointing."""
     runtime: Framework
 
     @classmethod
@@ -72,66 +54,61 @@ class TrainingJob:
         cls, architecture: Architecture, training: TrainingSpec, parallelism: ParallelismSpec, replicas: int
     ) -> TrainingJob:
         """The job of the parts of a spec that matter here."""
-        return cls(
-            architecture,
-            Workload(architecture, training.sequence_length, training.global_batch_size),
-            training,
-            parallelism,
-            _numbers(training),
-            _settings(training, parallelism, architecture, replicas),
-            _framework(training),
+        fixed = Strategy(
+            tensor_overlap=parallelism.tensor_overlap,
+            expert_tensor=parallelism.expert_tensor,
+            context_method=parallelism.context_method,
+            ulysses=parallelism.ulysses or 1,
+            checkpoint_every=training.checkpoint_every,
+            optimizer_offload=training.optimizer.offload,
+            activation_offload=training.activation_offload,
+            precision=training.precision,
+            # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
+            fp8=training.fp8 is not None and training.precision is Precision.BF16,
+            settings=_settings(training, parallelism, architecture, replicas),
         )
+        work = Workload(architecture, training.sequence_length, training.global_batch_size)
+        return cls(architecture, work, training, parallelism, fixed, _framework(training))
 
-    def decided(self, schedule: PipelineSchedule, checkpointing: ActivationCheckpointing) -> TrainingJob:
-        """The job with what a plan decided, as if its spec had said it."""
-        return replace(
-            self,
-            parallelism=self.parallelism.model_copy(update={"schedule": schedule}),
-            training=self.training.model_copy(update={"activation_checkpointing": checkpointing}),
-        )
-
-    def choices(self, layout: Layout, micro_batches: int) -> Strategy:
-        """The job in a layout.
+    def strategy(
+        self,
+        layout: Layout,
+        micro_batches: int,
+        schedule: PipelineSchedule | None = None,
+        checkpointing: ActivationCheckpointing | None = None,
+    ) -> Strategy:
+        """The job in a layout; schedule and checkpointing are the spec's where left out.
 
         Raises:
             ValueError: there are more stages than layers.
         """
-        parallelism_spec, training = self.parallelism, self.training
-        has_pipeline = layout.pipeline > 1
-        return Strategy(
+        parallelism, has_pipeline = self.parallelism, layout.pipeline > 1
+        if schedule is not None and schedule is not parallelism.order:
+            parallelism = parallelism.model_copy(update={"schedule": schedule})
+        return replace(
+            self.fixed,
             tensor=layout.tensor,
-            sequence_parallel=parallelism_spec.sequence and layout.tensor > 1,
-            tensor_overlap=parallelism_spec.tensor_overlap,
-            expert_tensor=parallelism_spec.expert_tensor,
-            context=layout.context,
-            context_method=parallelism_spec.context_method,
-            ulysses=parallelism_spec.ulysses or 1,
             pipeline=layout.pipeline,
-            schedule=parallelism_spec.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
-            virtual_stages=stages_per_rank(parallelism_spec, layout.pipeline),
-            layer_split=layer_split(parallelism_spec, layout.pipeline, self.architecture, training.sequence_length),
-            expert=layout.expert,
             data=layout.data,
-            zero_stage=parallelism_spec.zero_stage if layout.replicas > 1 else 0,
+            context=layout.context,
+            expert=layout.expert,
+            sequence_parallel=parallelism.sequence and layout.tensor > 1,
+            schedule=parallelism.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
+            virtual_stages=stages_per_rank(parallelism, layout.pipeline),
+            layer_split=layer_split(parallelism, layout.pipeline, self.architecture, self.work.sequence_length),
+            zero_stage=parallelism.zero_stage if layout.shard_ranks > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
-            recompute=CHECKPOINTING[training.checkpointing],
-            recompute_every=(
-                training.checkpoint_every if training.checkpointing is ActivationCheckpointing.EVERY_K else 1
-            ),
-            offload_optimizer=OFFLOAD[training.optimizer.offload],
-            offload_activations=Offload.CPU if training.activation_offload else Offload.NONE,
-            numbers=self.numbers,
-            settings=self.settings,
+            checkpointing=self.training.checkpointing if checkpointing is None else checkpointing,
         )
 
-    def memory(self, layout: Layout, micro_batches: int) -> Memory:
-        """Bytes of the fullest stage's ranks, with everything the spec says.
+    def memory(self, strategy: Strategy) -> Memory:
+        """Bytes of the fullest stage's ranks.
 
         Raises:
             ValueError: there are more stages than layers.
         """
-        return worst_stage(self.work, self.choices(layout, micro_batches), self.runtime)
+        return worst_stage(self.work, strategy, self.runtime)
 
 
 def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> tuple[int, ...] | None:
@@ -144,13 +121,6 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
     if ranks == 1 or (even and ranks * stages_per_rank(parallelism, ranks) <= model.layers):
         return None
     return tuple(len(layers) for layers in layers_of_stages(parallelism, ranks, model, length))
-
-
-def _numbers(training: TrainingSpec) -> Numbers:
-    # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
-    if training.fp8 is not None and training.precision is Precision.BF16:
-        return Numbers.FP8
-    return _NUMBERS[training.precision]
 
 
 @lru_cache(maxsize=8)

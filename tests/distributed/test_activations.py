@@ -38,9 +38,9 @@ def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:
     assert run.training is not None
     length = run.training.sequence_length
     tokens = run.training.global_batch_size // run.micro_batches * length
-    model, numbers = job.work.model, job.numbers
-    layer = layer_activations(model, False, length, 1, False, numbers, job.runtime).kept
-    left = weight_half_bytes_of_layer(model, False, 1, numbers)
+    model, precision = job.work.model, job.training.precision
+    layer = layer_activations(model, False, length, 1, False, precision, job.fixed.fp8, job.runtime).kept
+    left = weight_half_bytes_of_layer(model, False, 1, precision)
     stages = pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, job.architecture, length).layers
     kept = [SavedPerStage(tokens * len(own) * layer, tokens * len(own) * left) for own in stages]
     # The final norm keeps its input, what it normed and a number a token, the product behind it its own input, and the
@@ -48,7 +48,7 @@ def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:
     output = FP32 * (3 * model.hidden_size + 1 + model.vocab_size)
     last = kept[-1]
     kept[-1] = SavedPerStage(
-        last.forward + tokens * output, last.halfway + tokens * weight_half_bytes_of_output(model, 1, numbers, None)
+        last.forward + tokens * output, last.halfway + tokens * weight_half_bytes_of_output(model, 1, precision, None)
     )
     return kept
 
@@ -56,7 +56,7 @@ def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:
 def planned(run: RunConfig) -> list[float]:
     """Bytes of each rank in a plan, which counts one micro-batch's probabilities among the logits."""
     job = job_of(run)
-    work, choices = job.work, job.choices(run.layout, run.micro_batches)
+    work, choices = job.work, job.strategy(run.layout, run.micro_batches)
     logits = FP32 * work.sequence_length * work.model.vocab_size
     stages = stages_of(work.model, choices).every
     memories = memory_by_stage(work, choices, job.runtime)

@@ -25,7 +25,7 @@ def plans(run: RunConfig) -> list[Memory]:
     assert run.architecture is not None
     assert run.training is not None
     job = TrainingJob.from_parts(run.architecture, run.training, run.parallelism, run.data_parallel)
-    return memory_by_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
+    return memory_by_stage(job.work, job.strategy(run.layout, run.micro_batches), job.runtime)
 
 
 def planned(run: RunConfig) -> Memory:

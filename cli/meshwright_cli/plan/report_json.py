@@ -1,4 +1,4 @@
-"""The answer as JSON: everything the text says, for programs."""
+"""The report of `meshwright plan` as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.plan import Plan
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.explain import reasons
@@ -14,7 +16,7 @@ from meshwright_cli.plan.report import PlanReport
 
 
 def document(plan_report: PlanReport) -> dict[str, Any]:
-    """Plan and placement as they would stand in a job's status, with estimates, alternatives and reasons."""
+    """Plan and placement as in a job's status, with estimates, alternatives and reasons."""
     plan, placement, whole_cluster = plan_report.plan, plan_report.placement, plan_report.whole_cluster
     return {
         "plan": _plan(plan),
@@ -56,7 +58,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _changes(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
-    """What to write into the job's spec to get the layout."""
+    """The fields to set in the job's spec to get the layout."""
     fields: dict[str, Any] = spec.model_dump(
         mode="json", by_alias=True, exclude_none=True, include={"replicas", "parallelism"}
     )
@@ -73,9 +75,42 @@ def _found(found: Candidate) -> dict[str, Any]:
     after = found.seconds_after_node_loss
     return {
         "summary": found.summary,
-        "choices": {**asdict(found.choices), "schedule": found.choices.schedule_kind.short_name},
+        "choices": _choices(found.choices),
         "estimate": _estimate(found.estimate),
         "stepSecondsAfterALostNode": after if after < float("inf") else None,
+    }
+
+
+_OFFLOAD_WORDS = {OptimizerOffload.NONE: "none", OptimizerOffload.CPU: "cpu", OptimizerOffload.FILE: "nvme"}
+
+
+def _choices(strategy: Strategy) -> dict[str, Any]:
+    """A layout in the words of this output, which stay as programs read them."""
+    every_k = strategy.checkpointing is ActivationCheckpointing.EVERY_K
+    return {
+        "tensor": strategy.tensor,
+        "sequence_parallel": strategy.sequence_parallel,
+        "tensor_overlap": strategy.tensor_overlap,
+        "context": strategy.context,
+        "context_method": strategy.context_method,
+        "ulysses": strategy.ulysses,
+        "pipeline": strategy.pipeline,
+        "schedule": strategy.schedule_kind.short_name,
+        "virtual_stages": strategy.virtual_stages,
+        "layer_split": strategy.layer_split,
+        "expert": strategy.expert,
+        "expert_tensor": strategy.expert_tensor,
+        "data": strategy.data,
+        "zero_stage": strategy.zero_stage,
+        "micro_batch_size": strategy.micro_batch_size,
+        "micro_batches": strategy.micro_batches,
+        "recompute": strategy.checkpointing.lower(),
+        "recompute_every": strategy.checkpoint_every if every_k else 1,
+        "recompute_layers": strategy.checkpoint_layers,
+        "offload_optimizer": _OFFLOAD_WORDS[strategy.optimizer_offload],
+        "offload_activations": "cpu" if strategy.activation_offload else "none",
+        "numbers": "fp8" if strategy.fp8 else strategy.precision,
+        "settings": asdict(strategy.settings),
     }
 
 

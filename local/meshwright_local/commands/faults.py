@@ -1,4 +1,4 @@
-"""`meshwright local node` and `meshwright local chaos`: inject faults into the cluster, and remove them.
+"""`meshwright local node` and `meshwright local chaos`: inject faults into the cluster, and end them.
 
 The cluster's process makes nodes and containers fail (see `control_socket.py`). The embedded API server makes requests
 and watches fail, by the rules at `/debug/chaos`, which this module only reads and writes.
@@ -36,7 +36,7 @@ _EFFECTS = {
 
 
 def default_directory() -> Path:
-    """Return the default directory of `meshwright local`, in the user's state directory."""
+    """The default directory of `meshwright local`, in the user's state directory."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "meshwright" / "cluster"
 
@@ -51,7 +51,7 @@ directory_option = click.option(
 
 
 def running_directory(directory: Path) -> Path:
-    """Return the directory, if a cluster is running in it."""
+    """The directory, if a cluster is running in it."""
     directory = directory.resolve()
     if daemon_pid(directory) is None:
         raise click.ClickException(f"no cluster is running in {directory}: start one with `meshwright local up`")
@@ -71,11 +71,11 @@ def _send_command(directory: Path, **order: str) -> None:
 @click.option("--rack", default="rack0", show_default=True, help="Rack of the node to add.")
 @directory_option
 def node(action: str, name: str, rack: str, directory: Path) -> None:
-    """Make a simulated node fail or recover, or add or remove a node.
+    """Fail, recover, add or remove a simulated node.
 
-    partition: it loses its connection to the control plane; its processes keep running. power-off: its processes are
-    killed without a report to the API server. recover: end either failure. add, remove: until `meshwright local down`.
-    For everything else use kubectl: get nodes, cordon, drain, taint.
+    partition: the node's API requests stop, its processes keep running. power-off: its processes are killed. recover:
+    ends a partition or a power-off. add, remove: add or remove a node until `meshwright local down`. To cordon, drain
+    or taint a node, use kubectl.
     """
     _send_command(directory, action=action, node=name, rack=rack)
     click.echo(f"{name}: {action}")
@@ -89,7 +89,7 @@ def chaos() -> None:
 @chaos.command("list")
 @directory_option
 def list_rules(directory: Path) -> None:
-    """Print the active rules, one JSON object per line."""
+    """Print all rules, one JSON object per line."""
     for rule in _rules(directory):
         click.echo(json.dumps(rule))
 
@@ -105,25 +105,25 @@ def clear(directory: Path) -> None:
 @click.argument("effect", type=click.Choice(list(_EFFECTS)))
 @click.argument("details", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
-    "--match", "matches", multiple=True, metavar="KEY=VALUE", help="Requests that the rule applies to (default: all)."
+    "--match", "matches", multiple=True, metavar="KEY=VALUE", help="Requests that the rule affects (default: all)."
 )
 @directory_option
 def add(effect: str, details: tuple[str, ...], matches: tuple[str, ...], directory: Path) -> None:
-    """Add a rule. It applies the effect to matching requests.
+    """Add a rule for the effect of matching requests.
 
     \b
-    answer code=429 retryAfter=1 reason=... message=...   return an error and do not execute the request
-    delay seconds=2                                       execute the request later
-    drop-watches                                          close open watches
-    delay-events seconds=2                                send watch events later
-    half-open                                             keep watches connected, but send nothing
-    stale revisions=20                                    return old objects to reads
-    lost-answer                                           execute the request, then close the connection
+    answer code=429 retryAfter=1 reason=... message=...   an error; the request is not executed
+    delay seconds=2                                       the request is executed later
+    drop-watches                                          open watches are closed
+    delay-events seconds=2                                watches deliver changes later
+    half-open                                             watches stay open and deliver nothing
+    stale revisions=20                                    reads return an earlier state
+    lost-answer                                           executed, but the connection is closed
 
     \b
     --match verbs=list,watch    resource=pods    namespace=...    name=...    subresource=status
     --match userAgent=...       probability=0.5  count=3
-    """  # noqa: D301 - click keeps the line breaks of a paragraph that begins with this escape
+    """  # noqa: D301 - the escape tells click to keep the line breaks
     rule = {"match": _pairs(matches), "effect": {"type": _EFFECTS[effect], **_pairs(details)}}
     _request(directory, "PUT", [*_rules(directory), rule])
     click.echo(json.dumps(rule))
@@ -131,22 +131,25 @@ def add(effect: str, details: tuple[str, ...], matches: tuple[str, ...], directo
 
 @chaos.command()
 @click.argument("pod")
-@click.option("--namespace", "-n", default="default", show_default=True)
-@click.option("--container", "-c", default="", help="[default: the first]")
+@click.option("--namespace", "-n", default="default", show_default=True, help="Namespace of the pod.")
+@click.option("--container", "-c", default="", help="Name of the container.  [default: the first]")
 @directory_option
 def kill(pod: str, namespace: str, container: str, directory: Path) -> None:
-    """Kill the main process of a pod's container. Its restart policy applies."""
+    """Kill the main process of a container.
+
+    The restart policy of the pod decides what happens next.
+    """
     _send_command(directory, action="kill", namespace=namespace, pod=pod, container=container)
     click.echo(f"{namespace}/{pod}: killed")
 
 
 def _pairs(words: tuple[str, ...]) -> Object:
-    """Parse `key=value` arguments into JSON; numbers become numbers. The server checks the keys."""
+    """`key=value` words as JSON, with numbers as numbers. The server validates the keys."""
     pairs: Object = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise click.UsageError(f"{word!r}: write it as KEY=VALUE")
+            raise click.UsageError(f"expected KEY=VALUE, got {word!r}")
         value: Any = text
         with contextlib.suppress(ValueError):
             value = float(text) if "." in text else int(text)
@@ -169,5 +172,7 @@ def _request(directory: Path, method: str, body: Any = None) -> Any:
         return asyncio.run(ask())
     except REQUEST_ERRORS as error:
         if isinstance(error, ApiError) and error.status == 404:
-            raise click.ClickException(f"{connection.url} has no chaos endpoint: not an embedded cluster") from error
+            raise click.ClickException(
+                f"{connection.url} does not support fault injection: it is not an embedded cluster"
+            ) from error
         raise click.ClickException(f"{connection.url}: {error}") from error

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshwright.planner.cost.strategy import Numbers
+from meshwright.api.precision import Precision
+from meshwright.planner.units import GB, GIB
 
-GB = 1e9
 TERA = 1e12
-GIB = float(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,11 @@ class Accelerator:
         """By name alone, which is enough and fast: GPUs are part of many keys."""
         return hash(self.name)
 
-    def peak(self, numbers: Numbers) -> float:
+    def peak(self, precision: Precision, *, fp8: bool = False) -> float:
         """Peak FLOP/s in a number format."""
-        if numbers in (Numbers.FP32, Numbers.FP64):
+        if precision in (Precision.FP32, Precision.FP64):
             return self.single
-        return self.fp8 if numbers is Numbers.FP8 else self.half
+        return self.fp8 if fp8 else self.half
 
 
 def _accelerator(

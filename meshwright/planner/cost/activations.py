@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.strategy import Numbers, Recompute, Strategy
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.units import FP32_BYTES
 
 INDEX = 8.0
 """Bytes of a row's number."""
@@ -41,13 +44,14 @@ def layer_activations(
     sequence: int,
     tensor: int,
     sequence_parallel: bool,
-    numbers: Numbers,
+    precision: Precision,
+    fp8: bool,
     runtime: Framework,
     spread: bool = True,
 ) -> LayerActivations:
     """The count for one kind of layer; `spread` says whether a mixture's experts are spread over ranks."""
-    element = numbers.bytes
-    stored = 1.0 if numbers is Numbers.FP8 and runtime.keeps_fp8 else element
+    element = precision.bytes
+    stored = 1.0 if fp8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
     matmul_inputs = 2 * stored * model.hidden_size
     unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden_size
@@ -73,21 +77,21 @@ def layer_activations(
 
 
 def output_bytes(
-    model: Architecture, tensor: int, sequence_parallel: bool, numbers: Numbers, runtime: Framework, boundary: float
+    model: Architecture, tensor: int, sequence_parallel: bool, precision: Precision, runtime: Framework, boundary: float
 ) -> float:
     """Bytes per token that the final norm keeps, and the output projection of its input; `boundary` is a layer's."""
     if not runtime.keeps_normed:
         return boundary
     split = tensor if sequence_parallel else 1
     gathered = 1 if runtime.keeps_gathered else split
-    return _norm(model, numbers.bytes, runtime) / split + numbers.bytes * model.hidden_size / gathered
+    return _norm(model, precision.bytes, runtime) / split + precision.bytes * model.hidden_size / gathered
 
 
 def _norm(model: Architecture, element: float, runtime: Framework) -> float:
     """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
     if not runtime.keeps_normed:
         return model.hidden_size * runtime.norm_input
-    return model.hidden_size * (max(element, runtime.norm_input) + element) + 4.0
+    return model.hidden_size * (max(element, runtime.norm_input) + element) + FP32_BYTES
 
 
 def _latent_outputs(model: Architecture) -> int:
@@ -109,7 +113,7 @@ def _attention(model: Architecture, element: float, runtime: Framework) -> float
     """Queries, keys, values, and attention's output as the output projection's input."""
     latent = model.latent
     output = element * model.heads * model.value_size
-    statistics = 4.0 * model.heads if runtime.flash else 0.0
+    statistics = FP32_BYTES * model.heads if runtime.flash else 0.0
     if latent is None:
         keys = element * model.kv_heads * (model.head_size + model.value_size)
         return element * model.heads * model.head_size + keys + output + statistics
@@ -137,26 +141,26 @@ def _routed(model: Architecture, stored: float, element: float, runtime: Framewo
         return 0.0
     copies = moe.per_token * model.hidden_size * (stored + element)
     if not runtime.copies_routed:
-        return copies + 4.0 * moe.experts
-    return copies + moe.per_token * 2 * INDEX + ROUTER_TENSORS * 4.0 * moe.experts
+        return copies + FP32_BYTES * moe.experts
+    return copies + moe.per_token * 2 * INDEX + ROUTER_TENSORS * FP32_BYTES * moe.experts
 
 
 def saved_bytes(per_token: LayerActivations, layers: int, choices: Strategy) -> float:
     """Bytes per token that `layers` layers keep until their backward pass."""
-    recompute_method = choices.recompute
-    if recompute_method is Recompute.NONE:
+    recompute_method = choices.checkpointing
+    if recompute_method is ActivationCheckpointing.NONE:
         return layers * per_token.kept
-    if recompute_method is Recompute.SELECTIVE:
+    if recompute_method is ActivationCheckpointing.SELECTIVE:
         return layers * per_token.selected
-    recomputed_layers = min(layers, choices.recompute_layers) if choices.recompute_layers is not None else layers
+    recomputed_layers = min(layers, choices.checkpoint_layers) if choices.checkpoint_layers is not None else layers
     groups = -(-recomputed_layers // choices.recompute_group(recomputed_layers)) if recomputed_layers else 0
     return groups * per_token.boundary + (layers - recomputed_layers) * per_token.kept
 
 
 def recompute_bytes(per_token: LayerActivations, layers: int, choices: Strategy, runtime: Framework) -> float:
     """Bytes per token that one backward pass needs beside what was kept: the group that is being recomputed."""
-    if choices.recompute is Recompute.SELECTIVE:
+    if choices.checkpointing is ActivationCheckpointing.SELECTIVE:
         return per_token.kept - per_token.selected if runtime.selects_products else per_token.core
-    if choices.recompute in (Recompute.FULL, Recompute.SQRT):
-        return min(layers, choices.recompute_group(layers)) * per_token.kept
-    return 0.0
+    if choices.checkpointing is ActivationCheckpointing.NONE:
+        return 0.0
+    return min(layers, choices.recompute_group(layers)) * per_token.kept

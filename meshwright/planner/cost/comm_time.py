@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Numbers, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Strategy, Workload, matmul_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,6 @@ class LayerCommTime:
 NO_COMM = LayerCommTime(0.0, 0.0, 0, 0)
 
 
-def element_bytes(numbers: Numbers) -> float:
-    """Bytes of one number that travels."""
-    return numbers.bytes
-
-
 def tensor_comm_time(
     tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric
 ) -> LayerCommTime:
@@ -41,7 +37,7 @@ def tensor_comm_time(
     """
     if choices.tensor == 1:
         return NO_COMM
-    size = tokens * model.hidden_size * element_bytes(choices.numbers)
+    size = tokens * model.hidden_size * choices.precision.bytes
     if choices.sequence_parallel:
         one = 2 * all_gather(size, span, fabric)
         return LayerCommTime(2 * one, 2 * one, 4, 4)
@@ -55,7 +51,7 @@ def context_comm_time(
     """Of one layer, what attention's `core` seconds of computation do not hide."""
     if choices.context == 1:
         return NO_COMM
-    size = element_bytes(choices.numbers)
+    size = choices.precision.bytes
     key_value_size = 2.0 * model.kv_heads * model.head_size / choices.tensor
     if model.latent is not None:
         key_value_size = float(model.latent.kv_rank + model.latent.rope_size)
@@ -100,10 +96,8 @@ def expert_comm_time(
     domains = span.size / span.inner
     if span.top > 0:
         copies = domains * (1.0 - (1.0 - 1.0 / domains) ** moe.per_token)
-    dispatched_bytes = (
-        rows * copies * model.hidden_size * (1.0 if choices.numbers is Numbers.FP8 else element_bytes(choices.numbers))
-    )
-    returned_bytes = rows * copies * model.hidden_size * element_bytes(choices.numbers)
+    dispatched_bytes = rows * copies * model.hidden_size * matmul_bytes(choices)
+    returned_bytes = rows * copies * model.hidden_size * choices.precision.bytes
     exchange_seconds = all_to_all(dispatched_bytes, span, fabric) + all_to_all(returned_bytes, span, fabric)
     exposed = exchange_seconds * (1.0 - runtime.overlap_experts)
     return LayerCommTime(exposed, exposed, 2, 2)
@@ -119,7 +113,7 @@ def stage_send_seconds(
     """
     if choices.pipeline == 1:
         return 0.0
-    size = tokens * model.hidden_size * element_bytes(choices.numbers)
+    size = tokens * model.hidden_size * choices.precision.bytes
     sent = send(_sent_bytes(size, choices, runtime), groups.pipeline_level, fabric)
     if runtime.sliced_sends and not choices.sequence_parallel:
         return sent + all_gather(size, groups.tensor, fabric)
@@ -129,7 +123,7 @@ def stage_send_seconds(
 def stage_send_bytes(work: Workload, choices: Strategy, runtime: Framework) -> float:
     """Bytes that one rank sends to hand one micro-batch to the next stage."""
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
-    return _sent_bytes(tokens * work.model.hidden_size * element_bytes(choices.numbers), choices, runtime)
+    return _sent_bytes(tokens * work.model.hidden_size * choices.precision.bytes, choices, runtime)
 
 
 def _sent_bytes(size: float, choices: Strategy, runtime: Framework) -> float:
@@ -137,6 +131,6 @@ def _sent_bytes(size: float, choices: Strategy, runtime: Framework) -> float:
     return size / choices.tensor if choices.sequence_parallel or runtime.sliced_sends else size
 
 
-def recomputed_part(how: Recompute) -> float:
+def recomputed_part(how: ActivationCheckpointing) -> float:
     """Part of the forward pass's collectives that runs again."""
-    return 1.0 if how in (Recompute.FULL, Recompute.SQRT) else 0.0
+    return 0.0 if how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE) else 1.0

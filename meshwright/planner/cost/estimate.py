@@ -1,7 +1,7 @@
 """One layout's cost in one call: what a search asks some hundred thousand times.
 
     machine = machine_for(accelerator("NVIDIA-H100-80GB-HBM3"))
-    estimate(Work(PRESETS["llama-3-8b"], 8192, 64), Choices(tensor=8, data=8), machine)
+    estimate(Workload(PRESETS["llama-3-8b"], 8192, 64), Strategy(tensor=8, data=8), machine)
 
 `fits` is the cheap half: memory alone, to drop a layout before its time is asked for. Groups that a placement broke
 apart are costed by handing over the `GroupSpans` they became.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.api.precision import Precision
 from meshwright.models.counts import training_flops
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.comm_groups import GroupSpans, group_spans
@@ -20,7 +21,7 @@ from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.step_time import StepTime, step_time
-from meshwright.planner.cost.strategy import Numbers, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def estimate(
     return Estimate(
         memory=memory or memory_of(work, choices, machine),
         time=time,
-        gpus=choices.world,
+        gpus=choices.world_size,
         tokens_per_second=rate,
-        mfu=useful / (choices.world * machine.gpu.peak(Numbers.BF16)),
+        mfu=useful / (choices.world_size * machine.gpu.peak(Precision.BF16)),
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from meshwright.planner.cost.comm_groups import RankOrder
+from meshwright.planner.units import FP32_BYTES, GIB
 
-GIB = float(1 << 30)
 ASYNC_TENSOR_OVERLAP = 0.5
 """Part of tensor parallelism's communication that its own products hide: as torchtitan's runs with it measured."""
 
@@ -26,11 +26,11 @@ class Framework:
     """The runtime whose constants it shares; its own where left out."""
     weights: float = 2.0
     """Bytes of a parameter as compute uses it."""
-    gradients: float = 4.0
+    gradients: float = FP32_BYTES
     """Bytes of a parameter's accumulated gradient."""
     optimizer: float = 12.0
     """Bytes of a parameter's master copy and optimizer moments."""
-    reduced: float = 4.0
+    reduced: float = FP32_BYTES
     """Bytes of a gradient as it is reduced."""
     sharded_weights: float = 0.0
     """Bytes of a parameter's shard with ZeRO-3, beside its master copy; 0 where the master copy is the shard."""
@@ -102,7 +102,7 @@ _FRAMEWORKS = (
     Framework(
         "meshwright",
         order=RankOrder.PIPELINE_INNER,
-        norm_input=4.0,
+        norm_input=FP32_BYTES,
         fused=False,
         keeps_gathered=True,
         stores_masters=True,
@@ -110,7 +110,7 @@ _FRAMEWORKS = (
         frees_halfway=True,
         selects_products=True,
         copies_routed=True,
-        ring_gradients=4.0,
+        ring_gradients=FP32_BYTES,
         fp8_weights=0.0,
     ),
     Framework("megatron-lm", flash=False, dropout=True, kernels=60, overlap_gradients=0.0),

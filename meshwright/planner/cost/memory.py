@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cost.activations import (
     LayerActivations,
     layer_activations,
@@ -18,7 +20,7 @@ from meshwright.planner.cost.activations import (
     saved_bytes,
 )
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.model_states import FP32, States, states_of
+from meshwright.planner.cost.model_states import States, states_of
 from meshwright.planner.cost.schedule_cost import (
     in_flight_bytes,
     micro_batches_in_flight,
@@ -27,15 +29,8 @@ from meshwright.planner.cost.schedule_cost import (
 )
 from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_stage
 from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
-from meshwright.planner.cost.strategy import (
-    ContextMethod,
-    LayerStrategy,
-    Numbers,
-    Offload,
-    Recompute,
-    Strategy,
-    Workload,
-)
+from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Strategy, Workload
+from meshwright.planner.units import FP32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +156,20 @@ def _candidates(work: Workload, choices: Strategy) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=65536)
 def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runtime: Framework) -> _Common:
-    model, tensor, numbers = work.model, choices.tensor, choices.numbers
+    model, tensor, precision = work.model, choices.tensor, choices.precision
     layer_arguments = (
         work.sequence_length,
         tensor,
         choices.sequence_parallel,
-        numbers,
+        precision,
+        choices.fp8,
         runtime,
         choices.expert > 1 or not choices.expert_tensor,
     )
     dense = layer_activations(model, False, *layer_arguments)
     mixed = layer_activations(model, True, *layer_arguments) if model.mixture is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
-    element = numbers.bytes
+    element = precision.bytes
     # Whole inputs and partial outputs of one layer's products, and their gradients, beside the split ones.
     unsplit_bytes = 4.0 * element * tokens * model.hidden_size if tensor > 1 else 0.0
     experts = 0.0
@@ -184,7 +180,7 @@ def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runt
         tokens=tokens,
         dense=dense,
         mixed=mixed,
-        output=output_bytes(model, tensor, choices.sequence_parallel, numbers, runtime, dense.boundary),
+        output=output_bytes(model, tensor, choices.sequence_parallel, precision, runtime, dense.boundary),
         sends=2 * tokens * dense.boundary,
         layer=unsplit_bytes + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
         experts=experts,
@@ -196,12 +192,12 @@ def _logits(work: Workload, choices: LayerStrategy, chunk: int | None, runtime: 
     """Bytes of one micro-batch's logits, or of a chunk's beside the gradients that a chunked loss makes at once."""
     width = work.model.vocab_size / choices.tensor
     per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
-    if choices.numbers is Numbers.FP64:
+    if choices.precision is Precision.FP64:
         per_logit *= 2.0
     if chunk is None or chunk >= tokens:
         return tokens * width * per_logit
-    gradients = max(FP32, choices.numbers.bytes) * width * work.model.hidden_size
-    return chunk * width * per_logit + gradients + choices.numbers.bytes * tokens * work.model.hidden_size
+    gradients = max(FP32_BYTES, choices.precision.bytes) * width * work.model.hidden_size
+    return chunk * width * per_logit + gradients + choices.precision.bytes * tokens * work.model.hidden_size
 
 
 def _parts(work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:
@@ -220,13 +216,17 @@ def _parts(work: Workload, choices: Strategy, runtime: Framework, stage: Stage, 
         copies, recomputed_cast = _cast_copies(stage_params, choices, states, stage)
         not_halfway = micro_batches_in_flight(choices, stage.rank) - pending_weight_gradients(choices, stage.rank)
         parameters, working = parameters + not_halfway * copies, working + recomputed_cast
-    if choices.offload_activations is not Offload.NONE:
-        layers_resident = 2 * choices.recompute_group(stage.layers) if choices.recompute is not Recompute.NONE else 2
+    if choices.activation_offload:
+        layers_resident = (
+            2 * choices.recompute_group(stage.layers)
+            if choices.checkpointing is not ActivationCheckpointing.NONE
+            else 2
+        )
         activations = min(activations, layers_resident * saved / max(1, stage.layers))
     logits = common.logits if stage.output else 0.0
     neighbours = (stage.rank > 0) + (stage.rank < choices.pipeline - 1)
     buffers = neighbours * common.sends + common.layer + (common.experts if stage.mixtures else 0.0) + states.bucket
-    if choices.numbers is Numbers.FP8:
+    if choices.fp8:
         buffers += runtime.fp8_weights * stage_params.total
     transient = working if working > logits else logits
     allocated = parameters + states.master + states.gradients + states.optimizer + activations + transient
@@ -259,21 +259,21 @@ def _saved_after_layers(work: Workload, choices: Strategy, runtime: Framework, c
     if choices.settings.rematerialize:
         return 0.0
     count = pending_losses(choices)
-    always = runtime.keeps_normed or choices.recompute is Recompute.NONE
+    always = runtime.keeps_normed or choices.checkpointing is ActivationCheckpointing.NONE
     saved = count * common.output if always else 0.0
     if choices.settings.loss_chunk is None:
-        saved += (count - 1) * max(FP32, choices.numbers.bytes) * work.model.vocab_size / choices.tensor
+        saved += (count - 1) * max(FP32_BYTES, choices.precision.bytes) * work.model.vocab_size / choices.tensor
     return common.tokens * saved
 
 
 def _cast_copies(stage_params: StageParameters, choices: Strategy, states: States, stage: Stage) -> tuple[float, float]:
     """Bytes of copies in the format of compute: (kept by each micro-batch in flight, made while it is recomputed)."""
-    if choices.recompute is Recompute.NONE and not choices.settings.rematerialize:
+    if choices.checkpointing is ActivationCheckpointing.NONE and not choices.settings.rematerialize:
         return states.cast, 0.0
     tables = states.cast * min(1.0, stage_params.tables / max(1.0, stage_params.total))
     if choices.settings.rematerialize:
         return 0.0, states.cast
-    group = 1 if choices.recompute is Recompute.SELECTIVE else choices.recompute_group(stage.layers)
+    group = 1 if choices.checkpointing is ActivationCheckpointing.SELECTIVE else choices.recompute_group(stage.layers)
     return tables, (states.cast - tables) * min(1.0, group / max(1, stage.layers))
 
 

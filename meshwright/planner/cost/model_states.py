@@ -11,14 +11,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.precision import Precision
+from meshwright.api.training import OptimizerOffload
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.memory_options import MemoryOptions
 from meshwright.planner.cost.schedule_cost import extra_weight_versions
 from meshwright.planner.cost.stages import Stage, StageParameters
-from meshwright.planner.cost.strategy import Numbers, Offload, Strategy
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.units import FP32_BYTES
 from meshwright.schedules.registry import kind_of
-
-FP32 = 4.0
 
 
 class States(NamedTuple):
@@ -42,7 +43,7 @@ class StateKey(NamedTuple):
     """What of the choices states depend on: the key under which a search finds them again."""
 
     zero_stage: int
-    replicas: int
+    shard_ranks: int
     context: int
     data: int
     expert: int
@@ -52,7 +53,7 @@ class StateKey(NamedTuple):
     """Whether gradients add up over several micro-batches."""
     offloaded: bool
     """Whether the optimizer's state is elsewhere."""
-    numbers: Numbers
+    precision: Precision
     settings: MemoryOptions
 
 
@@ -60,15 +61,15 @@ def states_of(stage_params: StageParameters, choices: Strategy, runtime: Framewo
     """The states of the ranks of one stage, whose parameters before sharding are `stage_params`."""
     split = StateKey(
         choices.zero_stage,
-        choices.context * choices.data,
+        choices.shard_ranks,
         choices.context,
         choices.data,
         choices.expert,
         choices.pipeline,
         choices.schedule,
         choices.micro_batches > 1,
-        choices.offload_optimizer is not Offload.NONE,
-        choices.numbers,
+        choices.optimizer_offload is not OptimizerOffload.NONE,
+        choices.precision,
         choices.settings,
     )
     adapters = choices.settings.adapters_of(stage.dense, stage.mixtures)
@@ -91,15 +92,16 @@ def _framework_states(stage_params: StageParameters, choices: StateKey, runtime:
     """
     weight_versions = 2.0 if kind_of(choices.schedule).bidirectional else 1.0
     zero, whole = choices.zero_stage, stage_params.dense + stage_params.experts
-    shard = stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
-    full_precision = choices.numbers in (Numbers.FP32, Numbers.FP64)
-    weights, state = (4.0, runtime.optimizer - 4.0) if full_precision else (runtime.weights, runtime.optimizer)
+    shard = stage_params.shard(choices.shard_ranks, choices.expert)
+    full_precision = choices.precision in (Precision.FP32, Precision.FP64)
+    weights = FP32_BYTES if full_precision else runtime.weights
+    state = runtime.optimizer - FP32_BYTES if full_precision else runtime.optimizer
     updated_parameters = 0.0 if choices.offloaded else shard if zero else whole
     # The masters are part of what a report calls optimizer state.
-    master = 0.0 if full_precision else min(FP32, state)
+    master = 0.0 if full_precision else min(FP32_BYTES, state)
     optimizer_states = (master * updated_parameters, (state - master) * updated_parameters)
     if zero == 3:
-        stored = 4.0 if full_precision else runtime.sharded_weights
+        stored = FP32_BYTES if full_precision else runtime.sharded_weights
         pipelined = choices.pipeline > 1 and runtime.gathers_stage_once
         unit = whole if pipelined else min(whole, 2 * stage_params.largest_unit)
         reduced = runtime.reduced * (whole if pipelined else min(whole, stage_params.largest_unit))
@@ -130,22 +132,22 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(stage_params: StageParameters, choices: StateKey, adapters: int) -> _Sizes:
-    settings, numbers = choices.settings, choices.numbers
-    stored = (max(FP32, numbers.bytes)) if settings.master_weights else 2.0
-    shard_ranks = min(choices.replicas // settings.islands, (settings.shard_size or choices.data) * choices.context)
+    settings, precision = choices.settings, choices.precision
+    stored = (max(FP32_BYTES, precision.bytes)) if settings.master_weights else 2.0
+    shards = min(choices.shard_ranks // settings.islands, (settings.shard_size or choices.data) * choices.context)
     whole = stage_params.total + adapters
-    shard = (stage_params.dense + adapters) / shard_ranks + stage_params.experts / max(1, shard_ranks // choices.expert)
-    trained, trained_shard_size = (adapters, adapters / shard_ranks) if adapters else (whole, shard)
-    return _Sizes(stored, numbers.bytes, stored, whole, trained, shard, trained_shard_size)
+    shard = (stage_params.dense + adapters) / shards + stage_params.experts / max(1, shards // choices.expert)
+    trained, trained_shard_size = (adapters, adapters / shards) if adapters else (whole, shard)
+    return _Sizes(stored, precision.bytes, stored, whole, trained, shard, trained_shard_size)
 
 
 def _meshwright_states(
     stage_params: StageParameters, choices: StateKey, adapters: int, weight_versions: float
 ) -> States:
     sizes, settings, zero = _sizes(stage_params, choices, adapters), choices.settings, choices.zero_stage
-    unsharded = choices.replicas // settings.islands == 1
+    unsharded = choices.shard_ranks // settings.islands == 1
     if zero == 0 or unsharded:
-        states = _replicated(stage_params, choices, sizes, unsharded=choices.replicas == 1)
+        states = _replicated(stage_params, choices, sizes, unsharded=choices.shard_ranks == 1)
     elif zero == 1 or settings.flat:
         states = _flat_sharded(stage_params, choices, sizes)
     else:
@@ -216,7 +218,7 @@ def _fsdp_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Size
         gathered = sizes.element * min(sizes.whole, stage_params.tables + 2 * stage_params.layer)
         if settings.reshard_size is not None:
             gathered += sizes.element * sizes.whole / settings.reshard_size
-    reduced = max(sizes.stored, FP32)
+    reduced = max(sizes.stored, FP32_BYTES)
     unreduced_bytes = reduced * min(sizes.trained, max(stage_params.tables, stage_params.layer))
     accumulates = choices.accumulates
     gradients = reduced * sizes.trained if accumulates else sizes.gradient * sizes.trained_shard

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import attended_keys
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.strategy import Numbers, Recompute
 
 MEMORY_PART = 0.80
 """Part of the nominal memory bandwidth that a streaming kernel reaches."""
@@ -41,11 +42,12 @@ class LayerShape:
     sequence_parallel: bool
     expert: int
     causal: bool
-    numbers: Numbers
+    precision: Precision
+    fp8: bool = False
     balanced: bool = True
     """Whether causal attention costs the ranks of a context-parallel group alike."""
     expert_tensor: bool = True
-    """See `Choices.expert_tensor`."""
+    """See `Strategy.expert_tensor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ class LayerTime:
     elementwise: float
     """Of `forward`, what is no matrix product and no attention."""
 
-    def recomputed(self, how: Recompute, runtime: Framework) -> float:
+    def recomputed(self, how: ActivationCheckpointing, runtime: Framework) -> float:
         """Seconds of what runs again before the backward pass."""
-        if how is Recompute.NONE:
+        if how is ActivationCheckpointing.NONE:
             return 0.0
-        if how is not Recompute.SELECTIVE:
+        if how is not ActivationCheckpointing.SELECTIVE:
             return self.forward
         if runtime.selects_products:
             return self.elementwise
@@ -75,7 +77,9 @@ class LayerTime:
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> LayerTime:
     """The kernels of one layer: products, attention's core, element-wise operations."""
-    products = sum(_matmul_seconds(m, n, k, count, shape.numbers, gpu) for m, n, k, count in matmuls_of(shape))
+    products = sum(
+        _matmul_seconds(m, n, k, count, shape.precision, shape.fp8, gpu) for m, n, k, count in matmuls_of(shape)
+    )
     core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
     moved = elementwise_bytes(shape, runtime) / (gpu.bandwidth * MEMORY_PART) + runtime.kernels * KERNEL_GAP
     return LayerTime(
@@ -118,17 +122,18 @@ def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:
     return matmuls
 
 
-def _matmul_seconds(m: float, n: float, k: float, count: float, numbers: Numbers, gpu: Accelerator) -> float:
-    element = 1.0 if numbers is Numbers.FP8 else numbers.bytes
-    moved = element * (m * k + k * n) + numbers.bytes * m * n
+def _matmul_seconds(
+    m: float, n: float, k: float, count: float, precision: Precision, fp8: bool, gpu: Accelerator
+) -> float:
+    element = 1.0 if fp8 else precision.bytes
+    moved = element * (m * k + k * n) + precision.bytes * m * n
     flops = 2.0 * m * n * k
-    return count * (flops / (gpu.peak(numbers) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
+    return count * (flops / (gpu.peak(precision, fp8=fp8) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
 
 
-def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, numbers: Numbers) -> float:
+def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision) -> float:
     """Seconds of the output projection and its loss, forward, on one rank; never in fp8."""
-    kept_fraction = Numbers.BF16 if numbers is Numbers.FP8 else numbers
-    product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, kept_fraction, gpu)
+    product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, precision, False, gpu)
     return product + 8.0 * tokens * model.vocab_size / tensor / (gpu.bandwidth * MEMORY_PART)
 
 
@@ -144,14 +149,14 @@ def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framew
     if runtime.flash:
         keys_attended = attended_keys(model, shape.sequence, causal=shape.causal)
         flops = 2.0 * shape.tokens * heads * (key_size + model.value_size) * keys_attended
-        half = gpu.peak(Numbers.BF16 if shape.numbers is Numbers.FP8 else shape.numbers)
+        half = gpu.peak(shape.precision)
         if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
             flops *= 2.0 * shape.context / (shape.context + 1)
         forward = flops / (half * gpu.sustained * FLASH_PART)
         return forward, 2.5 * forward
     scores = shape.tokens * heads * shape.sequence
     flops = 2.0 * scores * (key_size + model.value_size)
-    multiplied = flops / (gpu.peak(shape.numbers) * gpu.sustained * BATCHED_PART)
+    multiplied = flops / (gpu.peak(shape.precision, fp8=shape.fp8) * gpu.sustained * BATCHED_PART)
     passes = 13.0 if runtime.dropout else 8.0
     moved = passes * scores / (gpu.bandwidth * MEMORY_PART)
     return multiplied + moved, 2.0 * multiplied + 1.2 * moved

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from meshwright.api.precision import Precision
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.stages import Stage
-from meshwright.planner.cost.strategy import Numbers, Strategy
+from meshwright.planner.cost.strategy import Strategy
 
 
 def weight_half_bytes_of_stage(model: Architecture, stage: Stage, choices: Strategy) -> float:
     """Of a rank of a stage."""
-    split = (choices.tensor, choices.numbers)
+    split = (choices.tensor, choices.precision)
     weight_half_bytes = stage.dense * weight_half_bytes_of_layer(model, False, *split)
     if stage.mixtures:
         weight_half_bytes += stage.mixtures * weight_half_bytes_of_layer(model, True, *split)
@@ -23,7 +24,7 @@ def weight_half_bytes_of_stage(model: Architecture, stage: Stage, choices: Strat
 
 
 @lru_cache(maxsize=65536)
-def weight_half_bytes_of_layer(model: Architecture, mixture: bool, tensor: int, numbers: Numbers) -> float:
+def weight_half_bytes_of_layer(model: Architecture, mixture: bool, tensor: int, precision: Precision) -> float:
     """Of one layer. What enters a split block and the gradient of what leaves it are whole on every rank; split are the
     input of a feed-forward layer's second product and the gradients of the first ones' outputs.
     """
@@ -36,14 +37,16 @@ def weight_half_bytes_of_layer(model: Architecture, mixture: bool, tensor: int, 
     for times, width in blocks:
         whole += times * 2 * model.hidden_size
         split += times * (3.0 if model.gated else 2.0) * width
-    return numbers.bytes * (whole + split / tensor)
+    return precision.bytes * (whole + split / tensor)
 
 
-def weight_half_bytes_of_output(model: Architecture, tensor: int, numbers: Numbers, loss_chunk: int | None) -> float:
+def weight_half_bytes_of_output(
+    model: Architecture, tensor: int, precision: Precision, loss_chunk: int | None
+) -> float:
     """Of the output projection; a loss in chunks has multiplied everything out in its forward pass."""
     if loss_chunk is not None:
         return 0.0
-    return numbers.bytes * (model.hidden_size + model.vocab_size / tensor)
+    return precision.bytes * (model.hidden_size + model.vocab_size / tensor)
 
 
 def _attention(model: Architecture) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collectives import all_gather
 from meshwright.planner.cost.comm_groups import GroupSpans
@@ -16,7 +17,6 @@ from meshwright.planner.cost.comm_time import (
     NO_COMM,
     LayerCommTime,
     context_comm_time,
-    element_bytes,
     expert_comm_time,
     recomputed_part,
     tensor_comm_time,
@@ -27,7 +27,7 @@ from meshwright.planner.cost.frameworks import ASYNC_TENSOR_OVERLAP
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.roofline import MEMORY_PART, LayerShape, layer_time, logits_time
 from meshwright.planner.cost.stages import Stage, Stages
-from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Strategy, Workload
 
 
 class MicroBatchTime(NamedTuple):
@@ -71,7 +71,7 @@ class _LayerKey(NamedTuple):
     """What of the choices a rank's pace depends on, but for the split: the key under which a search finds it again."""
 
     layout: LayerStrategy
-    recompute_method: Recompute
+    recompute_method: ActivationCheckpointing
     limit: int | None
     """Layers of a stage that recompute; None for every layer."""
     spans: tuple[Span, Span, Span]
@@ -79,11 +79,11 @@ class _LayerKey(NamedTuple):
 
     @classmethod
     def of(cls, choices: Strategy, groups: GroupSpans) -> _LayerKey:
-        recompute_method = Recompute.FULL if choices.settings.rematerialize else choices.recompute
+        recompute_method = ActivationCheckpointing.FULL if choices.settings.rematerialize else choices.checkpointing
         return cls(
             LayerStrategy.of(choices),
             recompute_method,
-            choices.recompute_layers,
+            choices.checkpoint_layers,
             (groups.tensor, groups.context, groups.expert),
         )
 
@@ -125,18 +125,15 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
     """A layer with a dense feed-forward part, and where there are such one with a mixture of experts."""
     model = work.model
 
-    def one(mixture: bool, recompute_method: Recompute) -> MicroBatchTime:
+    def one(mixture: bool, recompute_method: ActivationCheckpointing) -> MicroBatchTime:
         chosen = (mixture, recompute_method, layers.layout, machine, *layers.spans)
         return _layer_time(model, work.sequence_length, work.causal, *chosen)
 
     found = []
     for mixture in (False, True) if model.mixture is not None else (False,):
         recomputed_part_time = one(mixture, layers.recompute_method)
-        found.append(
-            _LayerTimes(
-                recomputed_part_time, recomputed_part_time if layers.limit is None else one(mixture, Recompute.NONE)
-            )
-        )
+        plain_time = recomputed_part_time if layers.limit is None else one(mixture, ActivationCheckpointing.NONE)
+        found.append(_LayerTimes(recomputed_part_time, plain_time))
     return found
 
 
@@ -161,7 +158,7 @@ class _EdgeTimes(NamedTuple):
 def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _EdgeTimes:
     """Of the last and of the first stage; multi-token prediction has its own logits."""
     model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
-    forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.numbers)
+    forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision)
     moved = 6.0 * tokens * model.hidden_size
     return _EdgeTimes(
         (1 + model.prediction_layers) * machine.constants.compute * forward,
@@ -203,7 +200,7 @@ def _layer_time(
     sequence: int,
     causal: bool,
     mixture: bool,
-    recompute_method: Recompute,
+    recompute_method: ActivationCheckpointing,
     chosen: LayerStrategy,
     machine: Machine,
     tensor_span: Span,
@@ -223,7 +220,8 @@ def _layer_time(
         chosen.sequence_parallel,
         chosen.expert,
         causal,
-        chosen.numbers,
+        chosen.precision,
+        chosen.fp8,
         chosen.context_method is not ContextMethod.RING,
         chosen.expert_tensor,
     )
@@ -233,7 +231,7 @@ def _layer_time(
     hidden = ASYNC_TENSOR_OVERLAP if chosen.tensor_overlap else runtime.overlap_tensor
     tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, recomputed_part_time)
     if runtime.partitioned_checkpoints and recomputed_part_time and chosen.tensor > 1:
-        tensor_seconds += all_gather(tokens * model.hidden_size * element_bytes(chosen.numbers), tensor_span, fabric)
+        tensor_seconds += all_gather(tokens * model.hidden_size * chosen.precision.bytes, tensor_span, fabric)
     context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
     expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime) if mixture else NO_COMM
     blocking = sum(

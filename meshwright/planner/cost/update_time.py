@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from meshwright.api.training import OptimizerOffload
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.collectives import all_gather, all_reduce
 from meshwright.planner.cost.comm_groups import GroupSpans
-from meshwright.planner.cost.comm_time import element_bytes
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.roofline import MEMORY_PART
 from meshwright.planner.cost.stages import Stage, StageParameters, Stages, fullest_stage, stage_parameters
-from meshwright.planner.cost.strategy import Numbers, Offload, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload, matmul_bytes
 
 OPTIMIZER_BYTES = 34.0
 """Bytes that Adam reads and writes per parameter, with the gradient's norm."""
@@ -42,8 +42,8 @@ def gradient_sync_seconds(
     runtime, fabric = machine.runtime, machine.fabric
     stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
     reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
-    comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.replicas, fabric)
-    comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_replicas, fabric)
+    comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.shard_ranks, fabric)
+    comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_shard_ranks, fabric)
     if choices.tensor > 1 and not choices.expert_tensor:
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
     overlap_seconds = overlappable[0]
@@ -61,9 +61,9 @@ def gradient_sync_bytes(work: Workload, choices: Strategy, runtime: Framework, s
     # Around a ring an all-reduce is a scatter and a gather; under ZeRO the gather is of parameters, half the bytes.
     sent = stage_params.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
     if choices.zero_stage == 3:
-        size = 1.0 if choices.numbers is Numbers.FP8 else element_bytes(choices.numbers)
+        size = matmul_bytes(choices)
         sent += 2.0 * choices.micro_batches * stage_params.total * size
-    return sent * (choices.replicas - 1) / choices.replicas
+    return sent * (choices.shard_ranks - 1) / choices.shard_ranks
 
 
 def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
@@ -74,9 +74,9 @@ def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
 def _parameter_gather_seconds(
     stage_params: StageParameters, choices: Strategy, groups: GroupSpans, fabric: Fabric
 ) -> float:
-    size = 1.0 if choices.numbers is Numbers.FP8 else element_bytes(choices.numbers)
-    dense = all_gather(stage_params.dense * size, groups.replicas, fabric)
-    return dense + all_gather(stage_params.experts * size, groups.expert_replicas, fabric)
+    size = matmul_bytes(choices)
+    dense = all_gather(stage_params.dense * size, groups.shard_ranks, fabric)
+    return dense + all_gather(stage_params.experts * size, groups.expert_shard_ranks, fabric)
 
 
 def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> float:
@@ -84,12 +84,12 @@ def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> fl
     stage_params = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
     if not choices.zero_stage:
         return stage_params.total
-    return stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
+    return stage_params.shard(choices.shard_ranks, choices.expert)
 
 
 def optimizer_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
     """Seconds of the optimizer's bytes on the device; 0 where its state is elsewhere."""
-    if choices.offload_optimizer is not Offload.NONE:
+    if choices.optimizer_offload is not OptimizerOffload.NONE:
         return 0.0
     moved = _optimizer_parameters(work, choices, stage) * OPTIMIZER_BYTES
     return moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute
@@ -102,15 +102,14 @@ def offload_seconds(work: Workload, choices: Strategy, machine: Machine, stage: 
     and out. Activations: out and in once a micro-batch, behind its `busy` seconds.
     """
     seconds = 0.0
-    if choices.offload_optimizer is not Offload.NONE:
+    if choices.optimizer_offload is not OptimizerOffload.NONE:
         parameter_count, runtime = _optimizer_parameters(work, choices, stage), machine.runtime
         seconds += parameter_count * (runtime.reduced + runtime.weights) / machine.gpu.host
         seconds += parameter_count * OPTIMIZER_BYTES / (machine.gpu.host * HOST_ADAM)
-        if choices.offload_optimizer is Offload.NVME:
+        if choices.optimizer_offload is OptimizerOffload.FILE:
             seconds += 2.0 * parameter_count * runtime.optimizer / machine.nvme
-    if choices.offload_activations is not Offload.NONE:
-        rate = machine.gpu.host if choices.offload_activations is Offload.CPU else machine.nvme
-        moved = 2.0 * _activation_bytes(work, choices, machine, stage) / rate
+    if choices.activation_offload:
+        moved = 2.0 * _activation_bytes(work, choices, machine, stage) / machine.gpu.host
         seconds += choices.micro_batches * max(0.0, moved - busy)
     return seconds
 
@@ -122,7 +121,8 @@ def _activation_bytes(work: Workload, choices: Strategy, machine: Machine, stage
         work.sequence_length,
         choices.tensor,
         choices.sequence_parallel,
-        choices.numbers,
+        choices.precision,
+        choices.fp8,
         machine.runtime,
         choices.expert > 1,
     )

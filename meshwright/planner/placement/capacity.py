@@ -9,9 +9,9 @@ from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cluster.limits import usable_memory
 from meshwright.planner.placement.rank_blocks import RankBlocks
 from meshwright.planner.plan import Plan
-from meshwright.planner.plan_reasons import format_bytes
 from meshwright.planner.topology.levels import DOMAIN
 from meshwright.planner.topology.location import Location
+from meshwright.planner.units import format_bytes
 
 
 class GangShape:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.cost.accelerators import GB, accelerator
+from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.placement.objective import CrossingCosts
 from meshwright.planner.plan import Plan
 from meshwright.planner.topology.levels import DOMAIN
+from meshwright.planner.units import GB
 
 _NVLINK = 450
 

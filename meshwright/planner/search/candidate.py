@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.strategy import Offload, Recompute, Strategy
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.request import Objective
+
+OFFLOAD_MEMORY = {OptimizerOffload.CPU: "cpu", OptimizerOffload.FILE: "nvme"}
+"""The memory that keeps offloaded state, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,8 @@ class Candidate:
         used = self.choices
         return (
             self.dimensions,
-            int(used.offload_optimizer is not Offload.NONE) + int(used.offload_activations is not Offload.NONE),
-            int(used.recompute is not Recompute.NONE),
+            int(used.optimizer_offload is not OptimizerOffload.NONE) + int(used.activation_offload),
+            int(used.checkpointing is not ActivationCheckpointing.NONE),
             int(used.schedule is not PipelineSchedule.ONE_F_ONE_B),
             int(used.zero_stage == 3),
         )
@@ -81,10 +85,10 @@ class Candidate:
             extras.append(f"{used.schedule_kind.short_name}{chunks}")
         if used.zero_stage:
             extras.append(f"ZeRO-{used.zero_stage}")
-        if used.recompute is not Recompute.NONE:
-            extras.append(f"{used.recompute.value} recomputation")
-        if used.offload_optimizer is not Offload.NONE:
-            extras.append(f"optimizer in {used.offload_optimizer.value} memory")
+        if used.checkpointing is not ActivationCheckpointing.NONE:
+            extras.append(f"{used.checkpointing.value.lower()} recomputation")
+        if used.optimizer_offload is not OptimizerOffload.NONE:
+            extras.append(f"optimizer in {OFFLOAD_MEMORY[used.optimizer_offload]} memory")
         return f"{shown} ({', '.join(extras)})"
 
 

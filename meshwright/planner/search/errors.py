@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import memory_of
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.degrees import Degrees, micro_batch_sizes
+from meshwright.planner.search.degrees import micro_batch_sizes
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.units import GIB
 
 
 class NothingFitsError(ValueError):
@@ -37,11 +39,11 @@ def no_layout_message(request: SearchRequest) -> str:
     )
 
 
-def nothing_fits_error(request: SearchRequest, all_degrees: Iterable[Degrees]) -> NothingFitsError:
+def nothing_fits_error(request: SearchRequest, all_layouts: Iterable[Layout]) -> NothingFitsError:
     """The error for a model that no layout makes fit, with the layout that misses by least."""
     smallest: tuple[float, Strategy, Memory] | None = None
-    for degrees in all_degrees:
-        for choices in least_memory_strategies(request, degrees, micro_batch_sizes(request, degrees)[0]):
+    for layout in all_layouts:
+        for choices in least_memory_strategies(request, layout, micro_batch_sizes(request, layout)[0]):
             memory = memory_of(request.work, choices, request.machine)
             if smallest is None or memory.total < smallest[0]:
                 smallest = (memory.total, choices, memory)
@@ -50,7 +52,7 @@ def nothing_fits_error(request: SearchRequest, all_degrees: Iterable[Degrees]) -
     total, choices, memory = smallest
     limit = request.usable * request.machine.gpu.memory
     message = (
-        f"no layout fits: the least that a rank needs is {total / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB "
+        f"no layout fits: the least that a rank needs is {total / GIB:.1f} GiB of {limit / GIB:.1f} GiB "
         f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "
         "GPUs, take GPUs "
         "with more memory, or shorten the sequence"

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate, memory_of
-from meshwright.planner.cost.strategy import Recompute, Strategy
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.best_first import TIE_TOLERANCE, SearchResult
-from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.candidate import OFFLOAD_MEMORY, Candidate
 from meshwright.planner.search.expand import price
 from meshwright.planner.search.request import SearchRequest
-
-GIB = 2**30
+from meshwright.planner.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,16 @@ def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[
                 changed = _trade_for_data(winner, name, now, other)
                 if changed is not None:
                     yield f"{label} {other} instead of {now}", changed
-    if pins.zero_stage is None and winner.replicas > 1:
+    if pins.zero_stage is None and winner.shard_ranks > 1:
         for stage in request.techniques.zero_stages:
             if stage != winner.zero_stage:
                 yield f"ZeRO-{stage} instead of {winner.zero_stage}", replace(winner, zero_stage=stage)
-    if pins.recompute is None:
-        for recompute_option in request.techniques.recompute:
-            if recompute_option is not winner.recompute:
+    if pins.checkpointing is None:
+        for recompute_option in request.techniques.checkpointing:
+            if recompute_option is not winner.checkpointing:
                 yield (
-                    f"{_recompute_text(recompute_option)} instead of {_recompute_text(winner.recompute)}",
-                    replace(winner, recompute=recompute_option),
+                    f"{_recompute_text(recompute_option)} instead of {_recompute_text(winner.checkpointing)}",
+                    replace(winner, checkpointing=recompute_option),
                 )
 
 
@@ -269,16 +269,18 @@ def _memory_saving(best: Candidate) -> str:
     used = best.choices
     sentences = []
     if used.zero_stage:
-        sentences.append(f"ZeRO-{used.zero_stage} over {used.replicas} replicas")
-    if used.recompute is not Recompute.NONE:
-        sentences.append(_recompute_text(used.recompute))
-    if used.offload_optimizer.value != "none":
-        sentences.append(f"optimizer state in {used.offload_optimizer.value} memory")
+        sentences.append(f"ZeRO-{used.zero_stage} over {used.shard_ranks} replicas")
+    if used.checkpointing is not ActivationCheckpointing.NONE:
+        sentences.append(_recompute_text(used.checkpointing))
+    if used.optimizer_offload is not OptimizerOffload.NONE:
+        sentences.append(f"optimizer state in {OFFLOAD_MEMORY[used.optimizer_offload]} memory")
     return f"{' and '.join(sentences)}: the least saving that fits" if sentences else "no memory has to be saved"
 
 
-def _recompute_text(recompute: Recompute) -> str:
-    return "no recomputation" if recompute is Recompute.NONE else f"{recompute.value} recomputation"
+def _recompute_text(recompute: ActivationCheckpointing) -> str:
+    return (
+        "no recomputation" if recompute is ActivationCheckpointing.NONE else f"{recompute.value.lower()} recomputation"
+    )
 
 
 def _fullest(best: Candidate) -> str:

@@ -7,17 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshwright.api.parallelism import PipelineSchedule
-from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.planner.cluster.limits import USABLE_FRACTION
 from meshwright.planner.cost.step_time import Machine
-from meshwright.planner.cost.strategy import (
-    SEARCHED_SCHEDULES,
-    ContextMethod,
-    Numbers,
-    Offload,
-    Recompute,
-    Strategy,
-    Workload,
-)
+from meshwright.planner.cost.strategy import SEARCHED_SCHEDULES, ContextMethod, Strategy, Workload
 from meshwright.planner.search import runtime_limits
 
 
@@ -45,9 +38,14 @@ class Techniques:
     """Empty where the runtime has no context parallelism."""
     expert: bool = True
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, Recompute.SQRT)
+    checkpointing: tuple[ActivationCheckpointing, ...] = (
+        ActivationCheckpointing.NONE,
+        ActivationCheckpointing.SELECTIVE,
+        ActivationCheckpointing.FULL,
+        ActivationCheckpointing.SQRT,
+    )
     """In order of what they cost."""
-    offload: tuple[Offload, ...] = (Offload.NONE, Offload.CPU, Offload.NVME)
+    offload: tuple[OptimizerOffload, ...] = (OptimizerOffload.NONE, OptimizerOffload.CPU, OptimizerOffload.FILE)
     uneven_split: bool = True
     """Whether stages may have any number of layers."""
     ties_over_stages: bool = True
@@ -66,7 +64,7 @@ class Techniques:
 
 ALL_TECHNIQUES = Techniques()
 MESHWRIGHT_TECHNIQUES = Techniques(
-    offload=(Offload.NONE, Offload.CPU),
+    offload=(OptimizerOffload.NONE, OptimizerOffload.CPU),
     pads_vocabulary=False,
     replicates_kv_heads=False,
     runs=runtime_limits.runs,
@@ -90,7 +88,7 @@ class Pins:
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     micro_batches: int | None = None
-    recompute: Recompute | None = None
+    checkpointing: ActivationCheckpointing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +106,11 @@ class SearchRequest:
     objective: Objective = Objective.TIME
     techniques: Techniques = ALL_TECHNIQUES
     pins: Pins = field(default_factory=Pins)
-    numbers: Numbers = Numbers.BF16
-    settings: MemoryOptions = DEFAULT
-    """What is fixed beside the layout."""
-    offload_optimizer: Offload = Offload.NONE
-    """Where the job wants optimizer state anyway."""
-    offload_activations: Offload = Offload.NONE
-    """Where it wants activations."""
-    expert_tensor: bool = True
-    """Whether it wants tensor parallelism to split experts."""
+    fixed: Strategy = Strategy()
+    """What the job decides beside what is searched: number formats, offloading, memory options."""
     gpus_per_worker: int = 1
     """Tensor-parallel groups fill workers or share them evenly."""
-    usable: float = 0.97
+    usable: float = USABLE_FRACTION
     """Part of a GPU's memory that the estimate may fill."""
     max_tensor: int | None = None
     """Limit of the tensor-parallel degree; the innermost domain's GPUs where left out."""

@@ -8,19 +8,12 @@ from functools import partial
 from meshwright.api.parallelism import ContextMethod, ParallelismSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
-from meshwright.planner.cost.strategy import Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.runtime_limits import runs
-from meshwright.planner.workload import OFFLOAD, TrainingJob
+from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
-
-_CHECKPOINTING = {
-    Recompute.NONE: ActivationCheckpointing.NONE,
-    Recompute.SELECTIVE: ActivationCheckpointing.SELECTIVE,
-    Recompute.FULL: ActivationCheckpointing.FULL,
-    Recompute.SQRT: ActivationCheckpointing.SQRT,
-}
 
 
 def search_request(
@@ -43,19 +36,21 @@ def search_request(
         objective=objective,
         techniques=techniques_for(job, techniques) if restricted else techniques,
         pins=_pins(spec, job) if restricted else Pins(),
-        numbers=job.numbers,
-        settings=replace(
-            job.settings,
-            flat=False,
-            shard_size=None,
-            reshard_size=None,
-            feedback=0,
-            rematerialize=False,
-            activation_limit=None,
+        fixed=replace(
+            job.fixed,
+            tensor_overlap=False,
+            context_method=ContextMethod.RING_ZIG_ZAG,
+            ulysses=1,
+            settings=replace(
+                job.fixed.settings,
+                flat=False,
+                shard_size=None,
+                reshard_size=None,
+                feedback=0,
+                rematerialize=False,
+                activation_limit=None,
+            ),
         ),
-        offload_optimizer=OFFLOAD[job.training.optimizer.offload],
-        offload_activations=Offload.CPU if job.training.activation_offload else Offload.NONE,
-        expert_tensor=job.parallelism.expert_tensor,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
 
@@ -66,12 +61,14 @@ def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQ
     adamw_with_masters = training.optimizer.name is OptimizerName.ADAMW and training.master_weights
     if not adamw_with_masters:
         # Flat shards cut matrices anywhere and round by place; moments are only offloaded beside masters.
-        techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(Offload.NONE,))
+        techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(OptimizerOffload.NONE,))
     if training.compile:
-        recompute = tuple(method for method in techniques.recompute if method is not Recompute.SELECTIVE)
-        techniques = replace(techniques, recompute=recompute)
+        recompute = tuple(
+            method for method in techniques.checkpointing if method is not ActivationCheckpointing.SELECTIVE
+        )
+        techniques = replace(techniques, checkpointing=recompute)
     if training.outer is not None:
-        techniques = replace(techniques, offload=(Offload.NONE,), expert=False)
+        techniques = replace(techniques, offload=(OptimizerOffload.NONE,), expert=False)
     if training.parameter_offload:
         techniques = replace(techniques, zero_stages=(3,), runs=partial(_parameters_sharded, training.outer))
     return techniques
@@ -80,7 +77,7 @@ def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQ
 def _parameters_sharded(outer: OuterSpec | None, work: Workload, choices: Strategy) -> bool:
     """Offloaded parameters are FSDP's shards: there must be someone of the same island to share with."""
     islands = 1 if outer is None else outer.islands or choices.data
-    return choices.replicas > islands and choices.zero_stage == 3 and runs(work, choices)
+    return choices.shard_ranks > islands and choices.zero_stage == 3 and runs(work, choices)
 
 
 def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
@@ -135,8 +132,6 @@ def _parallelism(spec: ParallelTrainingJobSpec, choices: Strategy) -> Parallelis
 
 def _training(training: TrainingSpec, choices: Strategy) -> TrainingSpec:
     optimizer = training.optimizer
-    if choices.offload_optimizer is Offload.CPU:
+    if choices.optimizer_offload is OptimizerOffload.CPU:
         optimizer = optimizer.model_copy(update={"offload": OptimizerOffload.CPU, "offload_path": None})
-    return training.model_copy(
-        update={"activation_checkpointing": _CHECKPOINTING[choices.recompute], "optimizer": optimizer}
-    )
+    return training.model_copy(update={"activation_checkpointing": choices.checkpointing, "optimizer": optimizer})

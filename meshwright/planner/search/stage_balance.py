@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.planner.cost.strategy import Recompute
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.expand import memory_if_fits, price
 from meshwright.planner.search.request import SearchRequest
 from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
 
-_WHOLE_LAYERS = (Recompute.FULL, Recompute.SQRT)
+_WHOLE_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.SQRT)
 
 
 def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
@@ -28,7 +28,7 @@ def with_balanced_stages(request: SearchRequest, one: Candidate) -> Iterator[Can
     model, choices = request.work.model, one.choices
     if choices.virtual_stages > 1:
         return
-    again, length, causal = choices.recompute in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
+    again, length, causal = choices.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
     costs = [layer_costs(model, length, layer, recomputes=again, causal=causal).total for layer in range(model.layers)]
     split = partition_layers(costs, choices.pipeline, last=output_costs(model).total)
     changed = replace(choices, layer_split=split)

@@ -14,7 +14,6 @@ from meshwright.planner.placement import Placement
 from meshwright.planner.plan import Plan
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
-from meshwright.planner.workload import OFFLOAD
 from meshwright_cli.plan.inventory_file import NodeEntry, nodes_of
 from tests.golden.planner.clusters import CLUSTERS, GPU
 
@@ -96,9 +95,6 @@ def estimate_record(estimate: Estimate) -> list[float]:
     return [estimate.seconds, estimate.mfu, estimate.bubble, memory.total, memory.states, memory.stage]
 
 
-OFFLOAD_NAMES = {inner: outer.value for outer, inner in OFFLOAD.items()}
-
-
 def found_record(found: Candidate) -> list[Any]:
     """A layout of the search over every degree, with its price; choices have the names that a job gives them."""
     used = found.choices
@@ -107,7 +103,7 @@ def found_record(found: Candidate) -> list[Any]:
         f"TP{used.tensor} CP{used.context} PP{used.pipeline} EP{used.expert} DP{used.data}",
         f"{used.micro_batches}x{used.micro_batch_size}",
         f"{used.schedule.value} {used.virtual_stages}",
-        f"ZeRO-{used.zero_stage} {used.recompute.value.capitalize()} {OFFLOAD_NAMES[used.offload_optimizer]}",
+        f"ZeRO-{used.zero_stage} {used.checkpointing.value} {used.optimizer_offload.value}",
         f"{used.context_method.value}{' sequence' if used.sequence_parallel else ''}",
         list(used.layer_split) if used.layer_split is not None else None,
         found.seconds,

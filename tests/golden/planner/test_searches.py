@@ -15,7 +15,6 @@ from meshwright.planner.search.best_first import search
 from meshwright.planner.search.explain import reasons, rejected_alternatives
 from meshwright.planner.search.request import ALL_TECHNIQUES, MESHWRIGHT_TECHNIQUES, Objective, Pins
 from meshwright.planner.search.spec_request import apply_strategy, search_request
-from meshwright.planner.workload import CHECKPOINTING
 from tests.golden.files import check
 from tests.golden.planner.clusters import Draws
 from tests.golden.planner.jobs import OBJECTIVES, job
@@ -122,7 +121,7 @@ def _pins(pins: dict[str, Any]) -> Pins:
         schedule=PipelineSchedule(schedule) if schedule else None,
         virtual_stages=pins.get("chunks"),
         context_method=ContextMethod(method) if method else None,
-        recompute=CHECKPOINTING[ActivationCheckpointing(recompute)] if recompute else None,
+        checkpointing=ActivationCheckpointing(recompute) if recompute else None,
         sequence_parallel=pins.get("sequence"),
     )
 

@@ -9,19 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.api.parallelism import PipelineSchedule as Schedule
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import layer_counts, parameters
-from meshwright.models.families import family
+from meshwright.models.presets import published
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
 from meshwright.planner.cost.stages import stage_parameters, stages_of
-from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import ContextMethod, Strategy, Workload
+from meshwright.planner.units import GIB
 
-GIB = 2.0**30
 MEGATRON = FRAMEWORKS["megatron-lm"]
 DEEPSPEED = FRAMEWORKS["megatron-deepspeed"]
-SEVEN = family("llama-2-7b")
+SEVEN = published("llama-2-7b")
 # 7.0 billion parameters, as in the ZeRO paper's example.
 ROUND_SEVEN = SEVEN.model_copy(update={"vocab_size": 64_000, "name": "7b"})
 
@@ -80,9 +82,12 @@ def test_figure_1_of_korthikanti(
     assert 18 * 12 * layers * hidden**2 / (tp * pp) / GIB == pytest.approx(states, rel=2e-4)
     # The first stage holds L layers' worth of activations, and (p-1)/(p v) more when interleaved.
     depth = layers * (1 + (pp - 1) / (pp * vpp) if vpp > 1 else 1)
-    for how, parallel, expected in ((Recompute.NONE, False, none), (Recompute.SELECTIVE, True, selective)):
-        choices = Strategy(tensor=tp, recompute=how, sequence_parallel=parallel)
-        layer = layer_activations(model, False, 2048, tp, parallel, Numbers.FP16, MEGATRON)
+    for how, parallel, expected in (
+        (ActivationCheckpointing.NONE, False, none),
+        (ActivationCheckpointing.SELECTIVE, True, selective),
+    ):
+        choices = Strategy(tensor=tp, checkpointing=how, sequence_parallel=parallel)
+        layer = layer_activations(model, False, 2048, tp, parallel, Precision.FP16, False, MEGATRON)
         ours = saved_bytes(layer, 1, choices) * tokens * depth / GIB
         assert ours == pytest.approx(expected, rel=2e-4)
 
@@ -90,29 +95,31 @@ def test_figure_1_of_korthikanti(
 @pytest.mark.parametrize(
     ("recompute", "parallel", "percent"),
     [
-        (Recompute.NONE, True, 66.84),
-        (Recompute.SELECTIVE, False, 49.42),
-        (Recompute.SELECTIVE, True, 16.18),
-        (Recompute.FULL, False, 7.64),
+        (ActivationCheckpointing.NONE, True, 66.84),
+        (ActivationCheckpointing.SELECTIVE, False, 49.42),
+        (ActivationCheckpointing.SELECTIVE, True, 16.18),
+        (ActivationCheckpointing.FULL, False, 7.64),
     ],
 )
-def test_figure_7_of_korthikanti(recompute: Recompute, parallel: bool, percent: float) -> None:
+def test_figure_7_of_korthikanti(recompute: ActivationCheckpointing, parallel: bool, percent: float) -> None:
     # Activations of the 22B model relative to tensor parallelism alone, read off the figure.
     model = gpt(48, 6144, 64)
 
-    def kept(how: Recompute, sequence_parallel: bool) -> float:
-        layer = layer_activations(model, False, 2048, 8, sequence_parallel, Numbers.FP16, MEGATRON)
-        return saved_bytes(layer, 48, Strategy(tensor=8, recompute=how))
+    def kept(how: ActivationCheckpointing, sequence_parallel: bool) -> float:
+        layer = layer_activations(model, False, 2048, 8, sequence_parallel, Precision.FP16, False, MEGATRON)
+        return saved_bytes(layer, 48, Strategy(tensor=8, checkpointing=how))
 
-    assert 100 * kept(recompute, parallel) / kept(Recompute.NONE, False) == pytest.approx(percent, abs=1.0)
+    assert 100 * kept(recompute, parallel) / kept(ActivationCheckpointing.NONE, False) == pytest.approx(
+        percent, abs=1.0
+    )
 
 
 @given(
-    st.sampled_from([SEVEN, family("deepseek-v2-lite")]),
+    st.sampled_from([SEVEN, published("deepseek-v2-lite")]),
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.sampled_from(list(Schedule)),
     st.sampled_from([1, 3, 16]),
-    st.sampled_from(list(Recompute)),
+    st.sampled_from(list(ActivationCheckpointing)),
     st.sampled_from(sorted(FRAMEWORKS)),
 )
 def test_the_worst_stage_is_the_worst_of_all(
@@ -120,7 +127,7 @@ def test_the_worst_stage_is_the_worst_of_all(
     split: list[int],
     schedule: Schedule,
     micro_batches: int,
-    recompute: Recompute,
+    recompute: ActivationCheckpointing,
     runtime: str,
 ) -> None:
     model = model.model_copy(update={"layers": sum(split), "name": f"{model.name} {sum(split)}"})
@@ -130,7 +137,7 @@ def test_the_worst_stage_is_the_worst_of_all(
         schedule=schedule,
         virtual_stages=2 if schedule in (Schedule.INTERLEAVED, Schedule.LOOPED_BFS) else 1,
         micro_batches=micro_batches,
-        recompute=recompute,
+        checkpointing=recompute,
     )
     every = memory_by_stage(work(model), choices, FRAMEWORKS[runtime])
     assert [memory.stage for memory in every] == list(range(len(split)))
@@ -143,7 +150,7 @@ def test_the_second_stage_can_be_the_worst() -> None:
     assert worst_stage(work(), choices, MEGATRON).stage == 1
 
 
-models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"), family("deepseek-v2-lite")])
+models = st.sampled_from([SEVEN, published("qwen2.5-0.5b"), published("mixtral-8x7b"), published("deepseek-v2-lite")])
 
 
 @given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
@@ -179,30 +186,38 @@ def test_what_saves_memory_saves_memory(runtime: Framework) -> None:
         return worst_stage(work(sequence=4096), replace(base, **changes), runtime).total
 
     plain = total()
-    assert total(recompute=Recompute.FULL) < total(recompute=Recompute.SELECTIVE) <= plain
-    assert total(recompute=Recompute.FULL, recompute_layers=8) < plain
-    assert total(recompute=Recompute.FULL) < total(recompute=Recompute.FULL, recompute_layers=8)
+    assert (
+        total(checkpointing=ActivationCheckpointing.FULL)
+        < total(checkpointing=ActivationCheckpointing.SELECTIVE)
+        <= plain
+    )
+    assert total(checkpointing=ActivationCheckpointing.FULL, checkpoint_layers=8) < plain
+    assert total(checkpointing=ActivationCheckpointing.FULL) < total(
+        checkpointing=ActivationCheckpointing.FULL, checkpoint_layers=8
+    )
     assert total(sequence_parallel=False) > plain
     assert total(context=2, data=2) < plain
     assert total(zero_stage=1) < plain
-    assert total(offload_optimizer=Offload.CPU) < plain
-    assert total(offload_activations=Offload.CPU) < plain
+    assert total(optimizer_offload=OptimizerOffload.CPU) < plain
+    assert total(activation_offload=True) < plain
     assert total(schedule=Schedule.GPIPE) > plain
     assert total(schedule=Schedule.ZB_H2) >= plain
     assert total(schedule=Schedule.DUAL_PIPE) > plain
-    assert total(numbers=Numbers.FP32) > plain
+    assert total(precision=Precision.FP32) > plain
 
 
 def test_groups_of_recomputed_layers_trade_inputs_for_work() -> None:
     model = SEVEN.model_copy(update={"layers": 36, "name": "36 layers"})
-    single = worst_stage(work(model), Strategy(recompute=Recompute.FULL, micro_batch_size=4), MEGATRON)
-    root = worst_stage(work(model), Strategy(recompute=Recompute.SQRT, micro_batch_size=4), MEGATRON)
+    single = worst_stage(
+        work(model), Strategy(checkpointing=ActivationCheckpointing.FULL, micro_batch_size=4), MEGATRON
+    )
+    root = worst_stage(work(model), Strategy(checkpointing=ActivationCheckpointing.SQRT, micro_batch_size=4), MEGATRON)
     assert single.activations / root.activations == pytest.approx(6)
     assert root.working / single.working == pytest.approx(6)
 
 
 def test_experts_are_divided_over_their_group() -> None:
-    model = family("mixtral-8x7b")
+    model = published("mixtral-8x7b")
     whole = worst_stage(work(model), Strategy(data=8), MEGATRON)
     shared = worst_stage(work(model), Strategy(data=8, expert=8), MEGATRON)
     assert whole.parameters / shared.parameters > 5
@@ -227,10 +242,7 @@ def test_gathered_keys_and_values_take_room() -> None:
 
 
 def test_fp8_keeps_copies_of_weights() -> None:
-    half, eight = (
-        worst_stage(work(), Strategy(numbers=numbers), FRAMEWORKS["megatron-core"])
-        for numbers in (Numbers.BF16, Numbers.FP8)
-    )
+    half, eight = (worst_stage(work(), Strategy(fp8=fp8), FRAMEWORKS["megatron-core"]) for fp8 in (False, True))
     assert eight.buffers - half.buffers == 2 * parameters(SEVEN)
     assert eight.activations < half.activations
 
@@ -242,7 +254,7 @@ def test_fp8_keeps_copies_of_weights() -> None:
         ({"expert": 3, "data": 4}, "`expert`"),
         ({"zero_stage": 4}, "`zero_stage`"),
         ({"micro_batch_size": 0}, "`micro_batch_size`"),
-        ({"recompute_every": 0}, "`recompute_every`"),
+        ({"checkpoint_every": 0}, "`checkpoint_every`"),
     ],
 )
 def test_impossible_choices_are_refused(changes: dict[str, int], named: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.api.model_parts import LatentSpec
+from meshwright.api.precision import Precision
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_layer, weight_half_bytes_of_output
-from meshwright.planner.cost.strategy import Numbers
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.split_backward import WeightGradStore, deferring_weight_grads
 from tests.distributed.configs import NUMBERS
@@ -55,8 +55,8 @@ def left(model: Architecture, form: torch.dtype) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_store_holds_inputs_of_products_and_gradients_of_their_outputs(name: str, form: torch.dtype) -> None:
     few, many = (Architecture(**{**NUMBERS, **MODELS[name], "layers": layers}) for layers in (1, 3))
-    numbers = Numbers.FP32 if form is torch.float32 else Numbers.BF16
-    layer = TOKENS * weight_half_bytes_of_layer(few, few.mixture is not None, 1, numbers)
+    precision = Precision.FP32 if form is torch.float32 else Precision.BF16
+    layer = TOKENS * weight_half_bytes_of_layer(few, few.mixture is not None, 1, precision)
     least, most = left(few, form), left(many, form)
     assert most - least == pytest.approx(2 * layer, rel=0.05)
-    assert least == pytest.approx(layer + TOKENS * weight_half_bytes_of_output(few, 1, numbers, None), rel=0.05)
+    assert least == pytest.approx(layer + TOKENS * weight_half_bytes_of_output(few, 1, precision, None), rel=0.05)

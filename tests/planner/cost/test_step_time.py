@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.api.parallelism import PipelineSchedule as Schedule
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
-from meshwright.models.families import family
-from meshwright.models.presets import PRESETS
+from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
@@ -24,7 +25,7 @@ from meshwright.planner.cost.memory_options import MemoryOptions
 from meshwright.planner.cost.pipeline_simulation import simulate_pipeline
 from meshwright.planner.cost.roofline import LayerShape, layer_time
 from meshwright.planner.cost.stage_time import exposed_host
-from meshwright.planner.cost.strategy import ContextMethod, Numbers, Offload, Recompute, Strategy, Workload
+from meshwright.planner.cost.strategy import ContextMethod, Strategy, Workload
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = PRESETS["llama-3.1-70b"]
@@ -37,15 +38,17 @@ def seconds(choices: Strategy, work: Workload | None = None, machine: Machine = 
 
 # Korthikanti et al. (arXiv 2205.05198, table 4): milliseconds of one layer of the 22B model, TP 8, micro-batch 4.
 LAYERS = [
-    (False, Recompute.NONE, 7.7, 11.9),
-    (True, Recompute.NONE, 7.2, 11.8),
-    (False, Recompute.FULL, 7.7, 19.5),
-    (False, Recompute.SELECTIVE, 7.7, 13.2),
+    (False, ActivationCheckpointing.NONE, 7.7, 11.9),
+    (True, ActivationCheckpointing.NONE, 7.2, 11.8),
+    (False, ActivationCheckpointing.FULL, 7.7, 19.5),
+    (False, ActivationCheckpointing.SELECTIVE, 7.7, 13.2),
 ]
 
 
 @pytest.mark.parametrize(("parallel", "recompute", "forward", "backward"), LAYERS)
-def test_layers_take_what_was_measured(parallel: bool, recompute: Recompute, forward: float, backward: float) -> None:
+def test_layers_take_what_was_measured(
+    parallel: bool, recompute: ActivationCheckpointing, forward: float, backward: float
+) -> None:
     model = Architecture(
         layers=1,
         hidden_size=6144,
@@ -57,7 +60,7 @@ def test_layers_take_what_was_measured(parallel: bool, recompute: Recompute, for
         biases=True,
         tie_embeddings=True,
     )
-    shape = LayerShape(model, False, 8192, 2048, 1, 8, parallel, 1, False, Numbers.FP16)
+    shape = LayerShape(model, False, 8192, 2048, 1, 8, parallel, 1, False, Precision.FP16)
     time = layer_time(shape, A100, FRAMEWORKS["megatron-lm"])
     # Two all-reduces of 100 MB forward and two backward, at 227 GB/s of bus bandwidth.
     communication = 2 * 2 * 7 / 8 * 8192 * 6144 * 2 / 227e9
@@ -68,7 +71,7 @@ def test_layers_take_what_was_measured(parallel: bool, recompute: Recompute, for
         + time.recomputed(recompute, FRAMEWORKS["megatron-lm"])
         + communication
     )
-    if recompute is Recompute.FULL:
+    if recompute is ActivationCheckpointing.FULL:
         back += communication / 2
     assert ours == pytest.approx(forward, rel=0.15)
     assert back * 1e3 == pytest.approx(backward, rel=0.20)
@@ -87,7 +90,7 @@ WEAK = [
 def test_weak_scaling_on_a100(
     name: str, tensor: int, pipeline: int, data: int, micro: int, batch: int, measured: float
 ) -> None:
-    work = Workload(family(name), 2048, batch, causal=False)
+    work = Workload(published(name), 2048, batch, causal=False)
     choices = Strategy(
         tensor=tensor,
         pipeline=pipeline,
@@ -95,8 +98,8 @@ def test_weak_scaling_on_a100(
         micro_batch_size=micro,
         micro_batches=batch // (data * micro),
         sequence_parallel=False,
-        recompute=Recompute.FULL,
-        numbers=Numbers.FP16,
+        checkpointing=ActivationCheckpointing.FULL,
+        precision=Precision.FP16,
     )
     machine = machine_for(A100, FRAMEWORKS["megatron-lm"])
     assert estimate(work, choices, machine).seconds == pytest.approx(measured, rel=0.08)
@@ -118,9 +121,9 @@ def test_strong_scaling_that_was_never_fitted(gpus: int, batch: int, measured: f
         virtual_stages=6,
         micro_batches=batch // data,
         zero_stage=1,
-        recompute=Recompute.SELECTIVE,
+        checkpointing=ActivationCheckpointing.SELECTIVE,
     )
-    work = Workload(family("gpt3-175b").model_copy(update={"vocab_size": 64_000}), 2048, batch, causal=False)
+    work = Workload(published("gpt3-175b").model_copy(update={"vocab_size": 64_000}), 2048, batch, causal=False)
     machine = machine_for(A100, FRAMEWORKS["megatron-lm"])
     assert estimate(work, choices, machine).seconds == pytest.approx(measured, rel=0.12)
 
@@ -134,11 +137,11 @@ def test_a_mixture_that_was_never_fitted() -> None:
         micro_batches=120,
         zero_stage=1,
         schedule=Schedule.DUAL_PIPE,
-        numbers=Numbers.FP8,
+        fp8=True,
         layer_split=(4,) * 13 + (3,) * 3,
     )
     machine = machine_for(ACCELERATORS["H800-SXM5-80GB"], FRAMEWORKS["megatron-core"])
-    found = estimate(Workload(family("deepseek-v3"), 4096, 15360), choices, machine)
+    found = estimate(Workload(published("deepseek-v3"), 4096, 15360), choices, machine)
     assert found.seconds == pytest.approx(19.926, rel=0.15)
 
 
@@ -150,7 +153,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_efficiency_falls_with_narrow_products() -> None:
     def rate(tensor: int, tokens: int) -> float:
-        shape = LayerShape(LLAMA, False, tokens, 8192, 1, tensor, True, 1, True, Numbers.BF16)
+        shape = LayerShape(LLAMA, False, tokens, 8192, 1, tensor, True, 1, True, Precision.BF16)
         return tokens / (tensor * layer_time(shape, H100, FRAMEWORKS["meshwright"]).forward)
 
     wide = [rate(tensor, 8192) for tensor in (1, 2, 4, 8, 16)]
@@ -230,15 +233,15 @@ def test_context_parallelism_shares_a_long_sequence(method: ContextMethod) -> No
 
 def test_recomputation_costs_its_forward_pass() -> None:
     times = [
-        seconds(Strategy(tensor=8, data=8, micro_batches=8, recompute=how))
-        for how in (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+        seconds(Strategy(tensor=8, data=8, micro_batches=8, checkpointing=how))
+        for how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL)
     ]
     assert times[0] < times[1] < times[2] < 1.45 * times[0]
 
 
 def test_some_recomputing_layers_cost_their_share() -> None:
-    base = Strategy(tensor=8, data=8, micro_batches=8, recompute=Recompute.FULL)
-    none, half, every = (seconds(replace(base, recompute_layers=n)) for n in (0, 40, 80))
+    base = Strategy(tensor=8, data=8, micro_batches=8, checkpointing=ActivationCheckpointing.FULL)
+    none, half, every = (seconds(replace(base, checkpoint_layers=n)) for n in (0, 40, 80))
     assert half - none == pytest.approx(every - half, rel=0.05)
 
 
@@ -253,13 +256,14 @@ def test_zero_3_pays_for_gathering() -> None:
 def test_offloading_is_slower_than_keeping() -> None:
     base = Strategy(tensor=8, data=8, zero_stage=1, micro_batches=8)
     keep, host, disk = (
-        seconds(replace(base, offload_optimizer=where)) for where in (Offload.NONE, Offload.CPU, Offload.NVME)
+        seconds(replace(base, optimizer_offload=where))
+        for where in (OptimizerOffload.NONE, OptimizerOffload.CPU, OptimizerOffload.FILE)
     )
     assert keep < host < disk
 
 
 def test_experts_pay_more_outside_their_domain() -> None:
-    model = family("deepseek-v3")
+    model = published("deepseek-v3")
     work = Workload(model, 4096, 512)
     base = Strategy(pipeline=8, data=64, expert=64, micro_batches=8, zero_stage=1)
     small = estimate(work, base, machine_for(H100)).time.expert
@@ -277,13 +281,13 @@ def test_the_slowest_gpu_sets_the_pace() -> None:
 
 
 @given(
-    st.sampled_from([LLAMA, family("mixtral-8x7b"), family("deepseek-v3"), family("gpt2")]),
+    st.sampled_from([LLAMA, published("mixtral-8x7b"), published("deepseek-v3"), published("gpt2")]),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([0, 1, 2, 3]),
-    st.sampled_from(list(Recompute)),
-    st.sampled_from(list(Numbers)),
+    st.sampled_from(list(ActivationCheckpointing)),
+    st.sampled_from([*((each, False) for each in Precision), (Precision.BF16, True)]),
     st.sampled_from(sorted(ACCELERATORS)),
 )
 def test_every_layout_has_a_finite_cost(
@@ -292,8 +296,8 @@ def test_every_layout_has_a_finite_cost(
     pipeline: int,
     data: int,
     zero: int,
-    recompute: Recompute,
-    numbers: Numbers,
+    recompute: ActivationCheckpointing,
+    form: tuple[Precision, bool],
     gpu: str,
 ) -> None:
     choices = Strategy(
@@ -303,12 +307,13 @@ def test_every_layout_has_a_finite_cost(
         expert=data,
         zero_stage=zero,
         micro_batches=8,
-        recompute=recompute,
-        numbers=numbers,
+        checkpointing=recompute,
+        precision=form[0],
+        fp8=form[1],
     )
     found = estimate(Workload(model, 1024, 8 * data), choices, machine_for(ACCELERATORS[gpu]))
     assert 0.0 < found.seconds < float("inf")
-    assert 0.0 < found.mfu < (2.0 if numbers is Numbers.FP8 else 1.0)  # of the peak of bf16
+    assert 0.0 < found.mfu < (2.0 if form[1] else 1.0)  # of the peak of bf16
     assert 0.0 <= found.bubble < 1.0
     assert found.memory.total > 0.0
 
@@ -345,7 +350,7 @@ def layouts() -> list[Strategy]:
 
 @pytest.mark.parametrize("truth", [Constants(1.2, 0.8, 1.5), Constants(0.7, 1.6, 0.5), Constants(1.0, 1.0, 1.0)])
 def test_calibration_finds_the_constants_that_made_the_steps(truth: Constants) -> None:
-    work, fabric = Workload(family("llama-2-7b"), 2048, 64), Fabric.of(A100)
+    work, fabric = Workload(published("llama-2-7b"), 2048, 64), Fabric.of(A100)
 
     def step(choices: Strategy, constants: Constants) -> float:
         return estimate(work, choices, Machine(A100, fabric, FRAMEWORKS["megatron-lm"], constants)).seconds

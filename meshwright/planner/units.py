@@ -1,0 +1,19 @@
+"""Units of bytes, the size of a number, and bytes as text for people."""
+
+from __future__ import annotations
+
+from meshwright.api.precision import Precision
+
+GB = 1e9
+GIB = float(1 << 30)
+FP32_BYTES = Precision.FP32.bytes
+
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three digits: `12.3 GiB`."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"
+    return f"{count:.0f} B"
