@@ -25,7 +25,7 @@ from _published_llama import READERS
 from _report import table, write_json
 
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.counts import parameters, training_flops
+from meshwright.models.counts import training_flops
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.constants import Constants, constants_for
@@ -67,19 +67,17 @@ def roofline_seconds(case: Case) -> float:
     flops = case.work.tokens * training_flops(case.work.model, case.work.sequence_length, recomputed=again)
     pipeline, count = case.choices.pipeline, case.choices.micro_batches
     idle = (pipeline - 1) / (count * case.choices.virtual_stages)
-    return flops / (case.choices.world * case.gpu.half * 0.5) * (1.0 + idle)
+    return flops / (case.choices.world_size * case.gpu.half * 0.5) * (1.0 + idle)
 
 
 def simple_memory(case: Case) -> float:
     """The baseline of memory: 18 bytes a parameter, 34 s b h / t of every layer of the first stage in flight."""
     work, choices = case.work, case.choices
-    shards = choices.tensor * choices.pipeline * (choices.replicas if choices.zero_stage == 3 else 1)
+    shards = choices.tensor * choices.pipeline * (choices.shard_ranks if choices.zero_stage == 3 else 1)
     tokens = work.sequence_length * choices.micro_batch_size / choices.context
     layers = work.model.layers / choices.pipeline * min(choices.pipeline, choices.micro_batches)
     per_token = 2.0 if choices.checkpointing is ActivationCheckpointing.FULL else 34.0
-    return (
-        18.0 * parameters(work.model) / shards + per_token * tokens * work.model.hidden_size * layers / choices.tensor
-    )
+    return 18.0 * work.model.parameters / shards + per_token * tokens * work.model.hidden_size * layers / choices.tensor
 
 
 def fit(cases: list[Case]) -> tuple[dict[str, Constants], dict[str, dict[str, Constants]]]:

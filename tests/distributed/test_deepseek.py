@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from meshwright.api.model import ModelSpec
-from meshwright.models.huggingface.runtime_config import architecture_from_config, config_from_architecture
+from meshwright.models.huggingface.reader import architecture_from_config
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import resolve
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
@@ -40,7 +41,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def run_of(layout: dict[str, Any]) -> RunConfig:
+def run_of(layout: dict[str, Any]) -> NativeRun:
     run = small_run(**layout, steps=2)
     return run.model_copy(update={"architecture": resolve(ModelSpec(preset="tiny-deepseek"))})
 

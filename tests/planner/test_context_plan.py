@@ -16,7 +16,7 @@ from meshwright.planner.placement.placed_cost import placed_group_spans
 from meshwright.planner.plan import make_plan
 from meshwright.planner.render import render_placement
 from meshwright.planner.topology.location import Location
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, racks, spec_of
 from tests.planner.test_memory import first
 
@@ -95,4 +95,4 @@ def test_placed_groups_have_the_spans_they_got(
     groups = placed_group_spans(Layout(tensor=2, data=2, context=2), 2, places, fabric)
     assert groups.tensor.members == (2, 2)
     assert groups.context.members == context_members
-    assert groups.replicas.members == replicas
+    assert groups.shard_ranks.members == replicas

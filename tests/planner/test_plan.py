@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.huggingface.runtime_config import config_from_architecture
-from meshwright.models.model_spec import to_model_spec
+from meshwright.models.huggingface.reader import to_model_spec
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
 from meshwright.planner.search.degrees import divisors
 from meshwright.planner.search.search_space import checkpointing_options
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, node, racks, spec_of
 
 TRAINING = {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128}
@@ -36,7 +37,7 @@ LARGE: dict[str, Any] = {
 def test_what_the_spec_says_is_what_runs() -> None:
     plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "microBatches": 4}), DEMO)
     assert plan.layout == Layout(2, 2, 2)
-    assert plan.micro_batches == 4
+    assert plan.strategy.micro_batches == 4
     assert plan.summary == "TP 2 x PP 2 x DP 2"
     assert plan.workers == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert "TP 2: set by `parallelism.tensor`" in plan.reasons
@@ -46,7 +47,7 @@ def test_a_configuration_is_planned_as_its_fields_are() -> None:
     config = config_from_architecture(PRESETS["llama-3-8b"])
     told = make_plan(spec_of(model={"huggingFace": json.dumps(config)}, **LARGE), H100)
     fields = make_plan(spec_of(model=to_model_spec(PRESETS["llama-3-8b"]).wire(), **LARGE), H100)
-    assert (told.layout, told.micro_batches, told.memory) == (fields.layout, fields.micro_batches, fields.memory)
+    assert (told.strategy, told.memory) == (fields.strategy, fields.memory)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_configurations_positions_hold_the_sequence() -> None:
 def test_a_small_model_is_not_split_at_all() -> None:
     plan = make_plan(spec_of(workers={"image": "w", "gpusPerWorker": 1}), DEMO)
     assert plan.layout == Layout(1, 1, 2)
-    assert plan.micro_batches == 1
+    assert plan.strategy.micro_batches == 1
     assert any("fits without a pipeline" in reason for reason in plan.reasons)
 
 
@@ -93,7 +94,7 @@ def test_a_model_beyond_one_domain_gets_a_pipeline_with_enough_micro_batches() -
     plan = make_plan(spec_of(model={"preset": "llama-3-70b"}, **LARGE), H100)
     assert plan.layout.tensor == 8
     assert plan.layout.pipeline > 1
-    assert plan.micro_batches >= 4 * plan.layout.pipeline
+    assert plan.strategy.micro_batches >= 4 * plan.layout.pipeline
     assert any("an NVLink domain of 8 GPUs alone does not hold a replica" in reason for reason in plan.reasons)
 
 
@@ -195,7 +196,7 @@ def test_a_running_job_follows_a_new_number_of_replicas() -> None:
     first = make_plan(spec, DEMO)
     again = make_plan(spec.model_copy(update={"replicas": 1}), DEMO, first.to_status())
     assert again.layout == Layout(2, 2, 1)
-    assert again.micro_batches == first.micro_batches
+    assert again.strategy.micro_batches == first.strategy.micro_batches
 
 
 def test_degrees_that_the_spec_no_longer_allows_are_chosen_again() -> None:
@@ -216,6 +217,7 @@ def test_a_command_gets_what_it_asks_for_and_no_estimate() -> None:
     assert plan.memory is None
     assert plan.architecture is None
     run = plan.run_config(command_spec())
+    assert isinstance(run, CommandRun)
     assert run.command == ["python", "train.py"]
     assert make_plan(command_spec(), Inventory(), plan.to_status()).layout == plan.layout
     with pytest.raises(PlanError, match="largest usable node"):
@@ -232,9 +234,11 @@ def test_a_command_keeps_its_checkpoint_fields_empty() -> None:
 def test_the_run_config_leaves_nothing_open() -> None:
     spec = spec_of(checkpoint={"claimName": "c"})
     run = make_plan(spec, DEMO).run_config(spec)
-    assert (run.parallelism.tensor, run.parallelism.pipeline) == (run.tensor, run.pipeline)
-    assert run.parallelism.micro_batches == run.micro_batches
-    assert run.architecture is not None
+    wire = run.wire()
+    assert isinstance(wire["parallelism"], dict)
+    for name in ("tensor", "pipeline", "context", "expert", "microBatches"):
+        assert wire["parallelism"][name] == wire[name]
+    assert isinstance(run, NativeRun)
     assert run.checkpoint is not None
     assert (run.checkpoint.every_steps, run.checkpoint.keep) == (100, 2)
 

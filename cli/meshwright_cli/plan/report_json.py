@@ -1,4 +1,4 @@
-"""The answer as JSON: everything the text says, for programs."""
+"""The report of `meshwright plan` as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.plan import Plan
@@ -16,7 +16,7 @@ from meshwright_cli.plan.report import PlanReport
 
 
 def document(plan_report: PlanReport) -> dict[str, Any]:
-    """Plan and placement as they would stand in a job's status, with estimates, alternatives and reasons."""
+    """Plan and placement as in a job's status, with estimates, alternatives and reasons."""
     plan, placement, whole_cluster = plan_report.plan, plan_report.placement, plan_report.whole_cluster
     return {
         "plan": _plan(plan),
@@ -58,7 +58,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _changes(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
-    """What to write into the job's spec to get the layout."""
+    """The fields to set in the job's spec to get the layout."""
     fields: dict[str, Any] = spec.model_dump(
         mode="json", by_alias=True, exclude_none=True, include={"replicas", "parallelism"}
     )
@@ -86,6 +86,7 @@ _OFFLOAD_WORDS = {OptimizerOffload.NONE: "none", OptimizerOffload.CPU: "cpu", Op
 
 def _choices(strategy: Strategy) -> dict[str, Any]:
     """A layout in the words of this output, which stay as programs read them."""
+    every_k = strategy.checkpointing is ActivationCheckpointing.EVERY_K
     return {
         "tensor": strategy.tensor,
         "sequence_parallel": strategy.sequence_parallel,
@@ -104,7 +105,7 @@ def _choices(strategy: Strategy) -> dict[str, Any]:
         "micro_batch_size": strategy.micro_batch_size,
         "micro_batches": strategy.micro_batches,
         "recompute": strategy.checkpointing.lower(),
-        "recompute_every": strategy.checkpoint_every,
+        "recompute_every": strategy.checkpoint_every if every_k else 1,
         "recompute_layers": strategy.checkpoint_layers,
         "offload_optimizer": _OFFLOAD_WORDS[strategy.optimizer_offload],
         "offload_activations": "cpu" if strategy.activation_offload else "none",

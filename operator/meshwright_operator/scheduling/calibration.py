@@ -102,18 +102,16 @@ class CalibrationLoop:
         cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])
         if cost_model is None:
             return None
-        pipeline_schedule, checkpointing = plan.schedule or PipelineSchedule.ONE_F_ONE_B, plan.activation_checkpointing
-        cost_model = cost_model.on(
-            cost_model.job.decided(pipeline_schedule, checkpointing or ActivationCheckpointing.NONE)
-        )
         layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
-        divides_evenly = (
-            plan.micro_batches > 0 and cost_model.work.global_batch % (layout.data * plan.micro_batches) == 0
-        )
-        if not divides_evenly or cost_model.price(layout, plan.micro_batches).seconds <= 0:
+        if plan.micro_batches < 1 or cost_model.work.global_batch % (layout.data * plan.micro_batches):
             return None  # no layout that ever ran
+        schedule = plan.schedule or PipelineSchedule.ONE_F_ONE_B
+        checkpointing = plan.activation_checkpointing or ActivationCheckpointing.NONE
+        strategy = cost_model.job.strategy(layout, plan.micro_batches, schedule, checkpointing)
+        if cost_model.price(strategy).seconds <= 0:
+            return None
         seconds = cost_model.work.tokens / status.tokens_per_second
         groups = group_spans_of_status(
             layout, spec.workers.gpus_per_worker, status.placement, cost_model.machine.fabric
         )
-        return StepMeasurement(cost_model, layout, plan.micro_batches, seconds, status.step, groups)
+        return StepMeasurement(cost_model, strategy, seconds, status.step, groups)

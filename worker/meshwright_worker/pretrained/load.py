@@ -12,9 +12,9 @@ import torch
 
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface.mixture import OF_TRAINING
-from meshwright.models.huggingface.planner_config import ConfigError
-from meshwright.models.huggingface.runtime_config import read_architecture
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.model_type import TRAINING_FIELDS
+from meshwright.models.huggingface.reader import read_architecture
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
@@ -114,7 +114,7 @@ def _shape(model: Architecture) -> dict[str, object]:
     """
     numbers: dict[str, object] = model.model_dump(exclude={"name", "mixture"})
     balancing = Balancing.BIAS.value if has_router_biases(model) else "no biases"
-    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=OF_TRAINING)
+    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=TRAINING_FIELDS)
     return numbers | {"mixture": mixture, _BIASED: balancing}
 
 
@@ -146,10 +146,7 @@ def check_pretrained(model: Architecture, directory: Path) -> None:
     """
     published = check_architecture(model, directory)
     files = TensorFiles(directory)
-    try:
-        sources_by_name = parameter_sources(model)
-    except ConfigError as error:
-        raise PretrainedError(f"`training.initialWeights: {directory}`: {error}") from error
+    sources_by_name = parameter_sources(model)
     with torch.device("meta"):
         whole = DecoderStage(model, torch.float32)
     tensors: dict[str, torch.Tensor] = dict(whole.named_parameters())

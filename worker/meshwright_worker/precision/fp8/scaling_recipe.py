@@ -115,7 +115,7 @@ class DelayedScaling:
         observed_amax = torch.stack(
             [zero if product.observed_amax is None else product.observed_amax for product in self._products]
         )
-        for dimension, ranks in ((TENSOR, self._mesh.layout.tensor), (REPLICA, self._mesh.layout.replicas)):
+        for dimension, ranks in ((TENSOR, self._mesh.layout.tensor), (REPLICA, self._mesh.layout.shard_ranks)):
             if ranks > 1:
                 dist.all_reduce(observed_amax, op=dist.ReduceOp.MAX, group=self._mesh.group(dimension))
         # The maxima of a step whose gradients overflowed do not predict those of the next.
