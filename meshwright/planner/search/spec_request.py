@@ -10,8 +10,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost_model import CostModel
-from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
-from meshwright.planner.search.runtime_limits import runs
+from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques, runs
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 
