@@ -146,5 +146,5 @@ def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
         fastest = min(one.seconds for one in fewest)
         within_tolerance = [one for one in fewest if one.seconds <= fastest * TIE_TOLERANCE]
     return sorted(
-        within_tolerance, key=lambda one: (one.complexity, one.score(objective), one.seconds, one.choices.zero_stage)
+        within_tolerance, key=lambda one: (one.complexity, one.score(objective), one.seconds, one.strategy.zero_stage)
     )

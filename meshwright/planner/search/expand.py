@@ -189,13 +189,13 @@ def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[C
     """The few whose stages are worth balancing."""
     if not request.techniques.uneven_split:
         return []
-    piped = [one for one in found if one.choices.pipeline > 1 and not one.choices.schedule_kind.folded]
+    piped = [one for one in found if one.strategy.pipeline > 1 and not one.strategy.schedule_kind.folded]
     return sorted(piped, key=lambda f: f.score(request.objective))[:12]
 
 
 def with_balanced_stages(request: SearchRequest, one: Candidate) -> Iterator[Candidate]:
     """The same layout with layers dealt by cost: embedding and logits count as the layers they are worth."""
-    model, choices = request.work.model, one.choices
+    model, choices = request.work.model, one.strategy
     if choices.virtual_stages > 1:
         return
     again, length, causal = choices.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal

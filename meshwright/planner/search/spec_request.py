@@ -54,6 +54,30 @@ def search_request(
     )
 
 
+def pinned_request(
+    spec: ParallelTrainingJobSpec, cost_model: CostModel, gpus: int, techniques: Techniques = MESHWRIGHT_TECHNIQUES
+) -> SearchRequest:
+    """A search in which what the job states stays as it is: nothing else is worth comparing it with."""
+    stated, training = spec.parallelism, cost_model.job.training
+    return SearchRequest(
+        cost_model.work,
+        cost_model.machine,
+        gpus,
+        techniques=techniques,
+        pins=Pins(
+            tensor=stated.tensor,
+            pipeline=stated.pipeline,
+            zero_stage=stated.zero_stage,
+            context=stated.context,
+            context_method=stated.context_method,
+            schedule=stated.schedule,
+            checkpointing=training.activation_checkpointing,
+        ),
+        fixed=cost_model.job.fixed,
+        gpus_per_worker=spec.workers.gpus_per_worker,
+    )
+
+
 def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQUES) -> Techniques:
     """Of the worker's techniques, those that go with what the job trains and how."""
     training = job.training
