@@ -1,16 +1,16 @@
-# Everything a person types. `make demo` and `make test` set themselves up: Python 3.11+, pip and make are enough.
+# Commands for developers. Each one runs `setup` if needed: Python 3.11+, pip and make are enough.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
-# Each room beside the core is a distribution of its own.
-ROOMS := cli local operator worker
-# Tests of ranks one after another in one pytest process, those of whole clusters in a second, all others in a third:
-# clusters mostly wait.
+# The directories of all packages except the core.
+PACKAGES := cli local operator worker
+# One pytest process runs the tests of ranks one after another, a second one those of clusters, a third one all others.
+# Tests of clusters mostly wait.
 THREE := -n 3 --no-loadscope-reorder
 
-# Where `make chaos` and `make fuzz` begin to draw, and how much each test draws. The same two give the same draws.
+# Seed of `make chaos` and `make fuzz`, and number of runs of each test. The same values give the same draws.
 SEED := $(or $(SEED),$(shell date +%s))
 RUNS ?= 20
 DRAW = MESHWRIGHT_TEST_SEED=$(SEED) MESHWRIGHT_TEST_RUNS=$(RUNS) $(VENV)/bin/python -m pytest $(THREE) \
@@ -23,52 +23,52 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv and install everything, pinned by constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt $(ROOMS:%=%/pyproject.toml)
-	@echo "setting up $(VENV): a few minutes the first time, then never again"
+$(STAMP): pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml)
+	@echo "setting up $(VENV): takes a few minutes, only the first time"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[dev]' $(ROOMS:%=-e ./%)
+	$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e '.[dev]' $(PACKAGES:%=-e ./%)
 	@touch $(STAMP)
 
 demo: setup ## Train a language model on the embedded cluster, lose a worker midway, finish
 	@exec $(VENV)/bin/meshwright demo
 
-test: setup ## Lint, type-check and test
+test: setup ## Run all tests except the long ones
 	$(VENV)/bin/python -m pytest $(THREE)
 
-test-fast: setup ## Only tests that take seconds
+test-fast: setup ## Run only tests that take seconds
 	$(VENV)/bin/python -m pytest -m "not slow and not long"
 
-test-long: setup ## The tests that `make test` leaves out: at most 90 minutes
+test-long: setup ## Run the tests that `make test` leaves out: at most 90 minutes
 	$(VENV)/bin/python -m pytest $(THREE) -m long
 
-chaos: setup ## Random histories and faults: make chaos SEED=7 RUNS=100 (without SEED: new ones every time)
+chaos: setup ## Test with random histories and faults: make chaos SEED=7 RUNS=100 (default: a new seed)
 	$(DRAW) -m chaos
 
-fuzz: setup ## Random inputs, in the same way: make fuzz SEED=7 RUNS=100
+fuzz: setup ## Test with random inputs: make fuzz SEED=7 RUNS=100 (default: a new seed)
 	$(DRAW) -m "fuzz or (hypothesis and not chaos)"
 
-parity: setup ## Hold every technique to one process in every layout; writes docs/parity.md and docs/loss-curves.md
+parity: setup ## Compare every technique, in every layout, with a single-process run; writes docs/parity.md and docs/loss-curves.md
 	$(VENV)/bin/python -m tests.parity
 	$(VENV)/bin/python -m tests.parity.curves
 
-lint: setup ## ruff, mypy, import contracts, conflict markers
+lint: setup ## Run ruff, mypy, import contracts, and a check for conflict markers
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python -m tests.conflicts
 
-sizes: setup ## Lines and files by room, the longest files and functions
+sizes: setup ## Report lines and files by directory, and the longest files and functions
 	@$(VENV)/bin/python -m tests.sizes
 
-generate: setup ## Write every generated page again: CRD, API reference, protocol schema, metrics, output in docs
+generate: setup ## Write every generated page: CRD, API reference, protocol schema, metrics, output in docs
 	$(VENV)/bin/python -m meshwright.crd
 	$(VENV)/bin/python -m meshwright_operator.metrics.metrics_docs > docs/metrics.md
 	$(VENV)/bin/python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md
 	$(VENV)/bin/python -m tests.docs
 
-docs-output: setup ## Write the output that README and docs show again; LONG=1 for `make demo` and its like too
+docs-output: setup ## Write the command output in README and docs; LONG=1 includes `make demo` and other long commands
 	$(VENV)/bin/python -m tests.docs $(if $(LONG),--long)
 
-clean: ## Remove what setup and tests made
+clean: ## Remove the files that setup and tests created
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .demo

@@ -15,10 +15,10 @@ from benchmarks._plain_loops import Loop, plain_loop
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.training import OptimizerSpec, TrainingSpec
+from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
-from meshwright_worker.data.packing import make_batch
-from meshwright_worker.data.tokenizer_record import SEPARATOR
+from meshwright_worker.data.batch import make_batch
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.run_validation import validate_run
@@ -52,7 +52,7 @@ class OurLoop:
         """See `Loop.step`."""
         own = samples[self._first :][: self._share]
         numbers = range(self._first, self._first + self._share)
-        return self.trainer.step(number, make_batch(own, self._data, SEPARATOR, numbers)).loss
+        return self.trainer.step(number, make_batch(own, self._data, BYTE_SEPARATOR, numbers)).loss
 
 
 class _Timed:

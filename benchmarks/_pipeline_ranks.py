@@ -21,12 +21,17 @@ from meshwright.schedules.registry import kind_of
 from meshwright.schedules.simulator import ActionCosts
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import CONTEXT, DATA, PIPELINE, TENSOR
-from meshwright_worker.parallel.pipeline.auto_schedule import MEASURED_STEPS, WARM_UP_STEPS, AutoScheduleExecutor
+from meshwright_worker.parallel.pipeline.auto_schedule import (
+    MEASURED_STEPS,
+    WARM_UP_STEPS,
+    AutoScheduleExecutor,
+    Stopwatch,
+    TimedStage,
+)
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
-from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch, TimedStage
 
 WIDTH = 8
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from _placing import place_100k, replace_node
 from _report import table, write_json
 
-from meshwright.models.families import family
+from meshwright.models.presets import published
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.strategy import Workload
@@ -38,7 +38,7 @@ def request_of(model: str, length: int, batch: int, gpus: int) -> SearchRequest:
     """A search over every technique on H100 nodes."""
     gpu = accelerator(H100)
     assert gpu is not None
-    return SearchRequest(Workload(family(model), length, batch), machine_for(gpu), gpus, objective=Objective.TIME)
+    return SearchRequest(Workload(published(model), length, batch), machine_for(gpu), gpus, objective=Objective.TIME)
 
 
 def timed(request: SearchRequest, repeats: int) -> tuple[float, SearchResult]:

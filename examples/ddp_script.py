@@ -1,8 +1,8 @@
-"""A plain PyTorch DDP script, as it would be written for torchrun: it knows nothing of Meshwright.
+"""A plain PyTorch DDP script, as you would write it for torchrun. It does not import Meshwright.
 
-What it relies on: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, and two promises. It
-finds its own checkpoint in MESHWRIGHT_CHECKPOINT_DIR when it is started again, and on SIGTERM it saves, then exits
-with 143 on every rank, which says: stopped to be resumed, not finished.
+It reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from its environment. When it is restarted, it loads
+its own checkpoint from MESHWRIGHT_CHECKPOINT_DIR. On SIGTERM it saves a checkpoint and exits with code 143 on every
+rank, which means that it has stopped and can be resumed.
 """
 
 import argparse
@@ -20,14 +20,14 @@ BATCH = 32  # samples per rank and step
 
 
 def samples(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of a noisy sine; the step and the rank alone say which, so a resumed run goes on where it stopped."""
+    """Points of a noisy sine. They depend only on step and rank, so a resumed run continues with the same samples."""
     generator = torch.Generator().manual_seed(step * world_size + rank)
     x = torch.rand(BATCH, 1, generator=generator) * 6 - 3
     return x, torch.sin(x) + 0.05 * torch.randn(BATCH, 1, generator=generator)
 
 
 def save(path: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the checkpoint whole or not at all: a crash leaves the one before."""
+    """Write the checkpoint atomically: after a crash the previous one is intact."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
@@ -60,7 +60,7 @@ def train(steps: int, save_every: int, path: str) -> int:
         loss.backward()
         optimizer.step()
         step += 1
-        # Any rank may have been told to stop; all of them must stop after the same step.
+        # Any rank may have got SIGTERM; all of them must stop after the same step.
         anyone = stop.clone().to(device)
         dist.all_reduce(anyone, op=dist.ReduceOp.MAX)
         stopping = bool(anyone.item())
@@ -75,7 +75,7 @@ def train(steps: int, save_every: int, path: str) -> int:
 
 
 def main() -> None:
-    """Parse the command line, train, and say by the exit code whether the run is finished."""
+    """Parse the command line, train, and exit with a code that says whether the run has finished."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--save-every", type=int, default=50)
@@ -85,7 +85,7 @@ def main() -> None:
     code = train(arguments.steps, arguments.save_every, path)
     dist.destroy_process_group()
     sys.stdout.flush()
-    # torch's threads now and then abort an interpreter that shuts down; the exit code must be the one meant here.
+    # torch's threads sometimes abort the interpreter during shutdown, which would change the exit code.
     os._exit(code)
 
 

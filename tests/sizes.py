@@ -1,6 +1,6 @@
-"""Reports the size of the code by room: `python -m tests.sizes`. It sets no limit and never fails.
+"""Report the size of the code by directory: `python -m tests.sizes`. It sets no limit and never fails.
 
-A file is as long as its idea, and a function does one thing. The lists show where to look for exceptions.
+A file has one idea and all of it, and a function does one thing. The lists show where to look for exceptions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 
 from tests.conflicts import ROOT, repository_files
 
-ROOMS = {
+DIRECTORIES = {
     "meshwright": "meshwright/",
     "cli": "cli/meshwright_cli/",
     "local": "local/meshwright_local/",
@@ -23,10 +23,10 @@ ROOMS = {
     "tests": "tests/",
     "benchmarks": "benchmarks/",
 }
-"""Rooms and their folders. A file belongs to the room with the longest matching folder."""
+"""Names in the report and their paths. A file belongs to the one with the longest matching path."""
 
 PRODUCT = ("meshwright", "cli", "local", "operator", "worker")
-"""Rooms whose files and functions are listed."""
+"""Directories whose files and functions are listed."""
 
 SHORT_LINES = 40
 LIST_LENGTH = 15
@@ -36,7 +36,7 @@ LIST_LENGTH = 15
 class Module:
     """One Python file."""
 
-    room: str
+    directory: str
     path: str
     lines: int
     functions: tuple[tuple[str, int], ...]
@@ -49,20 +49,20 @@ class Module:
 
 
 def read_modules(root: Path = ROOT) -> list[Module]:
-    """The Python files of all rooms."""
+    """The Python files of all directories."""
     names = [path.relative_to(root).as_posix() for path in repository_files(root) if path.suffix == ".py"]
-    return [_read(root, name, room) for name in names if (room := room_of(name))]
+    return [_read(root, name, directory) for name in names if (directory := directory_of(name))]
 
 
-def room_of(name: str) -> str:
-    """The room of a file, by its path from the root; an empty string for a file of no room."""
-    rooms = [room for room, folder in ROOMS.items() if name.startswith(folder)]
-    return max(rooms, key=lambda room: len(ROOMS[room]), default="")
+def directory_of(name: str) -> str:
+    """The directory of a file, by its path from the root; an empty string for other files."""
+    matches = [directory for directory, path in DIRECTORIES.items() if name.startswith(path)]
+    return max(matches, key=lambda directory: len(DIRECTORIES[directory]), default="")
 
 
-def _read(root: Path, name: str, room: str) -> Module:
+def _read(root: Path, name: str, directory: str) -> Module:
     text = (root / name).read_text(encoding="utf-8")
-    return Module(room, name, len(text.splitlines()), tuple(_functions(ast.parse(text))))
+    return Module(directory, name, len(text.splitlines()), tuple(_functions(ast.parse(text))))
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -75,10 +75,12 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def report(modules: Sequence[Module]) -> str:
-    """The report as text: a table of all rooms, then lists for the rooms of the product."""
-    header = f"{'room':<12}{'files':>7}{'lines':>9}{'median file':>13}{'short files':>13}{'median function':>17}"
-    rows = [_row(room, [module for module in modules if module.room == room]) for room in ROOMS]
-    product = [module for module in modules if module.room in PRODUCT]
+    """The report as text: a table of all directories, then lists for those of the product."""
+    header = f"{'directory':<12}{'files':>7}{'lines':>9}{'median file':>13}{'short files':>13}{'median function':>17}"
+    rows = [
+        _row(directory, [module for module in modules if module.directory == directory]) for directory in DIRECTORIES
+    ]
+    product = [module for module in modules if module.directory in PRODUCT]
     files = sorted(((m.lines, m.path) for m in product), reverse=True)
     functions = sorted(((lines, f"{m.path}: {name}") for m in product for name, lines in m.functions), reverse=True)
     short = sorted((m.lines, m.path) for m in product if m.short)

@@ -93,28 +93,28 @@ def test_hooks_run_what_lint_runs_without_network() -> None:
 
 def test_every_package_of_the_wheel_is_marked_as_typed() -> None:
     files = repository_files()
-    for room in (".", "cli", "local", "operator", "worker"):
-        project = tomllib.loads((ROOT / room / "pyproject.toml").read_text(encoding="utf-8"))
+    for directory in (".", "cli", "local", "operator", "worker"):
+        project = tomllib.loads((ROOT / directory / "pyproject.toml").read_text(encoding="utf-8"))
         packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-        assert packages, room
-        assert [package for package in packages if ROOT / room / package / "py.typed" not in files] == []
+        assert packages, directory
+        assert [package for package in packages if ROOT / directory / package / "py.typed" not in files] == []
 
 
 def test_every_distribution_has_one_version_and_needs_the_core_of_it() -> None:
     version = pyproject()["project"]["version"]
-    for room in ("cli", "local", "operator", "worker"):
-        project = tomllib.loads((ROOT / room / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        assert project["version"] == version, room
+    for directory in ("cli", "local", "operator", "worker"):
+        project = tomllib.loads((ROOT / directory / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert project["version"] == version, directory
         core = [need for need in project["dependencies"] if need.startswith("meshwright")]
-        assert core, room
-        assert all(need.endswith(f"=={version}") for need in core), room
+        assert core, directory
+        assert all(need.endswith(f"=={version}") for need in core), directory
 
 
-@pytest.mark.parametrize("room", ["operator", "worker"])
-def test_an_image_installs_its_room_alone(room: str) -> None:
-    text = (ROOT / room / "Dockerfile").read_text(encoding="utf-8")
+@pytest.mark.parametrize("directory", ["operator", "worker"])
+def test_an_image_installs_only_its_package(directory: str) -> None:
+    text = (ROOT / directory / "Dockerfile").read_text(encoding="utf-8")
     copied = [line.split()[1] for line in text.splitlines() if line.startswith("COPY ") and "--from" not in line]
-    assert copied == ["pyproject.toml", "meshwright", room]
+    assert copied == ["pyproject.toml", "meshwright", directory]
     assert "rm -" not in text
 
 

@@ -28,16 +28,16 @@ def write(root: Path, name: str, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def test_files_belong_to_the_deepest_room_and_functions_are_measured(tmp_path: Path) -> None:
+def test_files_belong_to_the_deepest_directory_and_functions_are_measured(tmp_path: Path) -> None:
     write(tmp_path, "meshwright/core.py", SOURCE)
     write(tmp_path, "meshwright/__init__.py", "")
-    write(tmp_path, f"{sizes.ROOMS['cli']}long.py", "x = 1\n" * sizes.SHORT_LINES)
+    write(tmp_path, f"{sizes.DIRECTORIES['cli']}long.py", "x = 1\n" * sizes.SHORT_LINES)
     write(tmp_path, "examples/script.py", SOURCE)
     modules = {module.path: module for module in sizes.read_modules(tmp_path)}
-    assert {path: module.room for path, module in modules.items()} == {
+    assert {path: module.directory for path, module in modules.items()} == {
         "meshwright/core.py": "meshwright",
         "meshwright/__init__.py": "meshwright",
-        f"{sizes.ROOMS['cli']}long.py": "cli",
+        f"{sizes.DIRECTORIES['cli']}long.py": "cli",
     }
     core = modules["meshwright/core.py"]
     assert core.lines == 14
@@ -45,7 +45,7 @@ def test_files_belong_to_the_deepest_room_and_functions_are_measured(tmp_path: P
     assert [path for path, module in modules.items() if module.short] == ["meshwright/core.py"]
 
 
-def test_the_report_has_every_room_and_the_longest_first(tmp_path: Path) -> None:
+def test_the_report_has_every_directory_and_the_longest_first(tmp_path: Path) -> None:
     write(tmp_path, "operator/a.py", SOURCE)
     write(tmp_path, "worker/b.py", "x = 1\n" * 90)
     write(tmp_path, "tests/c.py", "x = 1\n" * 200)
@@ -61,6 +61,6 @@ def test_the_report_has_every_room_and_the_longest_first(tmp_path: Path) -> None
     assert short.splitlines()[1:] == ["    14  operator/a.py"]
 
 
-def test_every_room_of_this_repository_has_files() -> None:
+def test_every_directory_of_this_repository_has_files() -> None:
     names = [path.relative_to(ROOT).as_posix() for path in repository_files() if path.suffix == ".py"]
-    assert {sizes.room_of(name) for name in names} - {""} == set(sizes.ROOMS)
+    assert {sizes.directory_of(name) for name in names} - {""} == set(sizes.DIRECTORIES)

@@ -1,11 +1,11 @@
-"""A BERT-like encoder (arXiv 1810.04805) that Meshwright knows nothing about, with the plan to train it in parallel.
+"""A BERT-like encoder (arXiv 1810.04805) that is not part of Meshwright, with the plan to train it in parallel.
 
-Masked bytes of Python source are predicted. On two times two ranks, then on from there on two:
+It learns to predict masked bytes of Python source. Train on four ranks, then resume on two:
 
     torchrun --nproc-per-node 4 examples/own_module/encoder.py --tensor 2 --data 2 --zero 2 --stop 30 --directory D
     torchrun --nproc-per-node 2 examples/own_module/encoder.py --data 2 --zero 1 --directory D
 
-`--check` says how far the split module is from the whole one, and trains nothing.
+`--check` prints the difference between the split and the unsplit module, and does not train.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward layer, each normed after its residual sum, as in BERT."""
+    """Attention and feed-forward layer, each with a norm after its residual sum, as in BERT."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Bytes, some of them masked, to logits of what they are, by the vectors that they came in as."""
+    """Predicts the logits of masked bytes. The output projection is tied to the embedding."""
 
     def __init__(
         self, width: int = 64, heads: int = 4, layers: int = 2, length: int = 64, dropout: float = 0.1
@@ -112,7 +112,7 @@ class Encoder(nn.Module):
 
 
 def masked_loss(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Cross-entropy summed over the masked bytes, and how many they are."""
+    """The sum of the cross-entropy over the masked bytes, and their number."""
     tokens, targets = batch
     logits = module(tokens).flatten(0, 1)
     loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
@@ -131,7 +131,7 @@ def batch_of(step: int, rows: int, length: int = 64) -> tuple[torch.Tensor, torc
 
 
 def train(mesh: Mesh, arguments: argparse.Namespace) -> None:
-    """Steps up to `--stop`, from the newest checkpoint on."""
+    """Train from the newest checkpoint to step `--stop`."""
     torch.manual_seed(0)
     optimizer = OptimizerSpec(learning_rate=1e-3, warmup_steps=5)
     trainer = CustomModuleTrainer(
@@ -160,21 +160,23 @@ def train(mesh: Mesh, arguments: argparse.Namespace) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that a layer is split over")
-    parser.add_argument("--data", type=int, default=1, help="replicas")
+    parser.add_argument("--tensor", type=int, default=1, help="number of ranks that a layer is split over")
+    parser.add_argument("--data", type=int, default=1, help="number of replicas")
     parser.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage")
-    parser.add_argument("--steps", type=int, default=50, help="of the whole run")
-    parser.add_argument("--stop", type=int, help="last step of this part of it")
+    parser.add_argument("--steps", type=int, default=50, help="number of steps of the run")
+    parser.add_argument("--stop", type=int, help="step to stop after, to resume later")
     parser.add_argument(
         "--directory",
         default=os.environ.get("MESHWRIGHT_CHECKPOINT_DIR"),
-        help="where checkpoints are, on storage that all ranks share; a job's own by default",
+        help="checkpoint directory, on storage that all ranks share (default: that of the job)",
     )
-    parser.add_argument("--check", action="store_true", help="compare the plan with the module, and train nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the split and the unsplit module, and do not train"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if ROWS % arguments.data:
-        parser.error(f"--data {arguments.data}: the {ROWS} rows of a step do not divide over as many replicas")
+        parser.error(f"--data {arguments.data}: must divide the {ROWS} rows of a step")
     run = RunConfig(
         tensor=arguments.tensor,
         pipeline=1,

@@ -9,7 +9,8 @@ from meshwright.api.names import MAX_JOB_NAME
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.crd.structural_schema import Schema, structural_schema
-from meshwright.rules import SPEC_RULES, TRANSITIONS
+from meshwright.rules.transition import TRANSITIONS
+from meshwright.rules.validation import SPEC_RULES
 
 NAME = f"{labels.PLURAL}.{labels.GROUP}"
 

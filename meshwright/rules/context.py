@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.parallelism import ContextMethod
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
 _TENSOR = "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
@@ -29,32 +29,32 @@ def head_exchange_ranks(method: ContextMethod, context: int, ulysses: int | None
     return context if method is ContextMethod.ULYSSES else (ulysses or 1)
 
 
-def _sequence_long_enough(spec: Spec) -> bool:
-    p = spec.parallelism
+def _sequence_long_enough(facts: Facts) -> bool:
+    p = facts.parallelism
     unit = (p.tensor or 1) if p.sequence else 1
     return (
         p.context_or_default == 1
-        or spec.training is None
-        or spec.training.sequence_length >= 2 * p.context_or_default * unit
+        or facts.training is None
+        or facts.training.sequence_length >= 2 * p.context_or_default * unit
     )
 
 
-def _ulysses_divides_context(spec: Spec) -> bool:
-    p = spec.parallelism
+def _ulysses_divides_context(facts: Facts) -> bool:
+    p = facts.parallelism
     if p.ulysses is None:
         return p.context_method is not ContextMethod.RING_ULYSSES
     return p.context_method is ContextMethod.RING_ULYSSES and p.context_or_default % p.ulysses == 0
 
 
-def _heads_exchange(spec: Spec) -> bool:
-    p, model = spec.parallelism, spec.model
+def _heads_exchange(facts: Facts) -> bool:
+    p, model = facts.parallelism, facts.model
     if model is None or model.heads is None:
         return True
     ranks = head_exchange_ranks(p.context_method, p.context_or_default, p.ulysses)
     return ranks == 1 or heads_divide(model.heads, model.kv_heads or model.heads, p.tensor or 1, ranks)
 
 
-CONTEXT_RULES = (
+CONTEXT_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.context",
         "times 2, and times `parallelism.tensor` when `parallelism.sequence` is true, must be at most "

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
 
-def _data(spec: Spec) -> DataSpec:
+def _data(facts: Facts) -> DataSpec:
     """The data; where there is none, data that every rule lets pass."""
-    return spec.data if spec.data is not None else DataSpec(source=DataSource.PYTHON_STDLIB)
+    return facts.data if facts.data is not None else DataSpec(source=DataSource.PYTHON_STDLIB)
 
 
-def _one_place_for_files(spec: Spec) -> bool:
-    data = _data(spec)
+def _one_place_for_files(facts: Facts) -> bool:
+    data = _data(facts)
     return (data.claim_name is not None) + (data.uri is not None) == (data.source is DataSource.FILES)
 
 
-def _files_alone(spec: Spec) -> bool:
-    data = _data(spec)
+def _files_alone(facts: Facts) -> bool:
+    data = _data(facts)
     rows = {"packing": data.packing, "balance": data.balance, "held_out": data.held_out}
     placed = DataSpec(source=data.source, claim_name=data.claim_name, uri=data.uri, **rows)
     return data.source is DataSource.FILES or data == placed
 
 
-def _tokenizer_has_file(spec: Spec) -> bool:
-    data = _data(spec)
+def _tokenizer_has_file(facts: Facts) -> bool:
+    data = _data(facts)
     return (data.tokenizer is Tokenizer.BYTE) == (data.tokenizer_file is None)
 
 
-def _field_for_records(spec: Spec) -> bool:
-    data = _data(spec)
+def _field_for_records(facts: Facts) -> bool:
+    data = _data(facts)
     return data.format in (DataFormat.JSON_LINES, DataFormat.PARQUET) or data.field == "text"
 
 
-def _balance_has_documents(spec: Spec) -> bool:
-    return not _data(spec).balance or _data(spec).packing is Packing.DOCUMENTS
+def _balance_has_documents(facts: Facts) -> bool:
+    return not _data(facts).balance or _data(facts).packing is Packing.DOCUMENTS
 
 
-DATA_RULES = (
+DATA_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "data.balance",
         "needs `data.packing: Documents`: rows that are one document each cost the same",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule, divides
 
 _DATA = "self.parallelism.dataParallel"
 _STAGE = "self.parallelism.zeroStage"
 
 
-def _stage_of_strategy(spec: Spec) -> bool:
-    strategy = spec.parallelism.data_parallel.strategy
-    return strategy is None or spec.parallelism.zero_stage in strategy.zero_stages
+def _stage_of_strategy(facts: Facts) -> bool:
+    strategy = facts.parallelism.data_parallel.strategy
+    return strategy is None or facts.parallelism.zero_stage in strategy.zero_stages
 
 
 def _stage_of_strategy_cel() -> str:
@@ -26,43 +26,43 @@ def _stage_of_strategy_cel() -> str:
     return f"!has({_DATA}.strategy) || {cases}"
 
 
-def _hybrid(spec: Spec) -> bool:
-    data = spec.parallelism.data_parallel
+def _hybrid(facts: Facts) -> bool:
+    data = facts.parallelism.data_parallel
     hybrid = data.strategy in (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_ZERO2)
     return not hybrid or data.shard_size is not None
 
 
-def _sharded(spec: Spec) -> bool:
-    return spec.parallelism.data_parallel.shard_size is None or spec.parallelism.zero_stage > 0
+def _sharded(facts: Facts) -> bool:
+    return facts.parallelism.data_parallel.shard_size is None or facts.parallelism.zero_stage > 0
 
 
-def _resharded(spec: Spec) -> bool:
-    size = spec.parallelism.data_parallel.reshard_size
-    return size is None or (spec.parallelism.zero_stage == 3 and divides(size, spec.replicas))
+def _resharded(facts: Facts) -> bool:
+    size = facts.parallelism.data_parallel.reshard_size
+    return size is None or (facts.parallelism.zero_stage == 3 and divides(size, facts.replicas))
 
 
-def _compressed(spec: Spec) -> bool:
-    compression = spec.parallelism.data_parallel.compression
-    return compression is GradientCompression.NONE or spec.parallelism.zero_stage == 0
+def _compressed(facts: Facts) -> bool:
+    compression = facts.parallelism.data_parallel.compression
+    return compression is GradientCompression.NONE or facts.parallelism.zero_stage == 0
 
 
-def _command_owns_replicas(spec: Spec) -> bool:
-    data = spec.parallelism.data_parallel
+def _command_owns_replicas(facts: Facts) -> bool:
+    data = facts.parallelism.data_parallel
     set_here = data.strategy or data.shard_size or data.reshard_size
-    return spec.runtime.command is None or (not set_here and data.compression is GradientCompression.NONE)
+    return facts.runtime.command is None or (not set_here and data.compression is GradientCompression.NONE)
 
 
-def _islands_split(spec: Spec) -> bool:
-    outer = spec.training.outer if spec.training is not None else None
-    return outer is None or outer.islands is None or divides(outer.islands, spec.replicas)
+def _islands_split(facts: Facts) -> bool:
+    outer = facts.training.outer if facts.training is not None else None
+    return outer is None or outer.islands is None or divides(outer.islands, facts.replicas)
 
 
-def _rounds_fit_checkpoints(spec: Spec) -> bool:
-    outer = spec.training.outer if spec.training is not None else None
-    return outer is None or spec.checkpoint is None or spec.checkpoint.interval % outer.every_steps == 0
+def _rounds_fit_checkpoints(facts: Facts) -> bool:
+    outer = facts.training.outer if facts.training is not None else None
+    return outer is None or facts.checkpoint is None or facts.checkpoint.interval % outer.every_steps == 0
 
 
-REPLICA_RULES = (
+REPLICA_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.dataParallel.strategy",
         "does not go with `parallelism.zeroStage`: DDP and NO_SHARD need 0, ZeRO 1 or 2, FSDP 2 or 3, SHARD_GRAD_OP "
@@ -86,7 +86,7 @@ REPLICA_RULES = (
         "parallelism.dataParallel.shardSize",
         "must divide `replicas`",
         f"!has({_DATA}.shardSize) || self.replicas % {_DATA}.shardSize == 0",
-        lambda spec: divides(spec.parallelism.data_parallel.shard_size, spec.replicas),
+        lambda facts: divides(facts.parallelism.data_parallel.shard_size, facts.replicas),
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",

@@ -3,56 +3,56 @@
 from __future__ import annotations
 
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.training import OptimizerName, OptimizerOffload
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
 
-def _masters_unless_bf16(spec: Spec) -> bool:
-    training = spec.training
+def _masters_unless_bf16(facts: Facts) -> bool:
+    training = facts.training
     return training is None or training.master_weights or training.precision is Precision.BF16
 
 
-def _masters_for_muon(spec: Spec) -> bool:
-    training = spec.training
+def _masters_for_muon(facts: Facts) -> bool:
+    training = facts.training
     return training is None or training.master_weights or training.optimizer.name is OptimizerName.ADAMW
 
 
-def _offload_needs_adamw(spec: Spec) -> bool:
-    training = spec.training
+def _offload_needs_adamw(facts: Facts) -> bool:
+    training = facts.training
     if training is None or training.optimizer.offload is OptimizerOffload.NONE:
         return True
     return training.master_weights and training.optimizer.name is OptimizerName.ADAMW
 
 
-def _path_for_file(spec: Spec) -> bool:
-    optimizer = spec.training.optimizer if spec.training is not None else None
+def _path_for_file(facts: Facts) -> bool:
+    optimizer = facts.training.optimizer if facts.training is not None else None
     if optimizer is None:
         return True
     return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
 
 
-def _path_for_parameters(spec: Spec) -> bool:
-    training = spec.training
+def _path_for_parameters(facts: Facts) -> bool:
+    training = facts.training
     return training is None or training.parameter_offload_path is None or training.parameter_offload
 
 
-def _fp8_precision(spec: Spec) -> bool:
-    training = spec.training
+def _fp8_precision(facts: Facts) -> bool:
+    training = facts.training
     return training is None or training.fp8 is None or training.precision in (Precision.BF16, Precision.FP32)
 
 
-def _fp8_without_lora(spec: Spec) -> bool:
-    training = spec.training
+def _fp8_without_lora(facts: Facts) -> bool:
+    training = facts.training
     return training is None or training.fp8 is None or training.lora is None
 
 
-def _rowwise_is_dynamic(spec: Spec) -> bool:
-    fp8 = spec.training.fp8 if spec.training is not None else None
+def _rowwise_is_dynamic(facts: Facts) -> bool:
+    fp8 = facts.training.fp8 if facts.training is not None else None
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
 
 
-MEMORY_RULES = (
+MEMORY_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.masterWeights",
         "may only be false with `training.precision: bf16`, which has the range of fp32",

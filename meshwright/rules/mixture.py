@@ -6,59 +6,60 @@ from collections.abc import Callable
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model_parts import Activation
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule, divides
 
 _NO_MIXTURE_OR = "!has(self.model) || !has(self.model.mixture) || "
 
 
-def _mixture(spec: Spec) -> MixtureSpec | None:
-    return spec.model.mixture if spec.model is not None else None
+def _mixture(facts: Facts) -> MixtureSpec | None:
+    return facts.model.mixture if facts.model is not None else None
 
 
-def _on_mixture(holds: Callable[[MixtureSpec], bool]) -> Callable[[Spec], bool]:
+def _on_mixture(holds: Callable[[MixtureSpec], bool]) -> Callable[[Facts], bool]:
     """A rule on the mixture alone; it holds where there is none."""
 
-    def check(spec: Spec) -> bool:
-        mixture = _mixture(spec)
+    def check(facts: Facts) -> bool:
+        mixture = _mixture(facts)
         return mixture is None or holds(mixture)
 
     return check
 
 
-def _has_experts(spec: Spec) -> bool:
-    model = spec.model
-    named = model is not None and (model.preset is not None or model.hugging_face is not None)
-    return (spec.parallelism.expert or 1) == 1 or named or _mixture(spec) is not None
+def _has_experts(facts: Facts) -> bool:
+    model = facts.model
+    return (facts.parallelism.expert or 1) == 1 or (
+        model is not None and (model.mixture is not None or model.heads is None)
+    )
 
 
-def _experts_divide(spec: Spec) -> bool:
-    mixture = _mixture(spec)
-    return mixture is None or divides(spec.parallelism.expert, mixture.experts)
+def _experts_divide(facts: Facts) -> bool:
+    mixture = _mixture(facts)
+    return mixture is None or divides(facts.parallelism.expert, mixture.experts)
 
 
-def _expert_width_splits(spec: Spec) -> bool:
-    mixture, tensor = _mixture(spec), spec.parallelism.tensor
-    return mixture is None or not spec.parallelism.expert_tensor or divides(tensor, mixture.intermediate_size)
+def _expert_width_splits(facts: Facts) -> bool:
+    mixture, tensor = _mixture(facts), facts.parallelism.tensor
+    return mixture is None or not facts.parallelism.expert_tensor or divides(tensor, mixture.intermediate_size)
 
 
-def _whole_experts_allowed(spec: Spec) -> bool:
-    fp8 = spec.training is not None and spec.training.fp8 is not None
-    return spec.parallelism.expert_tensor or (spec.parallelism.sequence and not fp8)
+def _whole_experts_allowed(facts: Facts) -> bool:
+    fp8 = facts.training is not None and facts.training.fp8 is not None
+    return facts.parallelism.expert_tensor or (facts.parallelism.sequence and not fp8)
 
 
-def _shared_width_splits(spec: Spec) -> bool:
-    mixture, tensor = _mixture(spec), spec.parallelism.tensor
+def _shared_width_splits(facts: Facts) -> bool:
+    mixture, tensor = _mixture(facts), facts.parallelism.tensor
     return mixture is None or divides(tensor, mixture.shared_intermediate_size)
 
 
-def _has_mixture_layer(spec: Spec) -> bool:
-    mixture, layers = _mixture(spec), spec.model.layers if spec.model is not None else None
+def _has_mixture_layer(facts: Facts) -> bool:
+    mixture, layers = _mixture(facts), facts.model.layers if facts.model is not None else None
     return mixture is None or layers is None or mixture.dense_layers + mixture.every <= layers
 
 
-def _swiglu(spec: Spec) -> bool:
-    model = spec.model
+def _swiglu(facts: Facts) -> bool:
+    model = facts.model
     if model is None or model.mixture is None:
         return True
     return model.gated is not False and not model.biases and model.activation in (None, Activation.SILU)
@@ -68,7 +69,7 @@ def _router_has_gradient(mixture: MixtureSpec) -> bool:
     return mixture.per_token > 1 or not mixture.renormalize or mixture.router is not Router.SOFTMAX
 
 
-MIXTURE_RULES = (
+MIXTURE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "model.mixture.perToken",
         "must be at most `model.mixture.experts`",
@@ -127,14 +128,14 @@ MIXTURE_RULES = (
         "needs `model.mixture`, or a `model.preset` or `model.huggingFace` that has one: without experts there is "
         "nothing to spread",
         "!has(self.parallelism.expert) || self.parallelism.expert == 1"
-        " || (has(self.model) && (has(self.model.preset) || has(self.model.huggingFace) || has(self.model.mixture)))",
+        " || (has(self.model) && (has(self.model.mixture) || !has(self.model.heads)))",
         _has_experts,
     ),
     Rule(
         "parallelism.expert",
         "must divide `replicas` times `context`: experts are spread over ranks that hold the same dense parameters",
         "!has(self.parallelism.expert) || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
-        lambda spec: divides(spec.parallelism.expert, spec.replicas * spec.parallelism.context_or_default),
+        lambda facts: divides(facts.parallelism.expert, facts.replicas * facts.parallelism.context_or_default),
     ),
     Rule(
         "parallelism.expert",

@@ -7,51 +7,57 @@ import re
 from meshwright.api.data import Tokenizer
 from meshwright.api.model import ModelSpec
 from meshwright.api.model_parts import Norm
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.data.tokenizers import BYTE_VOCABULARY
+from meshwright.rules.facts import Facts, ModelFacts
 from meshwright.rules.rule import Rule, divides
-
-BYTE_VOCABULARY = 257
-"""The 256 byte values and the document separator."""
-
 
 _NUMBERS = [name for name in ModelSpec.model_fields if name not in ("preset", "hugging_face")]
 _ANY_NUMBER = " || ".join(f"has(self.model.{ModelSpec.model_fields[name].alias or name})" for name in _NUMBERS)
 
 
-def _model(spec: Spec) -> ModelSpec:
-    """The model; where there is none, one that every rule lets pass."""
-    return spec.model if spec.model is not None else ModelSpec(preset="none")
+_NO_MODEL = ModelSpec(preset="none")
+"""A model that every rule lets pass."""
 
 
-def _preset_alone(spec: Spec) -> bool:
-    model = _model(spec)
+def _model(facts: Facts) -> ModelFacts:
+    """The model's numbers; where there is no model, none of them."""
+    return facts.model if facts.model is not None else _NO_MODEL
+
+
+def _model_spec(spec: ParallelTrainingJobSpec) -> ModelSpec:
+    return spec.model if spec.model is not None else _NO_MODEL
+
+
+def _preset_alone(spec: ParallelTrainingJobSpec) -> bool:
+    model = _model_spec(spec)
     return model.preset is None or model == ModelSpec(preset=model.preset)
 
 
-def _configuration_alone(spec: Spec) -> bool:
-    model = _model(spec)
+def _configuration_alone(spec: ParallelTrainingJobSpec) -> bool:
+    model = _model_spec(spec)
     return model.hugging_face is None or all(getattr(model, name) is None for name in _NUMBERS)
 
 
-def _is_configuration(spec: Spec) -> bool:
-    text = _model(spec).hugging_face
+def _is_configuration(spec: ParallelTrainingJobSpec) -> bool:
+    text = _model_spec(spec).hugging_face
     return text is None or (re.match(r"[ \t\r\n]*[{]", text) is not None and '"model_type"' in text)
 
 
-def _numbers_complete(spec: Spec) -> bool:
-    m = _model(spec)
+def _numbers_complete(spec: ParallelTrainingJobSpec) -> bool:
+    m = _model_spec(spec)
     needed = (m.layers, m.hidden_size, m.intermediate_size, m.heads, m.vocab_size)
     return m.preset is not None or m.hugging_face is not None or None not in needed
 
 
-def _vocabulary_holds_bytes(spec: Spec) -> bool:
-    size = _model(spec).vocab_size
-    byte = spec.data is not None and spec.data.tokenizer is Tokenizer.BYTE
+def _vocabulary_holds_bytes(facts: Facts) -> bool:
+    size = _model(facts).vocab_size
+    byte = facts.data is not None and facts.data.tokenizer is Tokenizer.BYTE
     return not byte or size is None or size >= BYTE_VOCABULARY
 
 
-def _latent_alone(spec: Spec) -> bool:
-    m = _model(spec)
+def _latent_alone(facts: Facts) -> bool:
+    m = _model(facts)
     if m.latent is None:
         return True
     grouped = m.kv_heads is not None and m.heads is not None and m.kv_heads != m.heads
@@ -59,22 +65,22 @@ def _latent_alone(spec: Spec) -> bool:
     return m.latent.rope_size % 2 == 0 and not others
 
 
-def _scaling_is_possible(spec: Spec) -> bool:
-    m = _model(spec)
+def _scaling_is_possible(facts: Facts) -> bool:
+    m = _model(facts)
     scaling = m.rope_scaling
     return scaling is None or (not m.positions and scaling.high_frequency_factor > scaling.low_frequency_factor)
 
 
-def _positions_suffice(spec: Spec) -> bool:
-    rows = _model(spec).positions
-    return not rows or spec.training is None or rows >= spec.training.sequence_length
+def _positions_suffice(facts: Facts) -> bool:
+    rows = _model(facts).positions
+    return not rows or facts.training is None or rows >= facts.training.sequence_length
 
 
 def _twice(number: int | None) -> int | None:
     return None if number is None else 2 * number
 
 
-MODEL_RULES = (
+MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     Rule(
         "model.preset",
         "excludes every other field of `model`: remove them, or remove `preset` and describe the model in numbers",
@@ -104,12 +110,16 @@ MODEL_RULES = (
         " && has(self.model.intermediateSize) && has(self.model.heads) && has(self.model.vocabSize))",
         _numbers_complete,
     ),
+)
+"""Rules on the form in which a model is given."""
+
+MODEL_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "model.kvHeads",
         "must divide `model.heads`: each key and value head serves the same number of query heads",
         "!has(self.model) || !has(self.model.heads) || !has(self.model.kvHeads)"
         " || self.model.heads % self.model.kvHeads == 0",
-        lambda spec: divides(_model(spec).kv_heads, _model(spec).heads),
+        lambda facts: divides(_model(facts).kv_heads, _model(facts).heads),
     ),
     Rule(
         "model.hiddenSize",
@@ -117,22 +127,22 @@ MODEL_RULES = (
         "rotary positions turn pairs",
         "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize) || has(self.model.headSize)"
         " || self.model.hiddenSize % (2 * self.model.heads) == 0",
-        lambda spec: (
-            _model(spec).head_size is not None or divides(_twice(_model(spec).heads), _model(spec).hidden_size)
+        lambda facts: (
+            _model(facts).head_size is not None or divides(_twice(_model(facts).heads), _model(facts).hidden_size)
         ),
     ),
     Rule(
         "model.headSize",
         "must be even: rotary positions turn pairs",
         "!has(self.model) || !has(self.model.headSize) || self.model.headSize % 2 == 0",
-        lambda spec: divides(2, _model(spec).head_size),
+        lambda facts: divides(2, _model(facts).head_size),
     ),
     Rule(
         "model.biases",
         "needs `model.norm: LayerNorm`: RMSNorm has no bias; use `model.attentionBiases` for those of attention alone",
         "!has(self.model) || !has(self.model.biases) || !self.model.biases"
         " || (has(self.model.norm) && self.model.norm == 'LayerNorm')",
-        lambda spec: not _model(spec).biases or _model(spec).norm is Norm.LAYER_NORM,
+        lambda facts: not _model(facts).biases or _model(facts).norm is Norm.LAYER_NORM,
     ),
     Rule(
         "model.latent",
@@ -163,9 +173,9 @@ MODEL_RULES = (
     ),
     Rule(
         "model.vocabSize",
-        "must be at least 257 with `data.tokenizer: Byte`: the 256 byte values and a document separator",
+        f"must be at least {BYTE_VOCABULARY} with `data.tokenizer: Byte`: the 256 byte values and a document separator",
         "!has(self.model) || !has(self.model.vocabSize) || !has(self.data) || self.data.tokenizer != 'Byte'"
-        " || self.model.vocabSize >= 257",
+        f" || self.model.vocabSize >= {BYTE_VOCABULARY}",
         _vocabulary_holds_bytes,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule, divides
 from meshwright.schedules.registry import cel_list, kind_of, schedules_where
 
@@ -22,93 +22,97 @@ _ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES = f"self.parallelism.schedule in {cel_li
 _ASYNCHRONOUS = cel_list(schedules_where(lambda kind: kind.asynchronous))
 
 
-def least_world_size(spec: Spec) -> int:
+def least_world_size(facts: Facts) -> int:
     """The number of ranks, a degree that is left out counted as 1."""
-    p = spec.parallelism
-    return (p.tensor or 1) * (p.pipeline or 1) * p.context_or_default * spec.replicas
+    p = facts.parallelism
+    return (p.tensor or 1) * (p.pipeline or 1) * p.context_or_default * facts.replicas
 
 
-def _world_size(spec: Spec) -> int | None:
+def _world_size(facts: Facts) -> int | None:
     """The number of ranks, where the spec alone decides it."""
-    p = spec.parallelism
-    known = spec.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
-    return least_world_size(spec) if known else None
+    p = facts.parallelism
+    known = facts.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
+    return least_world_size(facts) if known else None
 
 
-def _whole_workers(spec: Spec) -> bool:
-    return divides(spec.workers.gpus_per_worker, _world_size(spec))
+def _gpus_per_worker(facts: Facts) -> int | None:
+    return None if facts.workers is None else facts.workers.gpus_per_worker
 
 
-def _worker_limit(spec: Spec) -> bool:
-    world = _world_size(spec)
-    return world is None or world <= MAX_WORKERS * spec.workers.gpus_per_worker
+def _whole_workers(facts: Facts) -> bool:
+    return divides(_gpus_per_worker(facts), _world_size(facts))
 
 
-def _aligned_groups(spec: Spec) -> bool:
-    tensor, gpus = spec.parallelism.tensor, spec.workers.gpus_per_worker
-    return tensor is None or tensor % gpus == 0 or gpus % tensor == 0
+def _worker_limit(facts: Facts) -> bool:
+    world, gpus = _world_size(facts), _gpus_per_worker(facts)
+    return world is None or gpus is None or world <= MAX_WORKERS * gpus
 
 
-def _heads_split(spec: Spec) -> bool:
-    return spec.model is None or divides(spec.parallelism.tensor, spec.model.heads)
+def _aligned_groups(facts: Facts) -> bool:
+    tensor, gpus = facts.parallelism.tensor, _gpus_per_worker(facts)
+    return tensor is None or gpus is None or tensor % gpus == 0 or gpus % tensor == 0
 
 
-def _kv_heads_split(spec: Spec) -> bool:
-    return spec.model is None or divides(spec.parallelism.tensor, spec.model.kv_heads)
+def _heads_split(facts: Facts) -> bool:
+    return facts.model is None or divides(facts.parallelism.tensor, facts.model.heads)
 
 
-def _feed_forward_splits(spec: Spec) -> bool:
-    return spec.model is None or divides(spec.parallelism.tensor, spec.model.intermediate_size)
+def _kv_heads_split(facts: Facts) -> bool:
+    return facts.model is None or divides(facts.parallelism.tensor, facts.model.kv_heads)
 
 
-def _vocabulary_splits(spec: Spec) -> bool:
-    return spec.model is None or divides(spec.parallelism.tensor, spec.model.vocab_size)
+def _feed_forward_splits(facts: Facts) -> bool:
+    return facts.model is None or divides(facts.parallelism.tensor, facts.model.intermediate_size)
 
 
-def _stages_have_micro_batches(spec: Spec) -> bool:
-    count, pipeline = spec.parallelism.micro_batches, spec.parallelism.pipeline
+def _vocabulary_splits(facts: Facts) -> bool:
+    return facts.model is None or divides(facts.parallelism.tensor, facts.model.vocab_size)
+
+
+def _stages_have_micro_batches(facts: Facts) -> bool:
+    count, pipeline = facts.parallelism.micro_batches, facts.parallelism.pipeline
     return (
-        kind_of(spec.parallelism.order).micro_batches_per_rank == 0
+        kind_of(facts.parallelism.order).micro_batches_per_rank == 0
         or count is None
         or pipeline is None
         or count >= pipeline
     )
 
 
-def _stages_have_sequences(spec: Spec) -> bool:
-    if spec.training is None or kind_of(spec.parallelism.order).micro_batches_per_rank == 0:
+def _stages_have_sequences(facts: Facts) -> bool:
+    if facts.training is None or kind_of(facts.parallelism.order).micro_batches_per_rank == 0:
         return True
-    return spec.training.global_batch_size >= spec.replicas * (spec.parallelism.pipeline or 1)
+    return facts.training.global_batch_size >= facts.replicas * (facts.parallelism.pipeline or 1)
 
 
-def _tied_on_one_stage(spec: Spec) -> bool:
-    tied = spec.model is not None and bool(spec.model.tie_embeddings)
-    one_stage = (spec.parallelism.pipeline or 1) == 1
-    return not tied or one_stage or not kind_of(spec.parallelism.order).asynchronous
+def _tied_on_one_stage(facts: Facts) -> bool:
+    tied = facts.model is not None and bool(facts.model.tie_embeddings)
+    one_stage = (facts.parallelism.pipeline or 1) == 1
+    return not tied or one_stage or not kind_of(facts.parallelism.order).asynchronous
 
 
-def _sequence_splits(spec: Spec) -> bool:
-    length = spec.training.sequence_length if spec.training is not None else None
-    return not spec.parallelism.sequence or divides(spec.parallelism.tensor, length)
+def _sequence_splits(facts: Facts) -> bool:
+    length = facts.training.sequence_length if facts.training is not None else None
+    return not facts.parallelism.sequence or divides(facts.parallelism.tensor, length)
 
 
-def _tensor_overlap_has_collectives(spec: Spec) -> bool:
-    p = spec.parallelism
+def _tensor_overlap_has_collectives(facts: Facts) -> bool:
+    p = facts.parallelism
     return not p.tensor_overlap or (p.sequence and p.tensor is not None and p.tensor > 1)
 
 
-def _tensor_overlap_has_plain_products(spec: Spec) -> bool:
-    training = spec.training
-    return not spec.parallelism.tensor_overlap or training is None or (training.fp8 is None and training.lora is None)
+def _tensor_overlap_has_plain_products(facts: Facts) -> bool:
+    training = facts.training
+    return not facts.parallelism.tensor_overlap or training is None or (training.fp8 is None and training.lora is None)
 
 
-PARALLELISM_RULES = (
+PARALLELISM_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "replicas",
         "`replicas` times `parallelism.tensor`, `parallelism.pipeline` and `parallelism.context` must be at most "
         "65536: lower one of them",
         f"{_WORLD_SIZE} <= {MAX_WORLD_SIZE}",
-        lambda spec: least_world_size(spec) <= MAX_WORLD_SIZE,
+        lambda facts: least_world_size(facts) <= MAX_WORLD_SIZE,
     ),
     Rule(
         "workers.gpusPerWorker",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 from meshwright.schedules.pipeline_layout import stages_per_rank
 from meshwright.schedules.registry import cel_list, kind_of, schedules_where
@@ -29,80 +29,80 @@ _HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1
 _HAS_MICRO_BATCHES = f"{_HAS_PIPELINE} && has(self.parallelism.microBatches)"
 
 
-def _ranks(spec: Spec) -> int:
+def _ranks(facts: Facts) -> int:
     """Pipeline ranks; 1 where the planner chooses them."""
-    return spec.parallelism.pipeline or 1
+    return facts.parallelism.pipeline or 1
 
 
-def _kind(spec: Spec) -> PipelineScheduleKind:
-    return kind_of(spec.parallelism.order)
+def _kind(facts: Facts) -> PipelineScheduleKind:
+    return kind_of(facts.parallelism.order)
 
 
-def _virtual_stages_belong(spec: Spec) -> bool:
-    return spec.parallelism.virtual_stages is None or _kind(spec).virtual_stages
+def _virtual_stages_belong(facts: Facts) -> bool:
+    return facts.parallelism.virtual_stages is None or _kind(facts).virtual_stages
 
 
-def _activation_limit_belongs(spec: Spec) -> bool:
-    return spec.parallelism.activation_limit is None or _kind(spec).takes_activation_limit
+def _activation_limit_belongs(facts: Facts) -> bool:
+    return facts.parallelism.activation_limit is None or _kind(facts).takes_activation_limit
 
 
-def _stages(spec: Spec) -> int:
-    return _ranks(spec) * stages_per_rank(spec.parallelism, _ranks(spec))
+def _stages(facts: Facts) -> int:
+    return _ranks(facts) * stages_per_rank(facts.parallelism, _ranks(facts))
 
 
-def _layer_split_covers_stages(spec: Spec) -> bool:
-    split = spec.parallelism.layer_split
-    return split is None or (spec.parallelism.pipeline is not None and len(split) == _stages(spec))
+def _layer_split_covers_stages(facts: Facts) -> bool:
+    split = facts.parallelism.layer_split
+    return split is None or (facts.parallelism.pipeline is not None and len(split) == _stages(facts))
 
 
-def _layer_split_adds_up(spec: Spec) -> bool:
-    split, layers = spec.parallelism.layer_split, spec.model.layers if spec.model is not None else None
+def _layer_split_adds_up(facts: Facts) -> bool:
+    split, layers = facts.parallelism.layer_split, facts.model.layers if facts.model is not None else None
     return split is None or layers is None or sum(split) == layers
 
 
-def _stages_have_layers(spec: Spec) -> bool:
-    layers = spec.model.layers if spec.model is not None else None
-    return layers is None or layers >= _stages(spec)
+def _stages_have_layers(facts: Facts) -> bool:
+    layers = facts.model.layers if facts.model is not None else None
+    return layers is None or layers >= _stages(facts)
 
 
-def _micro_batches_fill_rounds(spec: Spec) -> bool:
-    p, ranks = spec.parallelism, _ranks(spec)
-    return not _kind(spec).whole_rounds or p.micro_batches is None or p.micro_batches % ranks == 0
+def _micro_batches_fill_rounds(facts: Facts) -> bool:
+    p, ranks = facts.parallelism, _ranks(facts)
+    return not _kind(facts).whole_rounds or p.micro_batches is None or p.micro_batches % ranks == 0
 
 
-def _dual_pipe_ranks_even(spec: Spec) -> bool:
-    return not _kind(spec).even or _ranks(spec) == 1 or _ranks(spec) % 2 == 0
+def _dual_pipe_ranks_even(facts: Facts) -> bool:
+    return not _kind(facts).even or _ranks(facts) == 1 or _ranks(facts) % 2 == 0
 
 
-def _dual_pipe_micro_batches(spec: Spec) -> bool:
-    count, ranks, kind = spec.parallelism.micro_batches, _ranks(spec), _kind(spec)
+def _dual_pipe_micro_batches(facts: Facts) -> bool:
+    count, ranks, kind = facts.parallelism.micro_batches, _ranks(facts), _kind(facts)
     if ranks == 1 or count is None or kind.micro_batches_per_rank < 2:
         return True
     return (not kind.even or count % 2 == 0) and count >= 2 * ranks
 
 
-def _pipedream_one_micro_batch(spec: Spec) -> bool:
-    p = spec.parallelism
-    return not _kind(spec).single_micro_batch or _ranks(spec) == 1 or p.micro_batches in (None, 1)
+def _pipedream_one_micro_batch(facts: Facts) -> bool:
+    p = facts.parallelism
+    return not _kind(facts).single_micro_batch or _ranks(facts) == 1 or p.micro_batches in (None, 1)
 
 
-def _asynchronous_without_clipping(spec: Spec) -> bool:
-    if spec.training is None or _ranks(spec) == 1 or not _kind(spec).asynchronous:
+def _asynchronous_without_clipping(facts: Facts) -> bool:
+    if facts.training is None or _ranks(facts) == 1 or not _kind(facts).asynchronous:
         return True
-    return spec.training.optimizer.gradient_clip == 0
+    return facts.training.optimizer.gradient_clip == 0
 
 
-def _asynchronous_without_rematerialization(spec: Spec) -> bool:
-    return not _kind(spec).asynchronous or not spec.parallelism.rematerialize
+def _asynchronous_without_rematerialization(facts: Facts) -> bool:
+    return not _kind(facts).asynchronous or not facts.parallelism.rematerialize
 
 
-def _asynchronous_without_mixture(spec: Spec) -> bool:
-    mixed = spec.model is not None and spec.model.mixture is not None
-    return not mixed or not _kind(spec).asynchronous
+def _asynchronous_without_mixture(facts: Facts) -> bool:
+    mixed = facts.model is not None and facts.model.mixture is not None
+    return not mixed or not _kind(facts).asynchronous
 
 
-def _asynchronous_without_zero(spec: Spec) -> bool:
-    return not _kind(spec).asynchronous or spec.parallelism.zero_stage == 0
+def _asynchronous_without_zero(facts: Facts) -> bool:
+    return not _kind(facts).asynchronous or facts.parallelism.zero_stage == 0
 
 
 _STAGES_CEL = (
@@ -112,7 +112,7 @@ _STAGES_CEL = (
     f" : ({_is_one_of(lambda kind: kind.v_shaped)} ? 2 : 1)))"
 )
 
-PIPELINE_RULES = (
+PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.virtualStages",
         "needs `schedule: Interleaved1F1B` or `LoopedBFS`: leave it out with others",

@@ -18,7 +18,7 @@ def _first_worker_of_command(spec: Spec) -> bool:
     return spec.success_policy is SuccessPolicy.ALL_WORKERS or spec.runtime.command is not None
 
 
-POLICY_RULES = (
+POLICY_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "recovery.maxRestarts",
         f"must be at most {MAX_COUNTED_IN_WINDOW} with `recovery.restartWindowSeconds`: lower it, or remove the window",

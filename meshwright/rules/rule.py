@@ -1,40 +1,44 @@
-"""One rule, in both languages."""
+"""One rule: a field, what must hold of it, and the condition in CEL and in Python."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from meshwright.api.spec import ParallelTrainingJobSpec
+Subject = TypeVar("Subject", contravariant=True)
 
 UNTIL_CHOSEN = {"self.parallelism.context": "1", "self.parallelism.schedule": "'1F1B'"}
 """What rules take a field for that is left out and chosen later; Python's side are properties of `ParallelismSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A condition on the whole spec."""
+class Rule(Generic[Subject]):
+    """A condition on a whole spec, or, as `Rule[Facts]`, on a spec and on a resolved run alike."""
 
     field: str
     """The field to blame: a path below `spec`."""
-    message: str
-    """What must hold, and the fix."""
-    cel: str
-    """The condition over `self`, the spec with its defaults."""
-    holds: Callable[[ParallelTrainingJobSpec], bool]
-    """The same condition."""
+    text: str | Callable[[], str]
+    """What must hold, and the fix. A function where it names pipeline schedules: one may register later."""
+    condition: str | Callable[[], str]
+    """The condition in CEL over `self`, the spec with its defaults; a function for the same reason."""
+    holds: Callable[[Subject], bool]
+    """The same condition in Python."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cel", _until_chosen(self.cel))
+    @property
+    def message(self) -> str:
+        """What must hold, and the fix."""
+        return self.text if isinstance(self.text, str) else self.text()
 
-
-def _until_chosen(cel: str) -> str:
-    """A condition that reads what stands for a field where that is left out."""
-    for field, default in UNTIL_CHOSEN.items():
-        read = rf"(?<!has\(){re.escape(field)}\b"
-        cel = re.sub(read, f"(has({field}) ? {field} : {default})", cel)
-    return cel
+    @property
+    def cel(self) -> str:
+        """The condition for the API server, which reads what stands for a field where that is left out."""
+        cel = self.condition if isinstance(self.condition, str) else self.condition()
+        for field, default in UNTIL_CHOSEN.items():
+            read = rf"(?<!has\(){re.escape(field)}\b"
+            cel = re.sub(read, f"(has({field}) ? {field} : {default})", cel)
+        return cel
 
 
 def divides(divisor: int | None, number: int | None) -> bool:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from meshwright.api.parallelism import ContextMethod
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
 
-def _command_excludes_model(spec: Spec) -> bool:
-    return spec.runtime.command is None or (spec.model is None and spec.data is None and spec.training is None)
+def _command_excludes_model(facts: Facts) -> bool:
+    return facts.runtime.command is None or (facts.model is None and facts.data is None and facts.training is None)
 
 
-def _command_or_model(spec: Spec) -> bool:
-    is_complete = spec.model is not None and spec.data is not None and spec.training is not None
-    return spec.runtime.command is not None or is_complete
+def _command_or_model(facts: Facts) -> bool:
+    is_complete = facts.model is not None and facts.data is not None and facts.training is not None
+    return facts.runtime.command is not None or is_complete
 
 
-def _command_owns_checkpoints(spec: Spec) -> bool:
-    checkpoint = spec.checkpoint
+def _command_owns_checkpoints(facts: Facts) -> bool:
+    checkpoint = facts.checkpoint
     is_set = checkpoint is not None and (checkpoint.every_steps is not None or checkpoint.keep is not None)
-    return spec.runtime.command is None or not is_set
+    return facts.runtime.command is None or not is_set
 
 
-def _command_owns_schedule(spec: Spec) -> bool:
-    p = spec.parallelism
+def _command_owns_schedule(facts: Facts) -> bool:
+    p = facts.parallelism
     defaults_kept = p.context_method is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
     defaults_kept = defaults_kept and p.sequence and p.expert_tensor and not p.tensor_overlap
-    return spec.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and defaults_kept)
+    return facts.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and defaults_kept)
 
 
-RUNTIME_RULES = (
+RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "runtime.command",
         "`runtime.command` excludes `model`, `data` and `training`: remove them, or remove the command",
@@ -47,7 +47,7 @@ RUNTIME_RULES = (
         "runtime.scripts",
         "may only be set with `runtime.command`, which runs them: remove it, or add a command",
         "!has(self.runtime.scripts) || has(self.runtime.command)",
-        lambda spec: spec.runtime.scripts is None or spec.runtime.command is not None,
+        lambda facts: facts.runtime.scripts is None or facts.runtime.command is not None,
     ),
     Rule(
         "checkpoint",

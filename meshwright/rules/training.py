@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from meshwright.api.lora import LoraTarget
-from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
 
-def _batch_splits(spec: Spec) -> bool:
-    return spec.training is None or spec.training.global_batch_size % spec.replicas == 0
+def _batch_splits(facts: Facts) -> bool:
+    return facts.training is None or facts.training.global_batch_size % facts.replicas == 0
 
 
-def _micro_batches_split(spec: Spec) -> bool:
-    micro_batches = spec.parallelism.micro_batches
-    if spec.training is None or micro_batches is None:
+def _micro_batches_split(facts: Facts) -> bool:
+    micro_batches = facts.parallelism.micro_batches
+    if facts.training is None or micro_batches is None:
         return True
-    return spec.training.global_batch_size % (spec.replicas * micro_batches) == 0
+    return facts.training.global_batch_size % (facts.replicas * micro_batches) == 0
 
 
-def _warm_up_ends(spec: Spec) -> bool:
-    return spec.training is None or spec.training.optimizer.warmup_steps <= spec.training.steps
+def _warm_up_ends(facts: Facts) -> bool:
+    return facts.training is None or facts.training.optimizer.warmup_steps <= facts.training.steps
 
 
-def _evaluated_on_something(spec: Spec) -> bool:
-    evaluated = spec.training is not None and spec.training.evaluation is not None
-    return not evaluated or spec.data is None or spec.data.held_out > 0
+def _evaluated_on_something(facts: Facts) -> bool:
+    evaluated = facts.training is not None and facts.training.evaluation is not None
+    return not evaluated or facts.data is None or facts.data.held_out > 0
 
 
-def _rate_decays(spec: Spec) -> bool:
-    optimizer = spec.training.optimizer if spec.training is not None else None
+def _rate_decays(facts: Facts) -> bool:
+    optimizer = facts.training.optimizer if facts.training is not None else None
     return optimizer is None or optimizer.min_learning_rate <= optimizer.learning_rate
 
 
-def _every_layer_is_adapted(spec: Spec) -> bool:
-    model, training = spec.model, spec.training
+def _every_layer_is_adapted(facts: Facts) -> bool:
+    model, training = facts.model, facts.training
     if model is None or training is None or training.lora is None:
         return True
     there = {LoraTarget.QUERY, LoraTarget.OUTPUT}
@@ -45,7 +45,7 @@ def _every_layer_is_adapted(spec: Spec) -> bool:
     return not there.isdisjoint(training.lora.targets)
 
 
-TRAINING_RULES = (
+TRAINING_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.globalBatchSize",
         "must be divisible by `replicas`: each replica takes the same number of sequences",

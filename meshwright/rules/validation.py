@@ -1,11 +1,65 @@
-"""The rules of `rules/` for objects that never passed admission: from another CRD version, or read from a file."""
+"""The rule book: every rule once, and the questions that admission, planner and ranks ask of it.
+
+- The CRD carries the CEL of `SPEC_RULES` (`x-kubernetes-validations` of `spec`), and `check_spec` runs the same
+  conditions in Python, for objects that never passed admission. A test feeds both languages the same specs.
+- `FACT_RULES` are those of them on what is run: a resolved run is asked for them too.
+- A search asks per candidate: `is_allowed(facts)` stops at the first broken rule, `broken_rules(facts)` returns all of
+  them. `facts` is a spec, or `ResolvedFacts(replicas, parallelism, model, data, training, ...)` with the degrees of the
+  candidate in `parallelism`; None stays open. For many candidates that differ in a few fields alone,
+  `rules_on(facts, fields)` returns the rules that read one of these, once, for `is_allowed(candidate, rules)`.
+
+A degree that is left out is chosen later, so a rule about it holds until then; with `runtime.command` no planner
+chooses and such a degree is 1. Messages name the field and the fix. Nothing here knows torch.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.rules import SPEC_RULES, TRANSITIONS
+from meshwright.rules.context import CONTEXT_RULES
+from meshwright.rules.data import DATA_RULES
+from meshwright.rules.data_parallel import REPLICA_RULES
+from meshwright.rules.facts import Facts
+from meshwright.rules.memory import MEMORY_RULES
+from meshwright.rules.mixture import MIXTURE_RULES
+from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
+from meshwright.rules.parallelism import PARALLELISM_RULES
+from meshwright.rules.pipeline import PIPELINE_RULES
+from meshwright.rules.recovery import POLICY_RULES
+from meshwright.rules.rule import Rule
+from meshwright.rules.runtime import RUNTIME_RULES
+from meshwright.rules.training import TRAINING_RULES
+from meshwright.rules.transition import TRANSITIONS
+from meshwright.rules.volumes import VOLUMES_RULES
+from meshwright.rules.workers import WORKERS_RULES
+
+FACT_RULES: tuple[Rule[Facts], ...] = (
+    *MODEL_RULES,
+    *PARALLELISM_RULES,
+    *CONTEXT_RULES,
+    *REPLICA_RULES,
+    *MIXTURE_RULES,
+    *PIPELINE_RULES,
+    *TRAINING_RULES,
+    *MEMORY_RULES,
+    *DATA_RULES,
+)
+"""Rules on what is run, of a spec and of a resolved run."""
+
+SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
+    *RUNTIME_RULES,
+    *MODEL_FORM_RULES,
+    *FACT_RULES,
+    *WORKERS_RULES,
+    *VOLUMES_RULES,
+    *POLICY_RULES,
+)
+"""Every rule of a spec: those above, and those on what no run has, such as worker pods."""
+
+_READ = re.compile(r"self\.(replicas|[a-z]\w*\.\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +80,24 @@ def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
 def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> list[Problem]:
     """What an edit of a started job changes and may not, in the order of the table; empty for an edit that is fine."""
     return [Problem(t.field, t.message) for t in TRANSITIONS if not t.holds(running, wanted)]
+
+
+def broken_rules(facts: Facts) -> list[Rule[Facts]]:
+    """The rules that these facts break, in the order of the table; a rule whose facts are open holds."""
+    return [rule for rule in FACT_RULES if not rule.holds(facts)]
+
+
+def is_allowed(facts: Facts, rules: Iterable[Rule[Facts]] = FACT_RULES) -> bool:
+    """Whether these facts break none of the rules."""
+    return all(rule.holds(facts) for rule in rules)
+
+
+def rules_on(facts: Facts, fields: Sequence[str]) -> tuple[Rule[Facts], ...]:
+    """The rules to ask about candidates that differ from `facts` in these fields alone, for `is_allowed`.
+
+    Args:
+        facts: what all candidates share.
+        fields: `replicas`, or a part and a field of it on the wire, such as `parallelism.tensor`.
+    """
+    changed = set(fields)
+    return tuple(rule for rule in FACT_RULES if not rule.holds(facts) or changed & set(_READ.findall(rule.cel)))

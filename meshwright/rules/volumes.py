@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.volumes import VolumeSpec
 from meshwright.rules.rule import Rule
 
@@ -24,7 +25,7 @@ def _plain_path(volume: VolumeSpec) -> bool:
     return ".." not in volume.mount_path.split("/")
 
 
-VOLUMES_RULES = (
+VOLUMES_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "workers.volumes",
         "must have exactly one of `claimName`, `configMapName`, `secretName` and `scratch`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.workers import EnvVar, Toleration
 from meshwright.rules.rule import Rule
 
@@ -46,7 +47,7 @@ def _none_begins(path: str, prefixes: tuple[str, ...]) -> str:
     return f"!self.{path}.exists(k, {' || '.join(f'k.startsWith({prefix!r})' for prefix in prefixes)})"
 
 
-WORKERS_RULES = (
+WORKERS_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "workers.labels",
         f"must not begin with {' or '.join(LABEL_PREFIXES)}: these are the operator's own, rename them",

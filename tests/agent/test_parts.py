@@ -10,6 +10,8 @@ import pytest
 
 from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
+from meshwright_worker.agent.agent import TrainingLog
+from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.metrics import TrainerMetrics
 from meshwright_worker.agent.rank_environment import (
     process_environment,
@@ -17,10 +19,8 @@ from meshwright_worker.agent.rank_environment import (
     rank_task,
     resolve_script_paths,
 )
-from meshwright_worker.agent.rank_output import MAX_LINE, OutputPump
+from meshwright_worker.agent.rank_process import MAX_LINE, OutputPump
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
-from meshwright_worker.agent.store_port import FIRST_PORT, LAST_PORT, ReservedPort
-from meshwright_worker.agent.training_log import TrainingLog
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.fork_server import decode_request, encode_request

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from meshwright.protocol.messages import Evaluation, FailureKind, MeshDocument, MeshRequest, WorkerState
-from meshwright_worker.agent.report import build_report
 from meshwright_worker.agent.state_machine import (
     Action,
     AgentStateMachine,
@@ -16,6 +15,7 @@ from meshwright_worker.agent.state_machine import (
     KillRanks,
     StartRanks,
     TerminateRanks,
+    build_report,
 )
 from meshwright_worker.rank.messages import (
     CheckpointSaved,

@@ -11,7 +11,7 @@ import pytest
 from meshwright.api.edits import LIVE, NEXT_START, REFUSED, Effect, effect_of, restarting_parts, with_live_fields
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.crd.definition import custom_resource_definition
-from meshwright.rules import TRANSITIONS
+from meshwright.rules.transition import TRANSITIONS
 from meshwright.rules.validation import check_edit
 from tests.rules.test_rules import COMMAND, GOOD, changed
 

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import OuterMethod
+from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.protocol.messages import RunConfig
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors
-from meshwright_worker.data.corpus import open_corpus
-from meshwright_worker.data.packing import make_batch
+from meshwright_worker.data.batch import make_batch
+from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.sample_order import SampleStream
-from meshwright_worker.data.tokenizer_record import SEPARATOR
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.parallel.shards import ParameterShard
@@ -93,7 +93,7 @@ def samples_of(step: int, batch: int, length: int, vocabulary: int) -> torch.Ten
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
     ends = torch.rand(tokens.shape, generator=generator) < 1 / 6
-    return tokens.masked_fill(ends, SEPARATOR)
+    return tokens.masked_fill(ends, BYTE_SEPARATOR)
 
 
 @uses_kept_mesh
@@ -140,7 +140,7 @@ class Training:
     def step(self, number: int) -> None:
         samples = samples_of(number, self._batch, self._length, self._vocabulary)[self._first :][: self._share]
         mine = (number - 1) * self._batch + self._first
-        batch = make_batch(samples, self._data, SEPARATOR, range(mine, mine + self._share))
+        batch = make_batch(samples, self._data, BYTE_SEPARATOR, range(mine, mine + self._share))
         result = self.trainer.step(number, batch)
         self._results += [result] if result is not None else []
 
@@ -183,7 +183,7 @@ def count_a_step(task: RankTask) -> Traffic:
         trainer = Trainer(task.run, model, training, mesh)
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
-        batch = make_batch(samples[mesh.coordinates.data * share :][:share], data, SEPARATOR)
+        batch = make_batch(samples[mesh.coordinates.data * share :][:share], data, BYTE_SEPARATOR)
         trainer.step(1, batch)
         with Counting() as counting:
             trainer.step(2, batch)

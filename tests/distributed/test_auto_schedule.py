@@ -16,8 +16,12 @@ from meshwright.protocol.messages import RunConfig
 from meshwright.schedules.actions import ActionKind, Schedule
 from meshwright.schedules.measured_costs import PipelineTimes
 from meshwright_worker.parallel.pipeline import auto_schedule
-from meshwright_worker.parallel.pipeline.auto_schedule import MEASURED_STEPS, WARM_UP_STEPS, AutoScheduleExecutor
-from meshwright_worker.parallel.pipeline.stage_timer import Stopwatch
+from meshwright_worker.parallel.pipeline.auto_schedule import (
+    MEASURED_STEPS,
+    WARM_UP_STEPS,
+    AutoScheduleExecutor,
+    Stopwatch,
+)
 from meshwright_worker.rank.task import RankTask, StepReport
 from tests.distributed.cases import Trained, train_fully, trained
 from tests.distributed.configs import small_run

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright_worker.memory import memory_options
-from meshwright_worker.parallel.compile_layers import compile_layers
+from meshwright_worker.parallel import parallelize
+from meshwright_worker.parallel.parallelize import compile_layers
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import Trained, trained
 from tests.distributed.configs import small_run
@@ -56,8 +56,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def train_traced(task: RankTask, steps: int) -> Trained:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    whole = memory_options.compile_layers
-    memory_options.compile_layers = partial(compile_layers, backend="aot_eager")
+    whole = parallelize.compile_layers
+    parallelize.compile_layers = partial(compile_layers, backend="aot_eager")
     try:
         with kept_mesh(task) as mesh:
             told = trained(task.run, mesh, steps)
@@ -65,7 +65,7 @@ def train_traced(task: RankTask, steps: int) -> Trained:
         assert (traced > 0) == (task.run.training is not None and task.run.training.compile), traced
         return told
     finally:
-        memory_options.compile_layers = whole
+        parallelize.compile_layers = whole
         torch.compiler.reset()
 
 

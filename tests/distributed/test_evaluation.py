@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.api.data import DataSpec
 from meshwright.protocol.messages import RunConfig
-from meshwright_worker.data.corpus import CorpusError, open_corpus
-from meshwright_worker.data.holdout import split_held_out
+from meshwright_worker.data.corpus import CorpusError, split_held_out
+from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.rank.task import StepReport
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run

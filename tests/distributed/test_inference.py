@@ -15,8 +15,13 @@ from meshwright.api.precision import Precision
 from meshwright.protocol.messages import RunConfig
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.distributed.mesh import join_mesh
-from meshwright_worker.inference.checks import check_layout
-from meshwright_worker.inference.model import CachedModel, inference_run, load_full_model, load_sharded_model
+from meshwright_worker.inference.model import (
+    CachedModel,
+    check_layout,
+    inference_run,
+    load_full_model,
+    load_sharded_model,
+)
 from meshwright_worker.inference.sampling import sample
 from meshwright_worker.models.moe import iter_moe_layers
 from meshwright_worker.rank.task import RankTask

@@ -12,9 +12,8 @@ import torch
 from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.precision import Precision
 from meshwright.protocol.messages import RunConfig
-from meshwright_worker.data.batch import IGNORED
+from meshwright_worker.data.batch import IGNORED, make_batch
 from meshwright_worker.data.mixture import open_stream
-from meshwright_worker.data.packing import make_batch
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer import train as training_loop
 from tests.distributed.cases import Recorder, train_fully

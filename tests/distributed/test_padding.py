@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Precision
-from meshwright.models.model_flops import flops_per_token
+from meshwright.data.tokenizers import BYTE_SEPARATOR
+from meshwright.models.counts import training_flops
 from meshwright.protocol.messages import RunConfig
+from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.mixture import open_stream
-from meshwright_worker.data.packing import make_batch
-from meshwright_worker.data.tokenizer_record import SEPARATOR
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask, StepReport
 from meshwright_worker.trainer.run_validation import validate_run
@@ -37,9 +37,9 @@ LENGTHS = [[3, 9, 5, 4, 2, 7, 4, 6], [16, 3, 4, 4, 5, 2, 6, 3]]
 def padded_samples(step: int, vocabulary: int) -> torch.Tensor:
     """Rows of a prompt of one or two tokens, a completion and padding, as `InstructionStream` gives them."""
     generator = torch.Generator().manual_seed(step)
-    rows = torch.full((BATCH, LENGTH + 1), ~SEPARATOR)
+    rows = torch.full((BATCH, LENGTH + 1), ~BYTE_SEPARATOR)
     for row, length in zip(rows, LENGTHS[step - 1], strict=True):
-        tokens = torch.randint(0, min(vocabulary, SEPARATOR), (length + 1,), generator=generator)
+        tokens = torch.randint(0, min(vocabulary, BYTE_SEPARATOR), (length + 1,), generator=generator)
         prompt = 1 + length % 2
         row[: length + 1] = torch.cat((~tokens[:prompt], tokens[prompt:]))
     return rows
@@ -75,7 +75,7 @@ def train_on_padded_rows(task: RankTask) -> Seen:
             for number in range(1, STEPS + 1):
                 numbers = range((number - 1) * BATCH + first, (number - 1) * BATCH + first + share)
                 samples = padded_samples(number, model.vocab_size)[first : first + share]
-                batch = make_batch(samples, data, SEPARATOR, numbers)
+                batch = make_batch(samples, data, BYTE_SEPARATOR, numbers)
                 results.append(trainer.step(number, batch))
             results += trainer.drain()
         told = [result for result in results if result is not None]
@@ -149,5 +149,5 @@ def test_throughput_counts_no_padding(pool: RankPool, tmp_path: Path, layout: di
             # The last token is only predicted.
             lengths = [int((row >= 0).nonzero().max()) for row in rows]
             assert report.tokens == sum(lengths)
-            want = sum(length * flops_per_token(run.architecture, length) for length in lengths)
+            want = sum(length * training_flops(run.architecture, length) for length in lengths)
             assert report.model_flops == pytest.approx(want, rel=1e-2)

@@ -76,7 +76,7 @@ class Api:
         return [event["reason"] for event in await self.events(job)]
 
     async def posted(self, job: str, *reasons: str) -> list[Object]:
-        """The job's events of these reasons, once each reason has one: events are posted after the status is written."""
+        """The job's events of these reasons, once each has one: events are posted after the status is written."""
 
         async def all_there() -> bool:
             return set(reasons) <= set(await self.reasons(job))

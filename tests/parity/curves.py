@@ -81,8 +81,9 @@ def page(references: Mapping[str | None, list[float]], found: Mapping[str, list[
     lines = [
         "# Loss curves",
         "",
-        f"A small decoder trains {STEPS} steps on the source of the Python standard library, in one process and in each",
-        f"layout. The loss of every step must be within {LIMIT:.0%} of the single process. `make parity` writes this page.",
+        f"A small decoder trains {STEPS} steps on the source of the Python standard library, in one process and in",
+        f"each layout. The loss of every step must be within {LIMIT:.0%} of that of one process. `make parity`",
+        "writes this page.",
         "",
         *(
             f"One process, {mixture or 'dense'}: {sum(curve[:10]) / 10:.4f} over the first ten steps, "

@@ -27,10 +27,10 @@ _NUMBERS = "fp32 loss | fp32 gradients | fp64 gradients | fp64 parameters"
 
 HEAD = f"""# Parity: every technique compared with one process
 
-Each row trains a small decoder twice, in a parallel layout and in one process, with the same seed and samples: one AdamW
-step in fp32, and {STEPS} steps in fp64. It compares the loss of every step, every gradient of the first step and every
-parameter after the last. An error is the largest absolute difference over all ranks, relative to the largest element
-of the tensor. `make parity` writes this page; `make test` runs a part of the rows.
+Each row trains a small decoder twice, in a parallel layout and in one process, with the same seed and samples: one
+AdamW step in fp32, and {STEPS} steps in fp64. It compares the loss of every step, every gradient of the first step and
+every parameter after the last. An error is the largest absolute difference over all ranks, relative to the largest
+element of the tensor. `make parity` writes this page; `make test` runs a part of the rows.
 
 Some techniques do not take the steps of one process. They are compared with their definition, also computed in one
 process (`tests/parity/definitions.py`):
@@ -41,8 +41,9 @@ process (`tests/parity/definitions.py`):
 
 The limits are {LIMITS[Precision.FP32][0]:g} for fp32 losses and gradients, {LIMITS[Precision.FP64][0]:g} for fp64 \
 gradients and {LIMITS[Precision.FP64][1]:g} for fp64 parameters.
-Rows that round on purpose (compression, 8-bit and 16-bit formats) show their own limit of gradients. Their losses differ by
-at most that limit or {LOSS_OF_ROUNDED:g}, whichever is less. Results in 16-bit formats are in the fp32 columns.
+Rows that round on purpose (compression, 8-bit and 16-bit formats) show their own limit of gradients. Their losses
+differ by at most that limit or {LOSS_OF_ROUNDED:g}, whichever is less. Results in 16-bit formats are in the fp32
+columns.
 """
 
 

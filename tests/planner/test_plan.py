@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.huggingface.runtime_config import config_from_architecture
-from meshwright.models.model_spec import to_model_spec
+from meshwright.models.huggingface.reader import to_model_spec
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError

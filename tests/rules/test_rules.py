@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.rules import SPEC_RULES, Rule
-from meshwright.rules.validation import check_spec
+from meshwright.rules.rule import Rule
+from meshwright.rules.validation import SPEC_RULES, check_spec
 from meshwright_local.apiserver.schema.cel import compile_expression
 
 GOOD: dict[str, Any] = {
@@ -333,7 +333,7 @@ CASES = [
 ]
 
 
-def broken_in_cel(spec: ParallelTrainingJobSpec) -> list[Rule]:
+def broken_in_cel(spec: ParallelTrainingJobSpec) -> list[Rule[ParallelTrainingJobSpec]]:
     """The rules that CEL refuses, over the spec with the defaults that the API server fills in."""
     defaulted = spec.wire()
     return [rule for rule in SPEC_RULES if compile_expression(rule.cel).evaluate({"self": defaulted}) is not True]

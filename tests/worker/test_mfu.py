@@ -12,11 +12,10 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright_worker.agent.metrics import TrainerMetrics
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.memory.memory_options import apply_memory_options
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.lora import apply_lora
-from meshwright_worker.parallel.parallelize import LocalStage
+from meshwright_worker.parallel.parallelize import LocalStage, apply_memory_options
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 from meshwright_worker.precision.loss_scale import LossScale
 from meshwright_worker.rank.task import StepReport

@@ -22,9 +22,8 @@ from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.inference.checkpoint_tokenizer import BYTES, tokenizer_for
-from meshwright_worker.inference.checks import check_temperature
 from meshwright_worker.inference.model import CachedModel, inference_run, load_full_model, load_sharded_model
-from meshwright_worker.inference.sampling import sample
+from meshwright_worker.inference.sampling import check_temperature, sample
 from meshwright_worker.rank.torchrun import task_from_environment
 
 

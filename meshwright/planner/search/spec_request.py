@@ -57,7 +57,7 @@ def search_request(
 def pinned_request(
     spec: ParallelTrainingJobSpec, cost_model: CostModel, gpus: int, techniques: Techniques = MESHWRIGHT_TECHNIQUES
 ) -> SearchRequest:
-    """A search in which what the job states stays as it is: nothing else is worth comparing it with."""
+    """A search that keeps every choice that the job sets."""
     stated, training = spec.parallelism, cost_model.job.training
     return SearchRequest(
         cost_model.work,

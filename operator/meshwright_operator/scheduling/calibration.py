@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class CalibrationLoop:
-    """Keeps the placer's calibration up to date."""
+    """Keeps the scheduler's calibration up to date."""
 
     def __init__(self, cache: Cache, scheduler: JobScheduler) -> None:
         self._cache = cache
@@ -54,7 +54,7 @@ class CalibrationLoop:
         """Refits now; in a thread, since many jobs on many nodes take a while to read."""
         jobs = list(self._cache.jobs.values())
         found = await asyncio.to_thread(self._refitted, jobs)
-        self._scheduler.calibration = found
+        self._scheduler.recalibrate(found)
         if changed := sorted(gpu for gpu in found.constants if self._changed_enough(gpu, found)):
             self._logged = {**self._logged, **{gpu: found.constants[gpu] for gpu in changed}}
             log.info("recalibrated", extra={"gpus": changed})
@@ -97,7 +97,7 @@ class CalibrationLoop:
             return None
         requirements = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
         if requirements not in inventories:
-            inventories[requirements] = self._scheduler.nodes(spec)
+            inventories[requirements] = self._scheduler.inventory(spec)
         cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])
         if cost_model is None:
             return None

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from meshwright.api import labels
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.protocol.messages import MeshRequest
-from meshwright.rules import SPEC_RULES
-from meshwright.rules.validation import check_edit, check_spec
+from meshwright.rules.validation import SPEC_RULES, check_edit, check_spec
 from meshwright_operator.decide.revision import revision_of
 from tests.golden import files
 from tests.golden.operator.machine import Machine, make_nodes, play

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import MeshRequest, WorkerReport
 from meshwright_worker.agent import state_machine as decisions
 from meshwright_worker.agent.coordinator_client import CoordinatorClient
@@ -28,16 +29,19 @@ from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.metrics import TrainerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
 from meshwright_worker.agent.rank_process import process_state
-from meshwright_worker.agent.report import build_report
 from meshwright_worker.agent.settings import Settings
-from meshwright_worker.agent.training_log import TrainingLog
+from meshwright_worker.agent.state_machine import build_report
 from meshwright_worker.rank import messages
+from meshwright_worker.rank.task import StepReport
 
 log = logging.getLogger(__name__)
 
 # A run is complete only once the operator knows it: a finished pod that did not report would count as lost.
 COMPLETE_REPORT_SECONDS = 30.0
 LAST_REPORT_SECONDS = 2.0
+
+# Minimum interval between lines, so that fast steps do not flood the log.
+LINE_SECONDS = 1.0
 
 
 class Agent:
@@ -274,3 +278,29 @@ class Agent:
 
 def _time_of_day() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+class TrainingLog:
+    """Selects the steps that the pod's log shows, for `kubectl logs -f`.
+
+    These are the first of a generation, the last of the run, else at most one per second.
+    """
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total = total_steps
+        self._last: float | None = None
+
+    def line(self, report: StepReport, tokens_per_second: float, now: float) -> str | None:
+        """Return the line for this step, or None; `now` is monotonic seconds."""
+        due = self._last is None or now - self._last >= LINE_SECONDS or report.step == self._total
+        evaluated = report.evaluation_loss
+        due = due or evaluated is not None
+        if not due:
+            return None
+        self._last = now
+        step = f"{report.step}/{self._total}" if self._total else str(report.step)
+        return (
+            f"step {step} loss={report.loss:.4f} lr={report.learning_rate:.3g} grad_norm={report.gradient_norm:.3g}"
+            f" tokens/s={tokens_per_second:.0f} step_seconds={report.seconds:.3f}"
+            + (f" eval_loss={evaluated:.4f} perplexity={perplexity(evaluated):.4g}" if evaluated is not None else "")
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 
-from meshwright_worker.agent.command_rank import start_command
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.rank_environment import (
@@ -15,12 +16,15 @@ from meshwright_worker.agent.rank_environment import (
     rank_task,
     resolve_script_paths,
 )
-from meshwright_worker.agent.rank_process import RankHandle, supervise
+from meshwright_worker.agent.rank_process import RankHandle, start_command, supervise
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
-from meshwright_worker.agent.store_port import ReservedPort
 
 CLEAN_UP_SECONDS = 3.0
+
+FIRST_PORT = 20000
+LAST_PORT = 32767
+PORT_TRIES = 64
 
 
 class LaunchError(Exception):
@@ -119,3 +123,33 @@ def write_line(line: str) -> None:
     """Write one line to the pod's log."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+class ReservedPort:
+    """The free port on which this pod would host the rendezvous store of the next generation, reserved until `release`.
+
+    The port must be announced before rank 0 is chosen, and be free when rank 0 listens on it later. Until then a socket
+    that is bound but does not listen reserves it. The port lies below the kernel's range for outgoing connections, so
+    that none of these can take it between release and use. It is reserved on every address, because the store listens
+    on every address.
+    """
+
+    def __init__(self) -> None:
+        self._socket = _bind()
+        self.number: int = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        """Free the port for rank 0's store."""
+        self._socket.close()
+
+
+def _bind() -> socket.socket:
+    for _ in range(PORT_TRIES):
+        candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            candidate.bind(("", random.randint(FIRST_PORT, LAST_PORT)))  # noqa: S311 - spreading, not secrecy
+        except OSError:
+            candidate.close()
+            continue
+        return candidate
+    raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT} in {PORT_TRIES} tries")

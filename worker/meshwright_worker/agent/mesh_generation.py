@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,15 +17,38 @@ from meshwright.protocol.messages import (
     RankProcess,
     WorkerState,
 )
-from meshwright_worker.agent.throughput import Throughput
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import Outcome, StepReport
+
+THROUGHPUT_STEPS = 20
 
 # 128 + SIGTERM. A command that exits with it reports: I saved and stopped, because this rank or a peer was asked to;
 # restart me.
 EXIT_STOPPED = 143
 IDLE_SECONDS = 5.0
 """After this time without a message, a report includes the state of a rank's process."""
+
+
+class Throughput:
+    """Mean step time and tokens per second over the last steps, so that one slow step has little effect."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=THROUGHPUT_STEPS)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add one step that processed `tokens` tokens over the entire job in `seconds`."""
+        self._steps.append((tokens, seconds))
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a step; 0 before the first step."""
+        return sum(seconds for _, seconds in self._steps) / len(self._steps) if self._steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the entire job; 0 before the first step."""
+        seconds = sum(seconds for _, seconds in self._steps)
+        return sum(tokens for tokens, _ in self._steps) / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Live rank processes: reads their pipes, waits for their exit, and turns both into events in order."""
+"""Rank processes: starts commands, reads ranks' pipes, waits for their exit, and turns both into events in order."""
 
 from __future__ import annotations
 
@@ -6,22 +6,70 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright_worker.agent.events import EventQueue, RankExited, RankMessageReceived
-from meshwright_worker.agent.rank_output import OutputPump
 from meshwright_worker.rank import messages
 
-log = logging.getLogger(__name__)
+TAIL_LINES = 40
+MAX_LINE = 8192
+CHUNK = 65536
+# Progress bars end their updates with a carriage return.
+_END_OF_LINE = re.compile(rb"\r\n|\n|\r")
 
 # A process that a rank left behind may keep its pipes open; the rank's last output arrives long before this.
 OUTPUT_DRAIN_SECONDS = 1.0
-
-
 EVENT_BYTES = 1 << 20
 """Maximum size of an event: a step's event has an entry for each mixture layer, and there may be a thousand."""
+
+
+class OutputPump:
+    """Reads one rank's output until its end, and writes it to the pod's log with the rank as a prefix.
+
+    Writes only entire lines, since many ranks share the log. The last lines are kept for failures.
+    """
+
+    def __init__(self, rank: int, write_line: Callable[[str], None]) -> None:
+        self._prefix = f"[rank {rank}] "
+        self._write_line = write_line
+        self._partial_line = b""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Read until every process has closed the other end."""
+        while chunk := await reader.read(CHUNK):
+            self.feed(chunk)
+        self.close()
+
+    def feed(self, chunk: bytes) -> None:
+        """Take a chunk and write the lines that it completes. Splits lines longer than `MAX_LINE` bytes."""
+        *lines, self._partial_line = _END_OF_LINE.split(self._partial_line + chunk)
+        for line in lines:
+            self._emit(line)
+        while len(self._partial_line) > MAX_LINE:
+            self._emit(self._partial_line[:MAX_LINE])
+            self._partial_line = self._partial_line[MAX_LINE:]
+
+    def close(self) -> None:
+        """Write the rest of the output as the last line."""
+        if self._partial_line:
+            self._emit(self._partial_line)
+            self._partial_line = b""
+
+    def _emit(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        if text.strip():
+            self.tail.append(text)
+            self._write_line(self._prefix + text)
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +159,52 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0][:1]
     except (OSError, IndexError):
         return ""
+
+
+async def start_command(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankHandle:
+    """Start `command` with exactly `environment` as the process of `rank`.
+
+    It runs under a guard (`meshwright_worker.rank.command_guard`) that dies with this agent.
+
+    Raises:
+        OSError: no process can be started. If the command does not exist, this does not raise: its rank exits with 127.
+    """
+    output, output_write = await open_pipe()
+    lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "meshwright_worker.rank.command_guard", *command),
+            stdin=lifeline_read,
+            stdout=output_write,
+            stderr=output_write,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(lifeline)
+        output.close()
+        raise
+    finally:
+        os.close(lifeline_read)
+        os.close(output_write)
+    open_descriptors = [lifeline]
+
+    def kill_guard() -> None:
+        """Close the guard's standard input: it then kills every process of the command and exits."""
+        while open_descriptors:
+            os.close(open_descriptors.pop())
+
+    async def wait() -> int:
+        code = await process.wait()
+        kill_guard()
+        return code
+
+    def terminate() -> None:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal_process(process.pid, signal.SIGTERM)
+
+    return RankHandle(
+        rank=rank, pid=process.pid, wait=wait, terminate=terminate, kill=kill_guard, output=output, events=None
+    )

@@ -11,10 +11,17 @@ Every input method returns the resulting actions; the agent executes them in ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.protocol.messages import CheckpointCommit, FailureKind, MeshDocument, MeshMember, WorkerState
+from meshwright.protocol.messages import (
+    CheckpointCommit,
+    FailureKind,
+    MeshDocument,
+    MeshMember,
+    WorkerReport,
+    WorkerState,
+)
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
 
@@ -26,6 +33,8 @@ COMMAND_STOP_SECONDS = 2.0
 EXIT_COMPLETE = 0
 EXIT_REJECTED = 1
 EXIT_DRAINED = EXIT_STOPPED
+
+MAX_PHASES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +214,40 @@ class AgentStateMachine:
             self._sigterm_sent = True
             return [TerminateRanks(tuple(current.live))]
         return []
+
+
+def build_report(
+    state_machine: AgentStateMachine, now: float = 0.0, read_process_state: Callable[[int], str] = lambda _: ""
+) -> WorkerReport:
+    """Build the heartbeat: the agent's state in the coordinator's format.
+
+    It contains the complete state, so a lost report need not be repeated.
+
+    Args:
+        state_machine: the agent's state.
+        now: monotonic seconds.
+        read_process_state: returns the state letter of a process.
+    """
+    current = state_machine.current
+    if current is None:
+        return WorkerReport(
+            worker=state_machine.worker,
+            incarnation=state_machine.incarnation,
+            generation=state_machine.generation,
+            state=state_machine.state,
+        )
+    failure = current.failure
+    has_rank_zero = current.first_rank == 0
+    return WorkerReport(
+        worker=state_machine.worker,
+        incarnation=state_machine.incarnation,
+        generation=current.number,
+        state=state_machine.state,
+        ranks=current.processes(now, read_process_state),
+        failure=failure.kind if failure else None,
+        message=failure.message if failure else "",
+        progress=current.progress,
+        checkpoint=state_machine.checkpoint if has_rank_zero else None,
+        evaluation=current.evaluation,
+        phases=current.phases[:MAX_PHASES] if has_rank_zero else [],
+    )

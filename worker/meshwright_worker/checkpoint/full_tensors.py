@@ -11,10 +11,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError
-from meshwright_worker.checkpoint.manifest import Manifest, read_manifest
+from meshwright_worker.checkpoint.manifest import Manifest, check_files, read_manifest
 from meshwright_worker.checkpoint.safetensors_format import map_tensor
 from meshwright_worker.checkpoint.tensor_index import INDEX, decode
-from meshwright_worker.checkpoint.verification import check_files
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointVolumeError, DamagedCheckpointError
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
-from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, read_manifest_as
-from meshwright_worker.checkpoint.verification import check_files
+from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, check_files, read_manifest_as
 from meshwright_worker.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)

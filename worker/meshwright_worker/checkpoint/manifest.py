@@ -9,13 +9,25 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from meshwright.api.base import ApiModel
+from meshwright.api.data import Tokenizer
 from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
-from meshwright_worker.data.tokenizer_record import TokenizerRecord
+from meshwright_worker.checkpoint.safetensors_format import file_checksum
 
 MANIFEST = "meshwright.json"
 FORMAT = 1
+
+
+class TokenizerRecord(ApiModel):
+    """The tokenizer of a run's corpus, so that text can be generated from its checkpoints."""
+
+    kind: Tokenizer
+    """How text is tokenized."""
+    identity: str
+    """See `Tokenizer.identity`: a file with another identity gives other tokens."""
+    file: str | None = None
+    """Path or URI at which the run found the tokenizer's file; None for bytes."""
 
 
 class FileRecord(ApiModel):
@@ -162,3 +174,30 @@ def _foreign_version_error(directory: Path, reason: str) -> ForeignCheckpointErr
         f"{directory} was written by another version of Meshwright ({reason}): use that version's image, or move the "
         "checkpoint away to go on from the one before it"
     )
+
+
+def check_files(checkpoint: Path, manifest: BaseManifest, rank: int = 0, world_size: int = 1) -> None:
+    """Read every byte of this rank's share of a checkpoint's files; by default of all files.
+
+    Raises:
+        DamagedCheckpointError: one is missing, or differs from what was written.
+        OSError: one cannot be read, which does not mean that the checkpoint is damaged.
+    """
+    for name in sorted(manifest.files)[rank::world_size]:
+        check_file(checkpoint / name, manifest.files[name])
+
+
+def check_file(path: Path, record: FileRecord) -> None:
+    """Verify one file.
+
+    Raises:
+        DamagedCheckpointError, OSError: as `check_files`.
+    """
+    try:
+        actual = file_checksum(path)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is damaged: the file is missing") from None
+    if actual[0] != record.size:
+        raise DamagedCheckpointError(f"{path} is damaged: it has {actual[0]} bytes where {record.size} were written")
+    if actual[1] != record.crc32:
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")

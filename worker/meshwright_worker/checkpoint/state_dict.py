@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_worker.memory.pinned_memory import allocate_host_tensors
+from meshwright_worker.memory.host_memory import allocate_host_tensors
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.api.data_parallel import DataParallelSpec
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.custom_module.consistency_check import first_mismatch
 from meshwright_worker.custom_module.fsdp import apply_fsdp, check_fsdp_units, check_shardable
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.plan_resolution import ResolvedPlan, Role, resolve
@@ -24,8 +24,9 @@ from meshwright_worker.custom_module.rng import RandomStreams
 from meshwright_worker.custom_module.tensor_parallel import apply_tensor_parallel, check_sizes
 from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.init_weights import local_part
+from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW
-from meshwright_worker.optimizers.optimizer import AdamW, Optimizer
+from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.data_parallel import DataParallel, NoReduction
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
 from meshwright_worker.parallel.data.fsdp import preallocate_fsdp_storage
@@ -35,6 +36,8 @@ from meshwright_worker.parallel.tensor.tensor_parallel import replace_with_local
 
 ZERO_STAGES = (0, 1, 2, 3)
 FORMATS = (torch.float64, torch.float32, torch.bfloat16)
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -178,3 +181,26 @@ def _optimizer(replicas: DataParallel, spec: OptimizerSpec, seed: int) -> Optimi
         # In bf16, updates of less than a 256th of a weight would be lost.
         return BF16AdamW(replicas.shards, spec, seed)
     return AdamW(replicas.shards, spec)
+
+
+def first_mismatch(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str | None:
+    """Return the name of the first tensor that is not the same on every rank, bit for bit. Collective over all ranks.
+
+    No other check would detect that replicated tensors differ.
+
+    Every rank has the same names, and tensors stay on the device. Sums of bits are compared, so a permutation of the
+    same bits is not detected.
+    """
+    if not tensors or dist.get_world_size() == 1:
+        return None
+    sums = torch.stack([_sum_of_bits(tensor).to(device) for tensor in tensors.values()])
+    extremes = torch.cat((sums, -sums))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    highest, lowest = extremes.chunk(2)
+    return next((name for name, same in zip(tensors, (highest == -lowest).tolist(), strict=True) if not same), None)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.element_size()
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.detach().contiguous().view(_INTEGERS[min(size, plain.element_size())]).sum(dtype=torch.int64)

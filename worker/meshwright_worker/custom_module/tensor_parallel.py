@@ -20,7 +20,7 @@ from meshwright_worker.custom_module.tensor_parallel_layers import (
     RowLinear,
     SplitEmbedding,
 )
-from meshwright_worker.distributed.collectives import enter_tensor_parallel, exit_tensor_parallel
+from meshwright_worker.parallel.tensor.regions import enter_tensor_parallel, exit_tensor_parallel
 
 _DIMENSION = {Role.ROWS: 0, Role.COLUMNS: 1}
 

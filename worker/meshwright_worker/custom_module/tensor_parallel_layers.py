@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright_worker.distributed.collectives import all_gather_into, enter_tensor_parallel, exit_tensor_parallel
+from meshwright_worker.distributed.collectives import all_gather_into
 from meshwright_worker.models.layers import local
+from meshwright_worker.parallel.tensor.regions import enter_tensor_parallel, exit_tensor_parallel
 
 
 class ColumnLinear(nn.Linear):

@@ -16,8 +16,7 @@ from torch import nn
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.custom_module.batch_norm import BatchNormStatistics
 from meshwright_worker.custom_module.checkpoint import load, save
-from meshwright_worker.custom_module.consistency_check import first_mismatch
-from meshwright_worker.custom_module.parallelize import ParallelModule, parallelize
+from meshwright_worker.custom_module.parallelize import ParallelModule, first_mismatch, parallelize
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.rng import RandomStreams
 from meshwright_worker.distributed.mesh import REPLICA, TENSOR, Mesh, is_same_on_all_ranks

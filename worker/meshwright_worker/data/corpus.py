@@ -1,4 +1,4 @@
-"""A corpus as one long row of tokens, read on demand.
+"""A corpus as one long row of tokens, read on demand, and its division into training and held-out documents.
 
 In text files bytes are tokens: only file sizes are kept in memory, so a rank starts at once and the corpus may be
 larger than memory. Every other format is tokenized into shards first (`tokenized_shards`), unless it already is shards.
@@ -8,26 +8,19 @@ The page cache speeds up repeated reads.
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, LocalFolder, join_uri, open_folder
-from meshwright.data.shards import Tokens, TokenShards, TokensManifest, read_manifest
-from meshwright.data.tokenize import TextSource
+from meshwright.data.files import FileEntry, Folder, join_uri
+from meshwright.data.shards import Tokens, TokenShards
 from meshwright.data.tokenizers import BYTE_SEPARATOR
-from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
 
-_MAX_NAMED = 5
-"""Maximum number of files or directories in an error message."""
-_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_SCAN_TOKENS = 1 << 20
 
 
 class CorpusError(DataError):
@@ -149,96 +142,60 @@ class ShardCorpus(TokenShards):
         return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
 
-def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:
-    """Open the corpus that `data` names, or the mixture's corpus at `path`; `data_dir` is the root of the mounted
-    volume.
+class CorpusSlice:
+    """The tokens `first` to `last - 1` of a corpus; contains only full documents."""
+
+    def __init__(self, corpus: Corpus, first: int, last: int) -> None:
+        self._corpus = corpus
+        self._first = first
+        self._last = last
+
+    @property
+    def separator(self) -> int:
+        """See `Corpus.separator`."""
+        return self._corpus.separator
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Corpus.fingerprint`."""
+        return hashlib.sha256(f"{self._corpus.fingerprint}/{self._first}/{self._last}".encode()).hexdigest()
+
+    def documents(self, start: int, stop: int) -> list[int]:
+        """See `Corpus.documents`."""
+        return self._corpus.documents(self._first + start, self._first + stop)
+
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """See `Corpus.tokens`."""
+        return self._corpus.tokens(self._first + start, self._first + stop)
+
+
+def split_held_out(corpus: Corpus, share: float) -> tuple[CorpusSlice, CorpusSlice]:
+    """Split into training documents and held-out documents: the last ones, which are never trained on.
+
+    About `share` of the tokens are held out, from a document boundary on.
 
     Raises:
-        DataError: there is no volume, no file matches, or the corpus cannot be read.
+        CorpusError: there is no document boundary there.
     """
-    if data.source is DataSource.PYTHON_STDLIB:
-        library = LocalFolder(Path(sysconfig.get_path("stdlib")), _EXCLUDED_FOLDERS)
-        return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
-    root = data_root(data, data_dir)
-    folder = open_data_folder(data, data_dir, path)
-    if data.format is DataFormat.TOKENS:
-        shards = _open_shards(folder)
-        expected = open_data_tokenizer(data, root).identity
-        if shards.manifest.tokenizer != expected:
-            raise CorpusError(
-                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
-                "and `data.tokenizerFile` must be what wrote them"
-            )
-        return shards
-    source = data_source(data, folder, path)
-    entries = matching_files(source)
-    if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(folder, entries)
-    return ShardCorpus(tokenized_shards(source, open_data_tokenizer(data, root)))
+    cut = int(len(corpus) * (1 - share))
+    begin = _next_document(corpus, cut)
+    if not 0 < begin < len(corpus):
+        raise CorpusError(
+            f"`data.heldOut: {share}` holds out nothing: no document begins in the last {len(corpus) - cut} tokens; "
+            "a larger share, or more and shorter documents, would"
+        )
+    return CorpusSlice(corpus, 0, begin), CorpusSlice(corpus, begin, len(corpus))
 
 
-def matching_files(source: TextSource) -> list[FileEntry]:
-    """Return the files that match `data.pattern`.
-
-    Raises:
-        CorpusError: all of them are empty, or none matches; lists the existing files.
-    """
-    entries = source.files()
-    if any(entry.size for entry in entries):
-        return entries
-    existing = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
-    problem = f"`data.pattern: {source.pattern}` matches {'empty files alone' if entries else 'no file'}"
-    if not existing:
-        raise CorpusError(f"{problem}: there is none with any content")
-    more = f" and {len(existing) - _MAX_NAMED} more" if len(existing) > _MAX_NAMED else ""
-    raise CorpusError(f"{problem}; there are {', '.join(existing[:_MAX_NAMED])}{more}")
-
-
-def read_tokens_manifest(folder: Folder) -> TokensManifest:
-    """Read the manifest in the directory of a tokenized corpus.
-
-    Raises:
-        CorpusError: it is missing or cannot be read.
-    """
-    try:
-        return read_manifest(folder)
-    except DataError as error:
-        raise CorpusError(f"`data.format: Tokens`: {error}") from error
-
-
-def _open_shards(folder: Folder) -> ShardCorpus:
-    try:
-        return ShardCorpus(folder)
-    except DataError as error:
-        raise CorpusError(f"`data.format: Tokens`: {error}") from error
-
-
-def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
-    """Open the directory of the corpus, or of the mixture's corpus at `path`.
-
-    Raises:
-        DataError: no volume is mounted, or the directory does not exist; lists the existing ones.
-    """
-    root = data_root(data, data_dir)
-    try:
-        return open_folder(join_uri(root, path) if path else root)
-    except DataError as error:
-        if data.uri is not None:
-            raise
-        parent = Path(root) if path else Path(root).parent
-        existing = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
-        field = f"`data.mixture` with `path: {path}`" if path else "`data.claimName`"
-        raise CorpusError(f"{field}: {error}; folders there: {', '.join(existing[:_MAX_NAMED]) or 'none'}") from error
-
-
-def data_root(data: DataSpec, data_dir: str | None) -> str:
-    """Return the directory of the data, as a path or a URI.
-
-    Raises:
-        CorpusError: no volume is mounted.
-    """
-    if data.uri is not None:
-        return data.uri
-    if data_dir is None:
-        raise CorpusError("`data.source: Files` needs `data.claimName` or `data.uri`: no data volume is mounted")
-    return data_dir
+def _next_document(corpus: Corpus, start: int) -> int:
+    """Return where the first document at or after `start` begins; the end of the corpus if there is none."""
+    for position in range(max(0, start - 1), len(corpus), _SCAN_TOKENS):
+        separators = np.flatnonzero(
+            corpus.tokens(position, min(position + _SCAN_TOKENS, len(corpus))) == corpus.separator
+        )
+        if len(separators):
+            return position + int(separators[0]) + 1
+    return len(corpus)

@@ -9,8 +9,8 @@ import torch
 
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.data.corpus_mixture import Mixture
-from meshwright_worker.data.corpus import Corpus, CorpusError, data_root, naming_corpus, open_corpus, open_data_folder
-from meshwright_worker.data.holdout import split_held_out
+from meshwright_worker.data.corpus import Corpus, CorpusError, naming_corpus, split_held_out
+from meshwright_worker.data.open_corpus import data_root, open_corpus, open_data_folder
 from meshwright_worker.data.sample_order import SampleStream
 from meshwright_worker.data.sft import PromptCompletionStream, read_pairs, select_split
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer

@@ -1,18 +1,21 @@
-"""Maps sample number i of a run to its tokens. The mapping depends only on i, the corpus and the seed.
+"""Maps sample number i of a run to its tokens, and computes a digest of the consumed samples.
 
-Samples are numbered from the beginning of the run, over all epochs. A step consumes the next `global batch` numbers and
-each replica takes a slice of them. The number of consumed samples is therefore the entire position of the stream, and a
-change of layout neither loses nor repeats a sample.
+The mapping depends only on i, the corpus and the seed. Samples are numbered from the beginning of the run, over all
+epochs. A step consumes the next `global batch` numbers and each replica takes a slice of them. The number of consumed
+samples is therefore the entire position of the stream, and a change of layout neither loses nor repeats a sample.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from meshwright_worker.data.corpus import Corpus, CorpusError
 from meshwright_worker.data.permutation import Permutation
+
+MODULUS = 1 << 63
 
 
 class SampleStream:
@@ -73,3 +76,23 @@ class SampleStream:
 
     def _permutation(self, epoch: int) -> Permutation:
         return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")
+
+
+class SampleDigest:
+    """Digest of the samples that this process consumed since it started, as a number below 2^63.
+
+    It is equal for two runs exactly when they consumed the same samples. A sum of hashes is a multiset hash: it does
+    not depend on the order. Every replica sums its own hashes, and the total is the same in every layout and across
+    every restart. A lost or repeated sample changes it (Clarke et al., "Incremental Multiset Hash Functions", 2003: the
+    additive construction).
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, numbers: Sequence[int], samples: torch.Tensor) -> None:
+        """Add the samples of these numbers, int64 [count, length], as they were passed to the model."""
+        for number, row in zip(numbers, samples.cpu().numpy(), strict=True):
+            message = number.to_bytes(8, "little") + row.tobytes()
+            row_hash = hashlib.blake2b(message, digest_size=8).digest()
+            self.value = (self.value + int.from_bytes(row_hash, "little")) % MODULUS

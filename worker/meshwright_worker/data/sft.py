@@ -14,7 +14,8 @@ from meshwright.data.documents import SkippedRecords, encoding_problem, lines, p
 from meshwright.data.errors import CorruptRecordError
 from meshwright.data.tokenize import TextSource
 from meshwright.data.tokenizers import Tokenizer
-from meshwright_worker.data.corpus import CorpusError, matching_files
+from meshwright_worker.data.corpus import CorpusError
+from meshwright_worker.data.open_corpus import matching_files
 from meshwright_worker.data.permutation import Permutation
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from meshwright.api.data import DataFormat, DataSpec, Tokenizer
 from meshwright.data.files import join_uri
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.corpus import data_root, naming_corpus, open_data_folder, read_tokens_manifest
+from meshwright_worker.checkpoint.manifest import TokenizerRecord
+from meshwright_worker.data.corpus import naming_corpus
+from meshwright_worker.data.open_corpus import data_root, open_data_folder, read_tokens_manifest
 from meshwright_worker.data.sample_assignment import island_data_dir
 from meshwright_worker.data.token_cache import open_data_tokenizer
-from meshwright_worker.data.tokenizer_record import TokenizerRecord
+from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import InvalidRunError
 
 
 def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> TokenizerRecord:

@@ -1,14 +1,8 @@
-"""The conjugate pair of collectives around a tensor-parallel block (Megatron-LM, arXiv 1909.08053).
-
-The forward pass of `enter_tensor_parallel` is the backward pass of `exit_tensor_parallel`, and the reverse. Without
-sequence parallelism they are the identity and an all-reduce; with it (arXiv 2205.05198) an all-gather and a
-reduce-scatter along the positions.
-"""
+"""Collectives on plain tensors: gathers, sums, transfers around a ring, and many tensors in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,40 +100,18 @@ def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return x
 
 
-class _EnterTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sequence: bool) -> torch.Tensor:
-        ctx.group, ctx.sequence = group, sequence
-        return all_gather_sequence(x, group) if sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = gradients
-        reduce = reduce_scatter_sequence if ctx.sequence else all_reduced
-        return reduce(gradient, ctx.group), None, None
+def flatten_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the elements of all tensors, [elements], in new memory."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-class _ExitTensorParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sequence: bool) -> torch.Tensor:
-        ctx.group, ctx.sequence = group, sequence
-        return reduce_scatter_sequence(x, group) if sequence else all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = gradients
-        return all_gather_sequence(gradient, ctx.group) if ctx.sequence else gradient, None, None
+def unflatten(flat: torch.Tensor, templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that `flat` was created from, or others of their shapes, as views of it."""
+    parts = torch.split(flat, [template.numel() for template in templates])
+    return [part.view_as(template) for part, template in zip(parts, templates, strict=True)]
 
 
-def enter_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
-    """Return the full residual stream on every rank of the group. Its gradient is summed over the ranks."""
-    entered: torch.Tensor = _EnterTensorParallel.apply(x, group, sequence)  # type: ignore[no-untyped-call]
-    return entered
-
-
-def exit_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
-    """Return the sum of every rank's contribution to the residual stream; with `sequence`, only this rank's
-    positions.
-    """
-    left: torch.Tensor = _ExitTensorParallel.apply(x, group, sequence)  # type: ignore[no-untyped-call]
-    return left
+def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy `flat` back into the tensors that it was created from."""
+    for tensor, part in zip(tensors, unflatten(flat, tensors), strict=True):
+        tensor.copy_(part)

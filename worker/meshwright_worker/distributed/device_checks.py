@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright_worker.distributed.device import DeviceProperties
-from meshwright_worker.trainer.run_validation import InvalidRunError
+from meshwright_worker.rank.failures import InvalidRunError
 
 _NEEDS = {Precision.BF16: (8, 0), Precision.FP16: (5, 3)}
 """Compute capability of the first GPUs that multiply in a format (CUDA C++ Programming Guide, arithmetic instructions);

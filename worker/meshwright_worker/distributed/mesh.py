@@ -6,9 +6,13 @@ generation, so a straggler of an older generation cannot join.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import ipaddress
 import logging
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.layout import Coordinates, Layout
 from meshwright_worker.distributed.device import init_device
-from meshwright_worker.distributed.network_interface import find_interface
 from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,9 @@ EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
 """Ranks join once they have opened their data, which takes some pods longer than others if it is tokenized there."""
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+
+_SIOCGIFADDR = 0x8915
+_LOOPBACK = "lo"
 
 
 @dataclass(frozen=True)
@@ -218,3 +224,25 @@ def _pin_interface(address: str) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface with this IPv4 address, or None. All of 127.0.0.0/8 is `lo`.
+
+    By default gloo resolves the host's name, which may be on another interface.
+    """
+    parsed = ipaddress.ip_address(address)
+    names = [name for _, name in socket.if_nameindex()]
+    if parsed.is_loopback:
+        return _LOOPBACK if _LOOPBACK in names else None
+    return next((name for name in names if _address_of(name) == address), None)
+
+
+def _address_of(interface: str) -> str | None:
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

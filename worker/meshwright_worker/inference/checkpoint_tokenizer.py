@@ -8,9 +8,8 @@ from meshwright.api.data import Tokenizer as Kind
 from meshwright.data.errors import DataError
 from meshwright.data.files import split_uri
 from meshwright.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from meshwright_worker.checkpoint.manifest import Manifest
+from meshwright_worker.checkpoint.manifest import Manifest, TokenizerRecord
 from meshwright_worker.data.token_cache import open_tokenizer_at
-from meshwright_worker.data.tokenizer_record import TokenizerRecord
 
 BYTES = "byte"
 """The value of `--tokenizer` for bytes instead of a file."""

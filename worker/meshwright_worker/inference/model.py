@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.precision import Precision
@@ -13,22 +16,86 @@ from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
+from meshwright.rules.nearest import nearest
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.state_dict import MODEL, model_tensors
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.device import default_device
 from meshwright_worker.distributed.mesh import PIPELINE, TENSOR, Mesh
-from meshwright_worker.inference.checks import check_layout
-from meshwright_worker.inference.kv_cache import install_kv_caches
+from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.lora import apply_lora, is_adapter
 from meshwright_worker.parallel.parallelize import build_stages
-from meshwright_worker.parallel.pipeline.inference import forward_stages
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
 from meshwright_worker.precision.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.rank.failures import InvalidRunError
+
+
+class KVCacheAttention(AttentionCore):
+    """Attention of new tokens to themselves and to all earlier tokens, whose keys and values it caches.
+
+    A rank of a tensor group caches its own heads, a stage of a pipeline its own layers.
+    """
+
+    def __init__(self, capacity: int, *, scale: float | None = None) -> None:
+        super().__init__(scale=scale)
+        self._capacity = capacity
+        self._length = 0
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        """Drop all tokens; keeps the memory."""
+        self._length = 0
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
+    ) -> torch.Tensor:
+        """See `AttentionCore.forward`; the tokens follow those of the last call.
+
+        Raises:
+            ValueError: more tokens than the cache can store, or several documents in a row.
+        """
+        if token_metadata.documents is not None:
+            raise ValueError("generation takes one document a row")
+        cached_length, length = self._length, self._length + query.shape[1]
+        if length > self._capacity:
+            raise ValueError(f"{length} tokens do not fit a cache of {self._capacity}")
+        keys, values = self._cache_tensors(key, value)
+        keys[:, cached_length:length], values[:, cached_length:length] = key, value
+        self._length = length
+        mask = torch.ones(length - cached_length, length, dtype=torch.bool, device=query.device).tril(cached_length)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            keys[:, :length].transpose(1, 2),
+            values[:, :length].transpose(1, 2),
+            attn_mask=mask,
+            scale=self.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return attended.transpose(1, 2)
+
+    def _cache_tensors(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = key.shape[0]
+        if self._keys is None or self._values is None or self._keys.shape[0] != rows:
+            self._keys = key.new_empty(rows, self._capacity, *key.shape[2:])
+            self._values = value.new_empty(rows, self._capacity, *value.shape[2:])
+        return self._keys, self._values
+
+
+def install_kv_caches(stage: nn.Module, capacity: int) -> list[KVCacheAttention]:
+    """Make every attention of a stage cache up to `capacity` tokens; return the empty caches."""
+    caches = []
+    for module in list(stage.modules()):
+        core = getattr(module, "core", None)
+        if isinstance(core, AttentionCore):
+            cache = KVCacheAttention(capacity, scale=core.scale)
+            module.core = cache
+            caches.append(cache)
+    return caches
 
 
 class CachedModel:
@@ -198,3 +265,70 @@ def _fill(
             load_pretrained(base_shards, manifest.architecture, Path(manifest.initial_weights))
     buffer_tensors = {f"{MODEL}.{name}": buffer for name, buffer in buffers.items()}
     load_tensors({**model_tensors(stored), **buffer_tensors}, checkpoint, group)
+
+
+@torch.no_grad()
+def forward_stages(
+    stage: DecoderStage, tokens: torch.Tensor, token_metadata: TokenMetadata, hidden: int, mesh: Mesh | None
+) -> torch.Tensor | None:
+    """Run the replica's stages, one after the other and without micro-batches, on tokens, int64 [batch, length].
+
+    Args:
+        stage: this rank's one stage, without sequence parallelism.
+        tokens: the same on every rank of the replica.
+        token_metadata: positions and documents of the tokens.
+        hidden: the model's width.
+        mesh: None in one process.
+
+    Returns:
+        Logits [batch, length, this rank's part of the vocabulary] on the ranks of the last stage; None on others.
+    """
+    if mesh is None or mesh.layout.pipeline == 1:
+        whole: torch.Tensor = stage(tokens, token_metadata=token_metadata)
+        return whole
+    group, place = mesh.group(PIPELINE), mesh.coordinates.pipeline
+    x = tokens
+    if not stage.is_first:
+        x = torch.empty(*tokens.shape, hidden, dtype=stage.compute, device=tokens.device)
+        dist.recv(x, dist.get_global_rank(group, place - 1), group=group)
+    result: torch.Tensor = stage(x, token_metadata=token_metadata)
+    if stage.is_last:
+        return result
+    dist.send(result.contiguous(), dist.get_global_rank(group, place + 1), group=group)
+    return None
+
+
+def check_layout(layout: Layout, model: Architecture) -> None:
+    """Reject a layout that does not fit, before any process group is created.
+
+    Raises:
+        InvalidRunError: lists every problem, by the options of `meshwright_worker.generate`, with values that fit.
+    """
+    problems = [*_tensor_problems(layout.tensor, model), *_expert_problems(layout.expert, model)]
+    if layout.pipeline > model.layers:
+        problems.append(f"`--pipeline {layout.pipeline}` needs a layer a stage; at most {model.layers}")
+    if problems:
+        raise InvalidRunError("; ".join(problems))
+
+
+def _tensor_problems(tensor: int, model: Architecture) -> Iterator[str]:
+    split = {"heads": model.heads, "kvHeads": model.kv_heads, "intermediateSize": model.intermediate_size}
+    if model.mixture is not None:
+        split["mixture.intermediateSize"] = model.mixture.intermediate_size
+        split["mixture.sharedIntermediateSize"] = model.mixture.shared_intermediate_size
+    fits = nearest(tensor, lambda n: not any(value % n for value in split.values()), model.heads)
+    for name, value in split.items():
+        if value % tensor:
+            yield f"`--tensor {tensor}` must divide the model's `{name}: {value}`; nearest that fit: {fits}"
+
+
+def _expert_problems(expert: int, model: Architecture) -> Iterator[str]:
+    if expert == 1:
+        return
+    if model.mixture is None:
+        yield f"`--expert {expert}` needs a model with a mixture of experts; for this one only 1 fits"
+        return
+    experts = model.mixture.experts
+    if experts % expert:
+        fits = nearest(expert, lambda n: experts % n == 0, experts)
+        yield f"`--expert {expert}` must divide the model's `mixture.experts: {experts}`; nearest that fit: {fits}"

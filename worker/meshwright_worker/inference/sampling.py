@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 
-from meshwright_worker.inference.checks import check_temperature
 from meshwright_worker.inference.model import CachedModel
+from meshwright_worker.rank.failures import InvalidRunError
 
 
 def sample(
@@ -57,3 +59,16 @@ def _sample_token(logits: torch.Tensor, temperature: float, generator: torch.Gen
     # Take the most likely token at 0; divide in fp64, since a small temperature could make fp32 logits infinite.
     scaled = (logits - logits.max()).double() / temperature
     return int(torch.multinomial(torch.softmax(scaled, dim=-1).float(), 1, generator=generator))
+
+
+def check_temperature(temperature: float) -> None:
+    """Reject a temperature that logits cannot be divided by.
+
+    Raises:
+        InvalidRunError: it is negative, infinite or not a number.
+    """
+    if not 0 <= temperature < inf:
+        raise InvalidRunError(
+            f"`--temperature {temperature}` must be 0, which takes the likeliest token each time, or a positive number "
+            "such as 0.7"
+        )

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_worker.data.batch import TokenMetadata
-from meshwright_worker.models.decoder import DecoderStage, LayerRunner
-from meshwright_worker.models.layers import Block
+from meshwright_worker.memory.host_memory import CopyStreams
+from meshwright_worker.models.decoder import Block, DecoderStage, LayerRunner
 
 _LEAST_BYTES = 1024
 """Smaller tensors stay on the device: a copy would cost more than it frees."""
@@ -79,28 +79,27 @@ class HostCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._outward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._inward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._streams = CopyStreams(device)
 
     def out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of `tensor` in host memory; the copy may still be in progress."""
         host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self._cuda)
-        if self._outward is None:
+        if not self._cuda:
             return host.copy_(tensor)
-        self._outward.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._outward):
+        with self._streams.copying_out() as stream:
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._outward)
+        tensor.record_stream(stream)
         return host
 
     def back(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         """Return a copy of `host` on `device`, and the event after which it is complete."""
-        if self._inward is None or self._outward is None:
+        outward, inward = self._streams.outward, self._streams.inward
+        if outward is None or inward is None:
             return host, None
-        self._inward.wait_stream(self._outward)
-        with torch.cuda.stream(self._inward):
+        inward.wait_stream(outward)
+        with torch.cuda.stream(inward):
             back = host.to(device, non_blocking=True)
-            return back, self._inward.record_event()
+            return back, inward.record_event()
 
     def wait(self, event: Any, tensor: torch.Tensor) -> None:
         """Make the current stream wait for the result of `back`."""

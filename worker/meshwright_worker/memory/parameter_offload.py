@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright_worker.memory.mmap_tensor import mmap_zeros
+from meshwright_worker.memory.host_memory import mmap_zeros
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.data.fsdp import sharded_parameters
 

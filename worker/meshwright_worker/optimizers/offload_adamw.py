@@ -12,6 +12,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from meshwright.api.training import OptimizerSpec
+from meshwright_worker.memory.host_memory import CopyStreams
 from meshwright_worker.optimizers.offloaded_state import MomentState
 from meshwright_worker.optimizers.optimizer import EPSILON, applies_weight_decay, forget
 from meshwright_worker.parallel.shards import ParameterShard
@@ -95,17 +96,14 @@ class _Transfer:
     """Copies a bucket's parameters and gradients; does nothing if they are already in host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._outward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._inward = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._streams = CopyStreams(device)
 
     def to_host(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> _HostBucket:
-        if self._outward is None or not parameters[0].is_cuda:
+        if not parameters[0].is_cuda:
             return parameters, gradients, None
-        self._outward.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._outward):
+        with self._streams.copying_out() as stream:
             host_bucket = [[_pinned(tensor) for tensor in tensors] for tensors in (parameters, gradients)]
-            return host_bucket[0], host_bucket[1], self._outward.record_event()
+            return host_bucket[0], host_bucket[1], stream.record_event()
 
     def wait_for(self, host_bucket: _HostBucket) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         parameters, gradients, event = host_bucket
@@ -114,15 +112,15 @@ class _Transfer:
         return parameters, gradients
 
     def to_device(self, updated: list[torch.Tensor], parameters: list[torch.Tensor]) -> None:
-        if self._inward is None or not parameters[0].is_cuda:
+        if self._streams.inward is None or not parameters[0].is_cuda:
             return
-        with torch.cuda.stream(self._inward):
+        with torch.cuda.stream(self._streams.inward):
             for parameter, new in zip(parameters, updated, strict=True):
                 parameter.copy_(new, non_blocking=True)
 
     def finish(self) -> None:
-        if self._inward is not None:
-            torch.cuda.current_stream().wait_stream(self._inward)
+        if self._streams.inward is not None:
+            torch.cuda.current_stream().wait_stream(self._streams.inward)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

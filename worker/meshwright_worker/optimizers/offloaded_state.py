@@ -13,8 +13,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright_worker.memory.mmap_tensor import mmap_zeros
-from meshwright_worker.memory.pinned_memory import allocate_host_tensors
+from meshwright_worker.memory.host_memory import allocate_host_tensors, mmap_zeros
 from meshwright_worker.optimizers.optimizer import MOMENTS
 from meshwright_worker.parallel.data.gradient_buckets import split_into_buckets
 

@@ -15,19 +15,24 @@ step 4, the entire model would have to fit on one rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from meshwright.api.data import Packing
-from meshwright.api.training import TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
 from meshwright.schedules.pipeline_layout import PipelineLayout, pipeline_layout
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, TENSOR, Mesh
-from meshwright_worker.memory.memory_options import apply_memory_options, parameter_device, parameter_offload
+from meshwright_worker.memory.activation_checkpointing import checkpoint_activations, group_size, selective_checkpoint
+from meshwright_worker.memory.activation_offload import offload_activations
+from meshwright_worker.memory.parameter_offload import offload_parameters_to_files
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
 from meshwright_worker.models.init_weights import init_weights
@@ -40,11 +45,13 @@ from meshwright_worker.parallel.context.context_parallel import (
 )
 from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage, uses_fsdp
 from meshwright_worker.parallel.expert.expert_parallel import apply_expert_parallel, apply_fsdp_to_experts
+from meshwright_worker.parallel.tensor.async_tensor_parallel import ring_matmuls
 from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
 from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
+from meshwright_worker.precision.fp8.scaling_recipe import fp8_recipes
 
 
 @dataclass(frozen=True)
@@ -148,3 +155,56 @@ def _apply_local_features(
 def packs_documents(run: RunConfig) -> bool:
     """Return whether rows contain several documents, between which there is no attention."""
     return run.data is not None and run.data.packing is Packing.DOCUMENTS
+
+
+def compile_layers(
+    stage: DecoderStage, backend: str | Callable[..., Any] = "inductor", *, selective: bool = False
+) -> None:
+    """Make the blocks of a stage run compiled code from their first batch on; `backend` is torch.compile's.
+
+    Layers are compiled one by one: one graph serves all identical layers and is compiled once. A layer's hooks, above
+    all the gathering of its parameters, stay outside of the graph. Collectives inside a block break the graph into
+    pieces; each matrix product is still fused with its neighbors.
+
+    With `selective`, what the blocks save is decided inside their graphs, see `selective_checkpoint`. A block that
+    breaks its graph then raises `torch._dynamo.exc.Unsupported` in its first pass.
+    """
+    for product in fp8_recipes(stage):
+        product.compile()
+    for ring in ring_matmuls(stage):
+        ring.compile()
+    for block in stage.layers.values():
+        run = selective_checkpoint(block.forward) if selective else block.forward
+        block.forward = torch.compile(run, backend=backend, fullgraph=selective)
+
+
+def apply_memory_options(stage: DecoderStage, training: TrainingSpec, device: torch.device) -> None:
+    """Apply checkpointing, then offloading, then compilation: what is recomputed is not saved, and so not offloaded.
+
+    The parameters must be materialized.
+    """
+    mode, every = training.checkpointing, training.checkpoint_every
+    checkpoint_in_graph = training.compile and mode is ActivationCheckpointing.SELECTIVE
+    if not checkpoint_in_graph:
+        checkpoint_activations(stage, mode, every)
+    if training.activation_offload:
+        offload_activations(stage, group_size(mode, every, len(stage.layers)), device)
+    if training.parameter_offload_path is not None:
+        offload_parameters_to_files(stage, training.parameter_offload_path)
+    if training.compile:
+        compile_layers(stage, selective=checkpoint_in_graph)
+
+
+def parameter_offload(training: TrainingSpec, device: torch.device) -> OffloadPolicy:
+    """Return where FSDP stores shards: in pinned host memory if the run offloads parameters from a GPU.
+
+    Memory of mapped files is not pinned, since pinned memory cannot be paged out.
+    """
+    if not training.parameter_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda" and training.parameter_offload_path is None)
+
+
+def parameter_device(training: TrainingSpec, device: torch.device) -> torch.device:
+    """Return the device of this rank's parameter shards between uses."""
+    return torch.device("cpu") if training.parameter_offload else device

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from meshwright.api.data import DataSpec
 from meshwright.api.training import EvaluationSpec, TrainingSpec
-from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright_worker.data.batch import IGNORED, Batch, make_batch
 from meshwright_worker.data.mixture import open_stream
-from meshwright_worker.data.packing import make_batch
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import Mesh

@@ -17,7 +17,7 @@ from meshwright.models.architecture import Architecture
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.mixture import MixtureStream, Stream, open_stream
 from meshwright_worker.data.sample_assignment import island_data_dir
-from meshwright_worker.pretrained.header_check import check_pretrained
+from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.evaluation import Evaluation
 

@@ -28,12 +28,12 @@ from meshwright.protocol.messages import RunConfig
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.length_balance import RowCost
-from meshwright_worker.data.packing import make_batch
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment, combined_identity
-from meshwright_worker.data.sample_digest import SampleDigest
+from meshwright_worker.data.sample_order import SampleDigest
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device

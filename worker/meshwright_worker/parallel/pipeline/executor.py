@@ -1,14 +1,34 @@
-"""The interface of executors, which run a step's micro-batches for the training loop."""
+"""Executors, which run a step's micro-batches for the training loop: their interface, and the choice of one.
+
+This is the only module that knows every executor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.api.training import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.messages import RunConfig
+from meshwright.schedules.actions import Schedule
+from meshwright.schedules.pipeline_layout import activation_limit
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.data.batch import Batch
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.parallel.data.fsdp import reshard
+from meshwright_worker.parallel.parallelize import LocalStage, pipeline_division
+from meshwright_worker.parallel.pipeline.auto_schedule import AutoScheduleExecutor, Stopwatch, TimedStage
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels
+from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.parallel.pipeline.shared_weights import SharedWeights, shared_weight_pairs
+from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 
 class Executor(Protocol):
@@ -42,3 +62,95 @@ def tokens_of_step(training: TrainingSpec) -> int:
     in a range that any format can represent, and the step corrects it (`Trainer.step`).
     """
     return training.global_batch_size * training.sequence_length
+
+
+class GradientAccumulation:
+    """Runs micro-batches one after the other, for a model that is not split into stages.
+
+    Sums their gradients; FSDP reduces them only with the last one.
+
+    Args:
+        stage: the entire model.
+        tokens: the divisor of the summed loss, `tokens_of_step`.
+    """
+
+    bubble: float | None = None
+
+    def __init__(self, stage: DecoderStage, tokens: int) -> None:
+        self._stage = stage
+        self._tokens = tokens
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """See `Executor.evaluate`."""
+        total = torch.zeros((), device=micro_batches[0].tokens.device)
+        for part in micro_batches:
+            total = total + self._stage(part.tokens, targets=part.targets, token_metadata=part.token_metadata)
+        reshard(self._stage)
+        return total
+
+    def run(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """See `Executor.run`."""
+        total = torch.zeros((), device=micro_batches[0].tokens.device)
+        for number, part in enumerate(micro_batches, start=1):
+            if isinstance(self._stage, FSDPModule):
+                last = number == len(micro_batches)
+                self._stage.set_requires_gradient_sync(last)
+                self._stage.set_is_last_backward(last)
+            loss = self._stage(part.tokens, targets=part.targets, token_metadata=part.token_metadata) / self._tokens
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The executor of this rank's stages, and their shared weights."""
+
+    executor: Executor
+    shared_weights: SharedWeights
+
+
+def build_executor(stages: Sequence[LocalStage], run: RunConfig, model: Architecture, mesh: Mesh) -> Pipeline:
+    """Build the executor for a run's schedule. Collective over the world.
+
+    Raises:
+        ValueError: `run` is not a run of the built-in runtime.
+    """
+    if run.training is None:
+        raise ValueError("`training` is required")
+    division, rank, tied = pipeline_division(run, model), mesh.coordinates.pipeline, model.tie_embeddings
+    tokens = tokens_of_step(run.training)
+    if run.pipeline == 1 and len(stages) == 1 and not run.parallelism.rematerialize:
+        executor = GradientAccumulation(stages[0].module, tokens)
+        return Pipeline(executor, SharedWeights(division, rank, None, tied=tied))
+    p2p_channels = P2PChannels(mesh, p2p_pairs(division.schedule) | shared_weight_pairs(division, tied=tied))
+    return Pipeline(
+        _build_schedule_executor(stages, run, model, mesh, division.schedule, p2p_channels, tokens),
+        SharedWeights(division, rank, p2p_channels, tied=tied),
+    )
+
+
+def _build_schedule_executor(
+    stages: Sequence[LocalStage],
+    run: RunConfig,
+    model: Architecture,
+    mesh: Mesh,
+    schedule: Schedule,
+    p2p_channels: P2PChannels,
+    tokens: int,
+) -> ScheduleExecutor:
+    kind = kind_of(run.parallelism.order)
+    width, again = model.hidden_size, run.parallelism.rematerialize
+    slices = run.tensor if run.parallelism.sequence else 1
+    if kind.measures_costs and run.pipeline > 1:
+        watch = Stopwatch(mesh.device)
+        timed = TimedStage(stages[0], tokens, rematerialize=again, watch=watch)
+        limit = activation_limit(run.parallelism, run.pipeline)
+        return AutoScheduleExecutor(
+            kind, timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices
+        )
+    pipeline_stages = [PipelineStage(stage, tokens, rematerialize=again) for stage in stages]
+    return ScheduleExecutor(
+        pipeline_stages, schedule, mesh.coordinates.pipeline, p2p_channels, width=width, slices=slices
+    )

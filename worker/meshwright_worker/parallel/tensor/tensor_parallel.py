@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from meshwright_worker.distributed.collectives import enter_tensor_parallel, exit_tensor_parallel
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.layers import Linear, PositionEmbedding, local
 from meshwright_worker.models.lora import DOWN, UP, AdaptedLinear
@@ -32,6 +31,7 @@ from meshwright_worker.parallel.expert.expert_parallel import (
 )
 from meshwright_worker.parallel.tensor.async_tensor_parallel import AllGatherMatmul, MatmulReduceScatter
 from meshwright_worker.parallel.tensor.cross_entropy import VocabParallelLoss
+from meshwright_worker.parallel.tensor.regions import enter_tensor_parallel, exit_tensor_parallel
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 

@@ -1,0 +1,181 @@
+"""What rules read: a spec, where degrees may be open, or a run, where the planner has chosen each of them.
+
+A spec is its own facts. `facts_of_run` makes those of a run. A number that is None is open or unknown, and a rule about
+it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from meshwright.api.data import DataSpec
+from meshwright.api.mixture import MixtureSpec
+from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.spec import CheckpointSpec, RuntimeSpec
+from meshwright.api.training import TrainingSpec
+from meshwright.api.workers import WorkersSpec
+from meshwright.protocol.messages import RunConfig
+
+
+class ModelFacts(Protocol):
+    """A model's numbers: `ModelSpec`, where a preset leaves all of them out, or a resolved `Architecture`."""
+
+    @property
+    def layers(self) -> int | None:
+        """Decoder layers."""
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the residual stream."""
+
+    @property
+    def intermediate_size(self) -> int | None:
+        """Width of the feed-forward layer."""
+
+    @property
+    def heads(self) -> int | None:
+        """Query heads. None where a preset or a configuration names the model: then every number is unknown."""
+
+    @property
+    def kv_heads(self) -> int | None:
+        """Key and value heads; `heads` when left out."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the token embedding."""
+
+    @property
+    def tie_embeddings(self) -> bool | None:
+        """Whether the output projection is the token embedding."""
+
+    @property
+    def mixture(self) -> MixtureSpec | None:
+        """Mixtures of experts in place of feed-forward layers."""
+
+    @property
+    def head_size(self) -> int | None:
+        """Width of a query's and key's head."""
+
+    @property
+    def gated(self) -> bool | None:
+        """Whether the feed-forward layer has a gate; so when left out."""
+
+    @property
+    def activation(self) -> Activation | None:
+        """Non-linearity of the feed-forward layer; SiLU when left out."""
+
+    @property
+    def norm(self) -> Norm | None:
+        """What normalises; RMSNorm when left out."""
+
+    @property
+    def biases(self) -> bool | None:
+        """Whether matrices and norms have biases."""
+
+    @property
+    def attention_biases(self) -> bool | None:
+        """Whether queries, keys and values have a bias."""
+
+    @property
+    def query_key_norms(self) -> bool | None:
+        """Whether queries and keys are normalised."""
+
+    @property
+    def positions(self) -> int | None:
+        """Rows of a learned position embedding; rotary positions when 0 or left out."""
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """Multi-head latent attention."""
+
+    @property
+    def rope_scaling(self) -> RopeScalingSpec | None:
+        """Rescaling of rotary frequencies."""
+
+
+class Facts(Protocol):
+    """What rules read. `ParallelTrainingJobSpec` has it all."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas."""
+
+    @property
+    def parallelism(self) -> ParallelismSpec:
+        """Degrees and techniques; a degree that is None is open."""
+
+    @property
+    def model(self) -> ModelFacts | None:
+        """The model; None with a command."""
+
+    @property
+    def data(self) -> DataSpec | None:
+        """The training text; None with a command."""
+
+    @property
+    def training(self) -> TrainingSpec | None:
+        """Length, batch, precision and optimizer; None with a command."""
+
+    @property
+    def checkpoint(self) -> CheckpointSpec | None:
+        """Checkpoints; None without them."""
+
+    @property
+    def runtime(self) -> RuntimeSpec:
+        """What the ranks run."""
+
+    @property
+    def workers(self) -> WorkersSpec | None:
+        """The worker pods; None where they are not known, as in a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedFacts:
+    """The facts of a run, or of a candidate of the planner."""
+
+    replicas: int
+    parallelism: ParallelismSpec
+    model: ModelFacts | None
+    data: DataSpec | None
+    training: TrainingSpec | None
+    checkpoint: CheckpointSpec | None = None
+    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    workers: WorkersSpec | None = None
+
+
+def facts_of_run(run: RunConfig) -> ResolvedFacts:
+    """The facts of what ranks run: no degree is open, and the model's numbers are known."""
+    degrees = {
+        "tensor": run.tensor,
+        "pipeline": run.pipeline,
+        "context": run.context,
+        "expert": run.expert,
+        "micro_batches": run.micro_batches,
+    }
+    return ResolvedFacts(
+        replicas=run.data_parallel,
+        parallelism=run.parallelism.model_copy(update=degrees),
+        model=run.architecture,
+        data=run.data,
+        training=run.training,
+        checkpoint=run.checkpoint,
+        runtime=RuntimeSpec(command=run.command),
+    )
+
+
+def islands(facts: Facts) -> int:
+    """Groups of replicas that train apart from each other; 1 without `training.outer`."""
+    outer = facts.training.outer if facts.training is not None else None
+    return 1 if outer is None else outer.islands or facts.replicas
+
+
+def shard_ranks(facts: Facts) -> int:
+    """Ranks that hold the same dense parameters: `replicas` times `context`, which counts as 1 while it is open."""
+    return facts.replicas * facts.parallelism.context_or_default
+
+
+def sequence_unit(parallelism: ParallelismSpec) -> int:
+    """Tokens that every part of a row is a multiple of: one for each tensor-parallel rank with `sequence`."""
+    return (parallelism.tensor or 1) if parallelism.sequence else 1

@@ -1,0 +1,245 @@
+"""What `spec.data` opens on a worker: records, tokens, other tokenizers, mixtures."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from meshwright.api.data import DataFormat, DataSpec, MixturePart, OnCorrupt, Tokenizer
+from meshwright.data.errors import CorruptRecordError, DataError
+from meshwright.data.files import open_folder
+from meshwright.data.tokenize import TextSource, tokenize
+from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
+from meshwright_worker.data.mixture import MixtureStream, open_stream
+from meshwright_worker.data.open_corpus import open_corpus
+from meshwright_worker.data.sample_order import SampleStream
+from meshwright_worker.data.token_cache import ENV_CACHE_DIR
+
+TEXTS = [f"document number {number} " * 3 for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(ENV_CACHE_DIR, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    root = tmp_path / "volume"
+    for name in ("a", "b"):
+        (root / name).mkdir(parents=True)
+        lines = (json.dumps({"text": f"{name} {text}"}) for text in TEXTS)
+        (root / name / "part.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def records(**fields: object) -> DataSpec:
+    return DataSpec(claim_name="v", format=DataFormat.JSON_LINES, **fields)
+
+
+def row(volume: Path, spec: DataSpec, path: str | None = None) -> list[int]:
+    corpus = open_corpus(spec, str(volume), path)
+    return corpus.tokens(0, len(corpus)).tolist()
+
+
+def want(name: str) -> list[int]:
+    return [token for text in TEXTS for token in [*f"{name} {text}".encode(), BYTE_SEPARATOR]]
+
+
+def test_records_are_tokenized_at_the_start(volume: Path) -> None:
+    assert row(volume, records()) == want("a") + want("b")
+    assert row(volume, records(pattern="b/*.jsonl")) == want("b")
+    assert row(volume, records(), "b") == want("b")
+
+
+def test_only_the_first_rank_of_a_pod_tokenizes(
+    volume: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        threads = [threading.Thread(target=row, args=(volume, records())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum("tokenized 24 documents" in record.message for record in caplog.records) == 1
+    (volume / "a" / "part.jsonl").write_text('{"text": "changed"}\n')
+    assert row(volume, records(pattern="a/*")) == [*b"changed", BYTE_SEPARATOR]
+
+
+def test_an_interrupted_tokenizing_is_done_again(volume: Path, cache: Path) -> None:
+    corpus = open_corpus(records(), str(volume))
+    (manifest,) = cache.glob("*/*/meshwright-tokens.json")
+    manifest.unlink()
+    again = open_corpus(records(), str(volume))
+    assert again.fingerprint == corpus.fingerprint
+    (shard,) = cache.glob("*/*/00000.tokens")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert row(volume, records()) == want("a") + want("b")
+
+
+def test_tokens_written_before_are_the_same_row(volume: Path) -> None:
+    tokenize(
+        TextSource(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume.parent / "tokens"
+    )
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS)
+    assert row(volume.parent / "tokens", spec) == want("a") + want("b")
+    remote = DataSpec(uri=f"local://{volume.parent / 'tokens'}", format=DataFormat.TOKENS)
+    assert row(volume, remote) == want("a") + want("b")
+
+
+def test_tokens_of_another_tokenizer_are_refused(volume: Path, bpe_file: Path) -> None:
+    tokens = volume.parent / "tokens"
+    tokenize(TextSource(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), tokens)
+    (tokens / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS, tokenizer=Tokenizer.BPE, tokenizer_file="tokenizer.json")
+    with pytest.raises(DataError, match=r"holds tokens of `byte`, not of `bpe/"):
+        open_corpus(spec, str(tokens))
+
+
+@pytest.mark.parametrize("where", ["volume", "uri"])
+def test_a_tokenizer_beside_the_data(volume: Path, bpe_file: Path, where: str) -> None:
+    (volume / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    place = {"claim_name": "v"} if where == "volume" else {"uri": f"local://{volume}"}
+    spec = DataSpec(
+        **place,
+        format=DataFormat.JSON_LINES,
+        pattern="a/*.jsonl",
+        tokenizer=Tokenizer.BPE,
+        tokenizer_file="tokenizer.json",
+    )
+    corpus = open_corpus(spec, str(volume))
+    found = corpus.tokens(0, len(corpus)).tolist()
+    assert found.count(corpus.separator) == len(TEXTS)
+    assert len(found) < len(want("a"))
+
+
+def test_a_corrupt_record_ends_the_start_or_is_told(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (volume / "a" / "part.jsonl").open("a") as file:
+        file.write("\nbroken\n")
+    with pytest.raises(CorruptRecordError, match=r"a/part\.jsonl:13"):
+        open_corpus(records(), str(volume))
+    assert row(volume, records(on_corrupt_record=OnCorrupt.SKIP)) == want("a") + want("b")
+    assert any("left out: a/part.jsonl:13" in record.message for record in caplog.records)
+
+
+def test_a_mixture_takes_samples_by_weight(volume: Path) -> None:
+    parts = [MixturePart(path="a", weight=3), MixturePart(path="b", weight=1)]
+    stream = open_stream(records(mixture=parts), str(volume), 8, 0)
+    assert isinstance(stream, MixtureStream)
+    batch = stream.batch(0, 400)
+    alone = {name: SampleStream(open_corpus(records(), str(volume), name), 8, 0) for name in ("a", "b")}
+    order = [stream._mixture.pick(number).corpus for number in range(400)]
+    assert 270 <= order.count(0) <= 330
+    for number, (corpus, sample) in enumerate(stream._mixture.pick(n) for n in range(400)):
+        assert torch.equal(batch[number], alone["ab"[corpus]].batch(sample, 1)[0])
+    assert torch.equal(stream.batch(123, 5), batch[123:128])
+
+
+def test_a_mixture_is_another_stream_when_a_weight_changes(volume: Path) -> None:
+    def identity(weight: float) -> str:
+        parts = [MixturePart(path="a", weight=weight), MixturePart(path="b")]
+        return open_stream(records(mixture=parts), str(volume), 8, 0).identity
+
+    assert identity(2) != identity(1) == identity(1)
+
+
+def test_a_weight_too_small_names_the_field(volume: Path) -> None:
+    parts = [MixturePart(path="a"), MixturePart(path="b", weight=0.0001)]
+    with pytest.raises(DataError, match=r"`data.mixture`: weight 0.0001"):
+        open_stream(records(mixture=parts), str(volume), 8, 0)
+
+
+def test_tokens_are_those_of_the_folder_and_of_the_files_as_they_are(volume: Path) -> None:
+    """`a` and `b` have files of equal names and sizes, as shards of corpora and of islands may."""
+    assert row(volume, records(), "a") == want("a")
+    assert row(volume, records(), "b") == want("b")
+    assert row(volume / "b", records()) == want("b")
+    file = volume / "a" / "part.jsonl"
+    before = file.stat()
+    file.write_bytes((volume / "b" / "part.jsonl").read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert row(volume, records(), "a") == want("b")
+
+
+@pytest.mark.parametrize("kind", [DataFormat.TEXT, DataFormat.JSON_LINES])
+@pytest.mark.parametrize("path", [None, "a"])
+def test_the_tokenizers_own_file_is_no_text(volume: Path, bpe_file: Path, kind: DataFormat, path: str | None) -> None:
+    (volume / "a" / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    bpe = {"tokenizer": Tokenizer.BPE, "tokenizer_file": "a/./tokenizer.json"}
+    found = [
+        row(volume, DataSpec(claim_name="v", format=kind, pattern=pattern, **bpe), path)
+        for pattern in ("**/*.jsonl", "**/*")
+    ]
+    assert found[0] == found[1]
+
+
+def test_names_that_are_no_utf_8(volume: Path) -> None:
+    (volume / "a" / "part.jsonl").rename(os.fsdecode(os.fsencode(volume) + b"/caf\xe9.jsonl"))
+    assert row(volume, records()) == want("b") + want("a")
+    assert open_stream(DataSpec(claim_name="v"), str(volume), 8, 0).identity
+
+
+def test_every_share_held_out_is_another_stream(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number:04}.txt").write_text("ab")
+    shares = (0.1, 0.105, 0.11)
+    streams = [
+        open_stream(DataSpec(claim_name="v", held_out=share), str(tmp_path), 4, 0, held_out=held)
+        for share in shares
+        for held in (False, True)
+    ]
+    assert len({stream.identity for stream in streams}) == len(streams)
+
+
+def shorten(volume: Path) -> None:
+    (volume / "b" / "part.jsonl").write_text('{"text": "b"}')
+
+
+def spoil(volume: Path) -> None:
+    (volume / "b" / "part.jsonl").write_text("broken")
+
+
+@pytest.mark.parametrize(
+    ("damage", "fields", "error"),
+    [
+        (shorten, {}, "`training.sequenceLength` may be at most 1"),
+        (spoil, {}, r"part\.jsonl:1: not JSON"),
+        (shorten, {"held_out": 0.1}, "`data.heldOut: 0.1` holds out nothing"),
+    ],
+)
+def test_errors_say_which_corpus_of_a_mixture(
+    volume: Path, damage: Callable[[Path], None], fields: dict[str, object], error: str
+) -> None:
+    damage(volume)
+    mixture = [MixturePart(path="a"), MixturePart(path="b")]
+    with pytest.raises(DataError, match=rf"^`data\.mixture` with `path: b`: .*{error}") as raised:
+        open_stream(records(mixture=mixture, **fields), str(volume), 8, 0)
+    assert isinstance(raised.value, CorruptRecordError) == (damage is spoil)
+
+
+def test_a_mixture_inside_an_archive(volume: Path) -> None:
+    with zipfile.ZipFile(volume.parent / "z.zip", "w") as archive:
+        for name in ("a", "b"):
+            archive.write(volume / name / "part.jsonl", f"{name}/part.jsonl")
+    spec = DataSpec(uri=f"zip://::file://{volume.parent}/z.zip", format=DataFormat.JSON_LINES)
+    assert row(volume, spec, "b") == want("b")
+
+
+def test_an_empty_file_beside_tables_is_no_table(volume: Path) -> None:
+    parquet.write_table(pyarrow.table({"text": ["one"]}), volume / "part.parquet")
+    (volume / "_SUCCESS").touch()
+    spec = DataSpec(claim_name="v", format=DataFormat.PARQUET, pattern="*")
+    assert row(volume, spec) == [*b"one", BYTE_SEPARATOR]
+    (volume / "README").write_text("no table")
+    with pytest.raises(DataError, match=r"README is no whole Parquet file.*`data.pattern`"):
+        row(volume, spec)

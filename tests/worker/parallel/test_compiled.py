@@ -1,0 +1,200 @@
+"""Compiled layers compute what the others do."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.api.data import Packing
+from meshwright.api.precision import Fp8Spec, Fp8Update
+from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
+from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.precision.fp8.linear import convert_to_fp8
+from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLengths
+from meshwright_worker.trainer.run_validation import InvalidRunError, validate_run
+from tests.distributed.configs import small_run
+from tests.distributed.moe_models import MIXTURES
+
+MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=64)
+
+
+def run(*, compiled: bool) -> list[torch.Tensor]:
+    with torch.device("meta"):
+        stage = DecoderStage(MODEL, torch.float64).double()
+    init_weights(stage, MODEL, 0, torch.device("cpu"))
+    if compiled:
+        compile_layers(stage)
+    tokens = torch.arange(32).view(2, 16)
+    loss = stage(tokens, targets=tokens + 1)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in stage.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_compiled_layer_computes_no_product_that_it_is_told_to_keep_again() -> None:
+    """Inductor runs `mm.out`, which a policy outside of compiled code does not know. Calls are counted."""
+    model = MODEL.model_copy(update={"layers": 1})
+    products = {}
+    for how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL):
+        torch.compiler.reset()
+        with torch.device("meta"):
+            stage = DecoderStage(model, torch.float32)
+        init_weights(stage, model, 0, torch.device("cpu"))
+        spec = TrainingSpec(
+            steps=1, global_batch_size=2, sequence_length=16, activation_checkpointing=how, compile=True
+        )
+        apply_memory_options(stage, spec, torch.device("cpu"))
+        batch = Batch.of(torch.arange(34).view(2, 17))
+        # The backward pass of the first step is compiled while it runs.
+        stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata).backward()
+        loss = stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            loss.backward()
+        products[how] = sum(event.name == "aten::mm" for event in profiled.events())
+    # Seven products of the layer and the output's, twice; of `Full` the layer's once more, all of them in one graph.
+    assert list(products.values()) == [16, 16, 23]
+
+
+def test_a_layer_that_breaks_its_graph_is_not_compiled_selectively(graphs: Graphs) -> None:
+    model = MODEL.model_copy(update={"layers": 1, "mixture": MIXTURES["Mixtral"]})
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.float32)
+    init_weights(stage, model, 0, torch.device("cpu"))
+    compile_layers(stage, graphs, selective=True)
+    with pytest.raises(Unsupported):
+        stage(torch.arange(32).view(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tensor": 2}, "`parallelism.tensor: 2`"),
+        ({"context": 2}, "`parallelism.context: 2`"),
+        ({"packing": Packing.DOCUMENTS}, "`data.packing: Documents`"),
+        ({"mixture": "Mixtral"}, "`model.mixture`"),
+        ({"fp8": {"update": "Delayed"}}, "`training.fp8.update: Delayed`"),
+        ({"pipeline": 2, "parallelism": {"schedule": "ZBH1"}}, "`parallelism.schedule: ZBH1`"),
+    ],
+)
+def test_selective_checkpointing_of_layers_in_pieces_is_refused(changes: dict[str, Any], named: str) -> None:
+    changes = dict(changes)
+    training = {"activation_checkpointing": "Selective", "compile": True, "fp8": changes.pop("fp8", None)}
+    with pytest.raises(InvalidRunError, match=re.escape(named) + ".*`compile: false`"):
+        validate_run(small_run(**changes, training=training))
+    validate_run(small_run(**changes, training={**training, "compile": False}))
+    validate_run(small_run(data=2, pipeline=2, training={**training, "fp8": None}))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_gradients() -> None:
+    for got, want in zip(run(compiled=True), run(compiled=False), strict=True):
+        # Compiled cosines of the fp32 rotary table differ in the last digit.
+        assert float((got - want).abs().max() / want.abs().max()) < 1e-6
+
+
+class Graphs:
+    """A back end of torch.compile that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    torch.compiler.reset()
+    yield Graphs()
+    torch.compiler.reset()
+
+
+def losses(spec: Fp8Spec, graphs: Graphs | None, layers: int = 2) -> list[float]:
+    model = MODEL.model_copy(update={"layers": layers})
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.bfloat16).float()
+    convert_to_fp8(stage, spec, None)
+    init_weights(stage, model, 0, torch.device("cpu"))
+    if graphs is not None:
+        compile_layers(stage, graphs)
+    batch = Batch.of(torch.arange(34).view(2, 17))
+    found = []
+    for _ in range(2):
+        loss = stage(batch.tokens, targets=batch.targets, token_metadata=batch.token_metadata)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter -= 1e-3 * parameter.grad
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_one_graph_serves_all_layers_and_batches(graphs: Graphs) -> None:
+    # A graph a layer would take hours to compile, and torch gives up on a function after eight of them.
+    assert losses(Fp8Spec(), graphs) == pytest.approx(losses(Fp8Spec(), None), rel=1e-3)
+    assert graphs.count == 1
+
+
+@pytest.mark.long
+def test_lengths_of_cut_rows_need_few_graphs(graphs: Graphs) -> None:
+    with torch.device("meta"):
+        stage = DecoderStage(MODEL, torch.float32)
+    init_weights(stage, MODEL, 0, torch.device("cpu"))
+    cut = TrimLengths(unit=4, min_length=4, whole=4 * COMPILED_LENGTHS)
+    batches = [
+        Batch.of(torch.arange(2 * (length + 1)).view(2, -1) % 64)
+        for length in (cut.length(needed) for needed in (16, 3, 9, 6, 5, 12, 1, 15))
+    ]
+
+    def all_losses() -> list[float]:
+        return [
+            float(stage(one.tokens, targets=one.targets, token_metadata=one.token_metadata).detach()) for one in batches
+        ]
+
+    plain = all_losses()
+    compile_layers(stage, graphs)
+    assert all_losses() == pytest.approx(plain, rel=1e-5)
+    assert graphs.count <= COMPILED_LENGTHS
+
+
+@pytest.mark.long
+def test_delayed_scales_stay_out_of_graphs(graphs: Graphs) -> None:
+    spec = Fp8Spec(update=Fp8Update.DELAYED)
+    assert losses(spec, graphs, layers=1) == pytest.approx(losses(spec, None, layers=1), rel=1e-3)
+    assert graphs.count > 1
+
+
+def test_one_graph_serves_the_updates_of_all_matrices(graphs: Graphs) -> None:
+    def optimizer() -> tuple[list[ParameterShard], BF16AdamW]:
+        shapes = {"a": (12, 8), "b": (8, 20), "c": (30, 4)}
+        made = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape) for name, shape in shapes.items()}
+        parameters = {name: nn.Parameter(tensor.bfloat16()) for name, tensor in made.items()}
+        found = [ParameterShard(name, p, p.detach(), None, True, False, False) for name, p in parameters.items()]
+        return found, BF16AdamW(found, OptimizerSpec(), seed=0)
+
+    (ours, compiled), (theirs, plain) = optimizer(), optimizer()
+    compiled._compiled = True
+    compiled._update_rows = torch.compile(_update_rows, backend=graphs, dynamic=True, fullgraph=True)
+    for step in range(1, 5):
+        gradients = [torch.linspace(1, -2, s.local.numel()).view(s.shape).bfloat16() * step for s in ours]
+        for one in (compiled, plain):
+            one.step([gradient.clone() for gradient in gradients], 1e-2 / step)
+    assert all(torch.equal(mine.local, other.local) for mine, other in zip(ours, theirs, strict=True))
+    assert graphs.count == 1

@@ -1,0 +1,115 @@
+"""Opens the corpora that `data` names: the files of a directory or a bucket, or shards of tokens."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
+from meshwright.data.errors import DataError
+from meshwright.data.files import FileEntry, Folder, LocalFolder, join_uri, open_folder
+from meshwright.data.shards import TokensManifest, read_manifest
+from meshwright.data.tokenize import TextSource
+from meshwright_worker.data.corpus import Corpus, CorpusError, ShardCorpus, TextCorpus
+from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
+
+_MAX_NAMED = 5
+"""Maximum number of files or directories in an error message."""
+
+
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:
+    """Open the corpus that `data` names, or the mixture's corpus at `path`; `data_dir` is the root of the mounted
+    volume.
+
+    Raises:
+        DataError: there is no volume, no file matches, or the corpus cannot be read.
+    """
+    if data.source is DataSource.PYTHON_STDLIB:
+        library = LocalFolder(Path(sysconfig.get_path("stdlib")), _EXCLUDED_FOLDERS)
+        return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
+    root = data_root(data, data_dir)
+    folder = open_data_folder(data, data_dir, path)
+    if data.format is DataFormat.TOKENS:
+        shards = _open_shards(folder)
+        expected = open_data_tokenizer(data, root).identity
+        if shards.manifest.tokenizer != expected:
+            raise CorpusError(
+                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
+                "and `data.tokenizerFile` must be what wrote them"
+            )
+        return shards
+    source = data_source(data, folder, path)
+    entries = matching_files(source)
+    if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
+        return TextCorpus(folder, entries)
+    return ShardCorpus(tokenized_shards(source, open_data_tokenizer(data, root)))
+
+
+def matching_files(source: TextSource) -> list[FileEntry]:
+    """Return the files that match `data.pattern`.
+
+    Raises:
+        CorpusError: all of them are empty, or none matches; lists the existing files.
+    """
+    entries = source.files()
+    if any(entry.size for entry in entries):
+        return entries
+    existing = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
+    problem = f"`data.pattern: {source.pattern}` matches {'empty files alone' if entries else 'no file'}"
+    if not existing:
+        raise CorpusError(f"{problem}: there is none with any content")
+    more = f" and {len(existing) - _MAX_NAMED} more" if len(existing) > _MAX_NAMED else ""
+    raise CorpusError(f"{problem}; there are {', '.join(existing[:_MAX_NAMED])}{more}")
+
+
+def read_tokens_manifest(folder: Folder) -> TokensManifest:
+    """Read the manifest in the directory of a tokenized corpus.
+
+    Raises:
+        CorpusError: it is missing or cannot be read.
+    """
+    try:
+        return read_manifest(folder)
+    except DataError as error:
+        raise CorpusError(f"`data.format: Tokens`: {error}") from error
+
+
+def _open_shards(folder: Folder) -> ShardCorpus:
+    try:
+        return ShardCorpus(folder)
+    except DataError as error:
+        raise CorpusError(f"`data.format: Tokens`: {error}") from error
+
+
+def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
+    """Open the directory of the corpus, or of the mixture's corpus at `path`.
+
+    Raises:
+        DataError: no volume is mounted, or the directory does not exist; lists the existing ones.
+    """
+    root = data_root(data, data_dir)
+    try:
+        return open_folder(join_uri(root, path) if path else root)
+    except DataError as error:
+        if data.uri is not None:
+            raise
+        parent = Path(root) if path else Path(root).parent
+        existing = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        field = f"`data.mixture` with `path: {path}`" if path else "`data.claimName`"
+        raise CorpusError(f"{field}: {error}; folders there: {', '.join(existing[:_MAX_NAMED]) or 'none'}") from error
+
+
+def data_root(data: DataSpec, data_dir: str | None) -> str:
+    """Return the directory of the data, as a path or a URI.
+
+    Raises:
+        CorpusError: no volume is mounted.
+    """
+    if data.uri is not None:
+        return data.uri
+    if data_dir is None:
+        raise CorpusError("`data.source: Files` needs `data.claimName` or `data.uri`: no data volume is mounted")
+    return data_dir
