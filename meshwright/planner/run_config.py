@@ -11,7 +11,7 @@ from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
-from meshwright.rules.resolved.run_checks import run_problems
+from meshwright.rules.validation import run_problems
 
 Runnable = Callable[[Layout, int, PipelineSchedule, ActivationCheckpointing], bool]
 """Whether ranks take a layout with so many micro-batches, in this order, recomputing so much."""

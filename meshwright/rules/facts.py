@@ -154,10 +154,14 @@ def facts_of_run(run: RunConfig) -> ResolvedFacts:
         "expert": run.expert,
         "micro_batches": run.micro_batches,
     }
+    model = run.architecture
+    if model is not None and model.head_size == model.hidden_size // max(1, model.heads):
+        # It follows from the two, so that a rule may ask about others of them.
+        model = model.model_copy(update={"head_size": None})
     return ResolvedFacts(
         replicas=run.data_parallel,
         parallelism=run.parallelism.model_copy(update=degrees),
-        model=run.architecture,
+        model=model,
         data=run.data,
         training=run.training,
         checkpoint=run.checkpoint,

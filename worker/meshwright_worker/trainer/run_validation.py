@@ -1,4 +1,4 @@
-"""Validation of a run on every rank, before any process group is created (rules: `meshwright.rules.resolved`)."""
+"""Validation of a run on every rank, before any process group is created (rules: `meshwright.rules`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.messages import RunConfig
 from meshwright.rules.nearest import nearest
-from meshwright.rules.resolved.run_checks import run_problems
+from meshwright.rules.validation import run_problems
 from meshwright_worker.rank.failures import InvalidRunError
 
 __all__ = ["InvalidRunError", "nearest", "validate_run"]
