@@ -95,7 +95,7 @@ class ParallelismSpec(ApiModel):
     context: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
     When left out: 1, or the fewest with which a layout fits. Rules about it take it for 1 until it is chosen.
-    `training.sequenceLength` must be at least twice `context` times `tensor`."""
+    `training.sequenceLength` must be at least twice `context` times `tensor`; with `Ring` and `Ulysses` once."""
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
     """How attention goes over the GPUs of `context`. `RingZigZag`: keys and values go round them, causal work is even.
     `Ring`: the same with consecutive tokens. `Ulysses`: heads are exchanged for tokens; `context` times `tensor` must

@@ -10,7 +10,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunConfig
-from meshwright.rules.resolved.run_checks import run_problems
+from meshwright.rules.validation import run_problems
 
 Runnable = Callable[[Strategy], bool]
 """Whether ranks take a strategy."""

@@ -147,10 +147,14 @@ class ResolvedFacts:
 
 def facts_of_run(run: NativeRun) -> ResolvedFacts:
     """The facts of what ranks run: no degree is open, and the model's numbers are known."""
+    model = run.architecture
+    if model.head_size == model.hidden_size // max(1, model.heads):
+        # It follows from the two, so that a rule may ask about others of them.
+        model = model.model_copy(update={"head_size": None})
     return ResolvedFacts(
         replicas=run.data_parallel,
         parallelism=run.parallelism.model_copy(update=run.degrees),
-        model=run.architecture,
+        model=model,
         data=run.data,
         training=run.training,
         checkpoint=run.checkpoint,

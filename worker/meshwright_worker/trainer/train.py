@@ -24,7 +24,7 @@ from pathlib import Path
 
 from meshwright.models.lora import skipped_targets
 from meshwright.protocol.run_config import NativeRun
-from meshwright.rules.resolved.run_checks import run_problems
+from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TrainingState
@@ -106,7 +106,7 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
 
 
 def validate_run(run: NativeRun) -> None:
-    """Check that degrees, model, batch and data go together (rules: `meshwright.rules.resolved`).
+    """Check that degrees, model, batch and data go together (rules: `meshwright.rules`).
 
     Raises:
         InvalidRunError: they do not; lists every problem.
