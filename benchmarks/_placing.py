@@ -6,9 +6,9 @@ import random
 import time
 from collections.abc import Sequence
 
-from meshwright.layout import Layout
 from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cluster.pod_resources import Resources
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.placement import Placement, PlacingOptions, place
 from meshwright.planner.plan import Plan
 from meshwright.planner.topology import Location
@@ -45,7 +45,7 @@ def fragmented(nodes: int, rack_nodes: int, taken: float, seed: int) -> list[int
 
 def plan_of(pipeline: int, data: int, tensor: int = NODE_GPUS) -> Plan:
     """A plan whose workers are whole nodes."""
-    return Plan(Layout(tensor, pipeline, data), 1, NODE_GPUS, Resources(gpus=NODE_GPUS, pods=1))
+    return Plan(Strategy(tensor, pipeline, data), NODE_GPUS, Resources(gpus=NODE_GPUS, pods=1))
 
 
 def placed_100k() -> tuple[Placement, float]:

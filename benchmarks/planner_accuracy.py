@@ -67,13 +67,13 @@ def roofline_seconds(case: Case) -> float:
     flops = case.work.tokens * training_flops(case.work.model, case.work.sequence_length, recomputed=again)
     pipeline, count = case.choices.pipeline, case.choices.micro_batches
     idle = (pipeline - 1) / (count * case.choices.virtual_stages)
-    return flops / (case.choices.world * case.gpu.half * 0.5) * (1.0 + idle)
+    return flops / (case.choices.world_size * case.gpu.half * 0.5) * (1.0 + idle)
 
 
 def simple_memory(case: Case) -> float:
     """The baseline of memory: 18 bytes a parameter, 34 s b h / t of every layer of the first stage in flight."""
     work, choices = case.work, case.choices
-    shards = choices.tensor * choices.pipeline * (choices.replicas if choices.zero_stage == 3 else 1)
+    shards = choices.tensor * choices.pipeline * (choices.shard_ranks if choices.zero_stage == 3 else 1)
     tokens = work.sequence_length * choices.micro_batch_size / choices.context
     layers = work.model.layers / choices.pipeline * min(choices.pipeline, choices.micro_batches)
     per_token = 2.0 if choices.checkpointing is ActivationCheckpointing.FULL else 34.0

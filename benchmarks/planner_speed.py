@@ -16,12 +16,12 @@ from pathlib import Path
 from _placing import place_100k, replace_node
 from _report import table, write_json
 
-from meshwright.models.families import family
+from meshwright.models.presets import published
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.strategy import Workload
 from meshwright.planner.search.best_first import SearchResult, search
-from meshwright.planner.search.degrees import micro_batch_sizes, shapes
+from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.expand import base_strategies, memory_savings, price
 from meshwright.planner.search.request import Objective, SearchRequest
 
@@ -38,7 +38,7 @@ def request_of(model: str, length: int, batch: int, gpus: int) -> SearchRequest:
     """A search over every technique on H100 nodes."""
     gpu = accelerator(H100)
     assert gpu is not None
-    return SearchRequest(Workload(family(model), length, batch), machine_for(gpu), gpus, objective=Objective.TIME)
+    return SearchRequest(Workload(published(model), length, batch), machine_for(gpu), gpus, objective=Objective.TIME)
 
 
 def timed(request: SearchRequest, repeats: int) -> tuple[float, SearchResult]:
@@ -55,9 +55,9 @@ def timed(request: SearchRequest, repeats: int) -> tuple[float, SearchResult]:
 def exhaustive(request: SearchRequest) -> tuple[float, int]:
     """(seconds, layouts) of pricing everything that fits."""
     started, priced = time.perf_counter(), 0
-    for shape in shapes(request):
-        for size in micro_batch_sizes(request, shape):
-            for base in base_strategies(request, shape, size):
+    for layout in layouts(request):
+        for size in micro_batch_sizes(request, layout):
+            for base in base_strategies(request, layout, size):
                 for choices, memory in memory_savings(request, base):
                     price(request, choices, memory)
                     priced += 1

@@ -38,10 +38,10 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "context", "expert"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
-        if self.replicas % self.expert:
+        if min(self.tensor, self.pipeline, self.data, self.context, self.expert) < 1:
+            name = next(name for name in ("tensor", "pipeline", "data", "context", "expert") if getattr(self, name) < 1)
+            raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+        if self.shard_ranks % self.expert:
             raise ValueError(f"`expert` ({self.expert}) must divide `data` x `context` ({self.data} x {self.context})")
 
     @property
@@ -55,7 +55,7 @@ class Layout:
         return self.pipeline * self.context * self.tensor
 
     @property
-    def replicas(self) -> int:
+    def shard_ranks(self) -> int:
         """Ranks that hold the same dense parameters: those that gradients are summed over and ZeRO shards over."""
         return self.data * self.context
 
@@ -92,7 +92,7 @@ class Layout:
         """Every data-parallel group: ranks that hold the same shard and see other samples."""
         return self._groups("data")
 
-    def replica_groups(self) -> list[list[int]]:
+    def shard_groups(self) -> list[list[int]]:
         """Every group of ranks that hold the same dense parameters, by data and then by context coordinate."""
         return [
             [self.rank(d, p, c, t) for d in range(self.data) for c in range(self.context)]
@@ -103,11 +103,11 @@ class Layout:
     def expert_groups(self) -> list[list[int]]:
         """Every expert-parallel group: ranks that hold different experts of the same layers, in the experts' order."""
         size = self.expert
-        return [group[i : i + size] for group in self.replica_groups() for i in range(0, self.replicas, size)]
+        return [group[i : i + size] for group in self.shard_groups() for i in range(0, self.shard_ranks, size)]
 
-    def expert_replica_groups(self) -> list[list[int]]:
+    def expert_shard_groups(self) -> list[list[int]]:
         """Every group of ranks that hold the same experts."""
-        return [group[i :: self.expert] for group in self.replica_groups() for i in range(self.expert)]
+        return [group[i :: self.expert] for group in self.shard_groups() for i in range(self.expert)]
 
     def workers(self, gpus_per_worker: int) -> list[range]:
         """The consecutive ranks of each worker pod, by worker index.

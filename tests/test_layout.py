@@ -36,7 +36,7 @@ def test_each_kind_of_group_covers_every_rank_once(layout: Layout) -> None:
         (layout.pipeline_groups(), layout.pipeline),
         (layout.context_groups(), layout.context),
         (layout.data_groups(), layout.data),
-        (layout.replica_groups(), layout.replicas),
+        (layout.shard_groups(), layout.shard_ranks),
     ):
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
         assert {len(group) for group in groups} == {size}

@@ -19,8 +19,8 @@ from meshwright_local.controllers.node_lifecycle import NodeController, NodeTime
 from meshwright_local.controllers.replica_sets import ReplicaSetController
 from meshwright_local.controllers.volume_claims import ClaimController
 from meshwright_local.kube.client import ApiClient
-from meshwright_local.kube.informers import Informers
 from meshwright_local.kube.kubeconfig import Connection, write_kubeconfig
+from meshwright_local.kube.reflector import Informers
 from meshwright_local.kube.resources import NODES
 from meshwright_local.nodeagent.agent import AgentSettings, NodeAgent
 from meshwright_local.nodeagent.network.addresses import ClusterNetwork

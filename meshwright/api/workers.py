@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -11,6 +12,17 @@ from meshwright.api.base import ApiModel
 from meshwright.api.field_types import Quantity, ShortText
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.volumes import VolumeSpec
+
+
+def covers_taint(
+    key: str | None, operator: str, value: str | None, effect: str | None, taint: Mapping[str, Any]
+) -> bool:
+    """Return whether a toleration with these fields covers a taint of a Node: effect, then key, then value."""
+    if effect and effect != taint.get("effect"):
+        return False
+    if key and key != taint.get("key"):
+        return False
+    return operator == "Exists" or (bool(key) and (value or "") == (taint.get("value") or ""))
 
 
 class Toleration(ApiModel):

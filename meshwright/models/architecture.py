@@ -167,3 +167,21 @@ class Architecture(ApiModel):
             return count
         mixed = feed_forward_parameters(self.mixture, self.hidden_size, active=active)
         return count + len(mixture_layers(self.mixture, self.layers)) * (mixed - self.feed_forward_parameters)
+
+
+def not_buildable(model: Architecture) -> list[str]:
+    """What a model has that is counted and that the runtime does not build; empty for a model that it builds."""
+    reasons = []
+    if model.sliding_window:
+        reasons.append(
+            f"attention over a sliding window (`sliding_window: {model.sliding_window}`) is not built by this runtime: "
+            "leave the window out (`null`) if no sequence is longer"
+        )
+    if model.shared_gate:
+        reasons.append("a gate on the shared experts (`model_type: qwen2_moe`) is not built by this runtime")
+    if model.prediction_layers:
+        reasons.append(
+            f"multi-token prediction (`num_nextn_predict_layers: {model.prediction_layers}`) is not built by this "
+            "runtime"
+        )
+    return reasons

@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 from meshwright.api.model import ModelSpec
 from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
-from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface.planner_config import ConfigError
+from meshwright.models.architecture import Architecture, not_buildable
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.reader import architecture_from_json, to_model_spec
 from meshwright.models.mixture_presets import mixtures
-from meshwright.models.model_spec import architecture_from_json
 
 
 class UnknownModelError(ValueError):
@@ -146,22 +146,33 @@ def _tinies() -> list[Architecture]:
     ]
 
 
-def _presets() -> dict[str, Architecture]:
-    listed = [*_tinies(), *_gpts(), *_megatrons(), *_llamas(), *_qwens(), *mixtures()]
+def _mistral() -> Architecture:
+    return _decoder("mistral-7b", 32, 4096, 14336, 32, 8, 32_000, 10_000).model_copy(update={"sliding_window": 4096})
+
+
+def _published() -> dict[str, Architecture]:
+    listed = [*_tinies(), *_gpts(), *_megatrons(), *_llamas(), _mistral(), *_qwens(), *mixtures()]
     return {architecture.name: architecture for architecture in listed}
 
 
-PRESETS: Mapping[str, Architecture] = MappingProxyType(_presets())
+PUBLISHED: Mapping[str, Architecture] = MappingProxyType(_published())
+"""All of them. The planner prices each; the runtime builds all but those for which `not_buildable` has a reason."""
 
-
-UNSUPPORTED: Mapping[str, str] = MappingProxyType(
-    {
-        "mistral-7b": "its attention slides over a window of 4,096 tokens, which the runtime does not build; up to "
-        "that length it is `layers: 32`, `hiddenSize: 4096`, `intermediateSize: 14336`, `heads: 32`, `kvHeads: 8`, "
-        "`vocabSize: 32000`"
-    }
+PRESETS: Mapping[str, Architecture] = MappingProxyType(
+    {name: architecture for name, architecture in PUBLISHED.items() if not not_buildable(architecture)}
 )
-"""Models that the planner counts and the runtime does not build, and why."""
+"""What the runtime builds: the values of `model.preset`."""
+
+
+def published(name: str) -> Architecture:
+    """The model called `name`, whether the runtime builds it or not.
+
+    Raises:
+        UnknownModelError: there is none; the message names the nearest.
+    """
+    if name not in PUBLISHED:
+        raise UnknownModelError(f"`{name}` is not known: {_nearest(name, PUBLISHED)}")
+    return PUBLISHED[name]
 
 
 def resolve(model: ModelSpec) -> Architecture:
@@ -190,15 +201,18 @@ def resolve(model: ModelSpec) -> Architecture:
 
 
 def _preset(name: str) -> Architecture:
-    known = PRESETS.get(name)
-    if known is not None:
-        return known
-    if name in UNSUPPORTED:
-        raise UnknownModelError(f"`model.preset` `{name}` is not built: {UNSUPPORTED[name]}")
-    close_matches = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(f'`{n}`' for n in close_matches)}?"
-        if close_matches
-        else f"known are {', '.join(sorted(PRESETS))}"
-    )
-    raise UnknownModelError(f"`model.preset` `{name}` is not known: {hint}")
+    if name in PRESETS:
+        return PRESETS[name]
+    if name in PUBLISHED:
+        reasons = "; ".join(not_buildable(PUBLISHED[name]))
+        fields = ", ".join(f"`{field}: {value}`" for field, value in to_model_spec(PUBLISHED[name]).wire().items())
+        raise UnknownModelError(f"`model.preset` `{name}`: {reasons}; the model's other fields are {fields}")
+    raise UnknownModelError(f"`model.preset` `{name}` is not known: {_nearest(name, PRESETS)}")
+
+
+def _nearest(name: str, known: Mapping[str, Architecture]) -> str:
+    """What was meant by a name that is not known."""
+    close_matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    if close_matches:
+        return f"did you mean {' or '.join(f'`{match}`' for match in close_matches)}?"
+    return f"known are {', '.join(sorted(known))}"

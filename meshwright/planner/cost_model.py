@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.limits import ClusterLimits
@@ -54,21 +53,13 @@ class CostModel:
         """What a step must do."""
         return self.job.work
 
-    def on(self, job: TrainingJob) -> CostModel:
-        """The same machine for a job of which more is decided."""
-        return replace(self, job=job)
-
-    def choices(self, layout: Layout, micro_batches: int) -> Strategy:
-        """The layout in the cost model's terms."""
-        return self.job.choices(layout, micro_batches)
-
-    def price(self, layout: Layout, micro_batches: int, groups: GroupSpans | None = None) -> Estimate:
+    def price(self, strategy: Strategy, groups: GroupSpans | None = None) -> Estimate:
         """Memory and time of one step; `groups` are those of a placement, without it ranks fill domains in order.
 
         Raises:
             ValueError: there are more stages than layers.
         """
-        return estimate(self.work, self.choices(layout, micro_batches), self.machine, groups)
+        return estimate(self.work, strategy, self.machine, groups)
 
 
 def cost_model_for(

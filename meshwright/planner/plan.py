@@ -8,7 +8,7 @@ from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
-from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
@@ -17,11 +17,13 @@ from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan_reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.degree_search import Candidate, DegreeSearch
+from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import RunConfig
 from meshwright.rules.validation import check_spec
 
@@ -35,8 +37,7 @@ _MAX_REASON_TEXT = 1024
 class Plan:
     """What a job runs as. Where it runs is a `Placement`."""
 
-    layout: Layout
-    micro_batches: int
+    strategy: Strategy
     gpus_per_worker: int
     worker_request: Resources
     """What one worker pod asks of its node."""
@@ -47,12 +48,13 @@ class Plan:
     global_batch_size: int | None = None
     reasons: tuple[str, ...] = ()
     """Why each degree is what it is, in sentences."""
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    """Order of a pipeline's micro-batches."""
-    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
-    """What the backward pass computes again."""
     estimate: Estimate | None = None
     """What a step takes; None when the model or the cluster's GPUs are not known."""
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees alone."""
+        return self.strategy.layout
 
     @property
     def workers(self) -> list[range]:
@@ -67,35 +69,32 @@ class Plan:
         experts = f", EP {layout.expert}" if layout.expert > 1 else ""
         return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
 
-    def cost_model(self, cost_model: CostModel) -> CostModel:
-        """The pricer of the job, with what the plan decided."""
-        return cost_model.on(cost_model.job.decided(self.schedule, self.checkpointing))
-
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
-        whole_workers = replicas * self.layout.replica_size % self.gpus_per_worker == 0
+        whole_workers = replicas * self.strategy.replica_size % self.gpus_per_worker == 0
         batch = self.global_batch_size
-        spread = replicas * self.layout.context % self.layout.expert == 0
+        spread = replicas * self.strategy.context % self.strategy.expert == 0
         return (
             replicas >= 1
             and whole_workers
             and spread
-            and (batch is None or batch % (replicas * self.micro_batches) == 0)
+            and (batch is None or batch % (replicas * self.strategy.micro_batches) == 0)
         )
 
     def to_status(self) -> PlanStatus:
         """The plan as `status.plan`."""
+        used = self.strategy
         return PlanStatus(
-            tensor=self.layout.tensor,
-            pipeline=self.layout.pipeline,
-            data=self.layout.data,
-            context=self.layout.context,
-            expert=self.layout.expert,
-            micro_batches=self.micro_batches,
-            schedule=self.schedule if self.layout.pipeline > 1 and self.architecture else None,
-            activation_checkpointing=self.checkpointing if self.architecture else None,
-            world_size=self.layout.world_size,
-            workers=self.layout.world_size // self.gpus_per_worker,
+            tensor=used.tensor,
+            pipeline=used.pipeline,
+            data=used.data,
+            context=used.context,
+            expert=used.expert,
+            micro_batches=used.micro_batches,
+            schedule=used.schedule if used.pipeline > 1 and self.architecture else None,
+            activation_checkpointing=used.checkpointing if self.architecture else None,
+            world_size=used.world_size,
+            workers=used.world_size // self.gpus_per_worker,
             memory_per_rank_bytes=int(self.memory.total) if self.memory else None,
             parameters=self.architecture.parameters if self.architecture else None,
             estimated_step_milliseconds=round(1000 * self.estimate.seconds) if self.estimate else None,
@@ -106,9 +105,7 @@ class Plan:
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
         """What the ranks run, with everything the spec left open filled in."""
-        return run_config_of(
-            spec, self.architecture, self.layout, self.micro_batches, self.schedule, self.checkpointing
-        )
+        return run_config_of(spec, self.architecture, self.strategy)
 
     def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
         """What its ranks would refuse; nothing where they would run."""
@@ -171,7 +168,7 @@ def _new_plans(
     if architecture is None or spec.training is None:
         return [_command_plan(spec)]
     _check_nodes_known(spec, cluster_limits)
-    search = _search(spec, architecture, spec.training, cluster_limits, cost_model)
+    search = _search(spec, architecture, cluster_limits, cost_model)
     ranked = _ranked(spec, search)
     plans = []
     for chosen in ranked[:max_plans]:
@@ -190,10 +187,11 @@ def _ranked(spec: ParallelTrainingJobSpec, search: DegreeSearch) -> list[Candida
         ranked = search.ranked()
         if not ranked:
             raise nothing_fits(search)
-        refusals = [_plan(spec, search.architecture, one, ()).problems(spec) for one in ranked[:MAX_PLANS]]
+        architecture = search.job.architecture
+        refusals = [refusals_of(run_config_of(spec, architecture, one.strategy)) for one in ranked[:MAX_PLANS]]
         if not any(refusals):
             return ranked
-        runnable_search = replace(search, runnable=runnable(spec, search.architecture))
+        runnable_search = replace(search, runnable=runnable(spec, architecture))
         runs = [one for one in runnable_search.ranked() if runnable_search.runs(one)]
     except PlanError:
         raise
@@ -252,28 +250,23 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         _with_model_numbers(spec_kept, architecture)
     ):
         return None
-    chosen = _search(spec_kept, architecture, training, ClusterLimits()).best()
+    chosen = _search(spec_kept, architecture, ClusterLimits()).best()
     return _plan(spec, architecture, chosen, tuple(keep.reasons)) if chosen is not None else None
 
 
 def _search(
     spec: ParallelTrainingJobSpec,
     architecture: Architecture,
-    training: TrainingSpec,
     cluster_limits: ClusterLimits,
     cost_model: CostModel | None = None,
 ) -> DegreeSearch:
-    gpus = spec.workers.gpus_per_worker
-    return DegreeSearch(architecture, training, spec.parallelism, spec.replicas, gpus, cluster_limits, cost_model)
+    job = TrainingJob.of(spec, architecture)
+    return DegreeSearch(job, spec.replicas, spec.workers.gpus_per_worker, cluster_limits, cost_model)
 
 
 def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:
     """The plan with its estimate, where there is a price."""
-    return (
-        replace(plan, estimate=plan.cost_model(cost_model).price(plan.layout, plan.micro_batches))
-        if cost_model
-        else plan
-    )
+    return replace(plan, estimate=cost_model.price(plan.strategy)) if cost_model else plan
 
 
 def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
@@ -317,9 +310,9 @@ def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLim
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
     asked = spec.parallelism
-    layout = Layout(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context_or_default)
+    strategy = Strategy(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context_or_default)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
-    return _plan(spec, None, Candidate(layout, 1, None), (reason,))
+    return _plan(spec, None, Candidate(strategy, None), (reason,))
 
 
 def _plan(
@@ -328,14 +321,11 @@ def _plan(
     resources = {"cpu": spec.workers.resources.cpu or "0", "memory": spec.workers.resources.memory or "0"}
     asked = parse_resources(resources, spec.workers.gpu_resource, pods=1)
     return Plan(
-        layout=chosen.layout,
-        micro_batches=chosen.micro_batches,
+        strategy=chosen.strategy,
         gpus_per_worker=spec.workers.gpus_per_worker,
         worker_request=Resources(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
         architecture=architecture,
         memory=chosen.memory,
-        schedule=chosen.schedule,
-        checkpointing=chosen.checkpointing,
         global_batch_size=spec.training.global_batch_size if spec.training else None,
         reasons=reasons,
     )

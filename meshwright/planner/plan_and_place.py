@@ -90,8 +90,7 @@ def place_plan(
     """
     if cost_model is None:
         return place_near_previous(plan, inventory, keep, before)
-    cost_model = plan.cost_model(cost_model)
-    weights = weights_for(cost_model, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
     placement = place_near_previous(plan, inventory, keep, before, PlacingOptions(weights))
     return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model)))
 
@@ -108,8 +107,7 @@ def map_plan_ranks(
     """
     if cost_model is None:
         return map_ranks(plan, inventory, pods, stay)
-    cost_model = plan.cost_model(cost_model)
-    weights = weights_for(cost_model, plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels)
+    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
     placement, slots = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
     return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model))), slots
 

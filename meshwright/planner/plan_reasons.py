@@ -38,13 +38,12 @@ def reasons_for(search: DegreeSearch, chosen: Candidate) -> tuple[str, ...]:
     """One sentence for each degree, one for what else was chosen, one for adapters that are left out, and one for
     memory.
     """
-    decided = search.decided(chosen)
     sentences = (
-        _tensor_reason(search, decided, chosen),
+        _tensor_reason(search, chosen),
         _pipeline_reason(search, chosen),
         _schedule_reason(search, chosen),
         _context_reason(search, chosen),
-        f"DP {chosen.layout.data}: set by `replicas`",
+        f"DP {chosen.strategy.data}: set by `replicas`",
         _expert_reason(search, chosen),
         _micro_batches_reason(search, chosen),
         _checkpointing_reason(search, chosen),
@@ -54,14 +53,15 @@ def reasons_for(search: DegreeSearch, chosen: Candidate) -> tuple[str, ...]:
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _tensor_reason(search: DegreeSearch, decided: DegreeSearch, chosen: Candidate) -> str:
-    tensor = chosen.layout.tensor
-    if search.parallelism.tensor is not None:
+def _tensor_reason(search: DegreeSearch, chosen: Candidate) -> str:
+    tensor = chosen.strategy.tensor
+    if search.job.parallelism.tensor is not None:
         return f"TP {tensor}: set by `parallelism.tensor`"
-    smaller = [t for t in decided.tensors() if t < tensor]
+    used = chosen.strategy
+    smaller = [t for t in search.tensors(used.context) if t < tensor]
     if not smaller:
         return f"TP {tensor}: the smallest degree that splits the model evenly and fills workers"
-    rejected = decided.with_micro_batches(replace(chosen.layout, tensor=smaller[-1]))
+    rejected = search.with_micro_batches(replace(used.layout, tensor=smaller[-1]), used.checkpointing, used.schedule)
     limit = search.cluster_limits.largest_memory
     if limit is not None and rejected.needed_bytes > limit:
         need = f"TP {smaller[-1]} needs {format_bytes(rejected.needed_bytes)} per GPU, usable are {format_bytes(limit)}"
@@ -70,13 +70,13 @@ def _tensor_reason(search: DegreeSearch, decided: DegreeSearch, chosen: Candidat
 
 
 def _adapters_reason(search: DegreeSearch) -> str:
-    lora = search.training.lora
-    return (skipped_targets(lora, search.architecture) or "") if lora is not None else ""
+    lora = search.job.training.lora
+    return (skipped_targets(lora, search.job.architecture) or "") if lora is not None else ""
 
 
 def _pipeline_reason(search: DegreeSearch, chosen: Candidate) -> str:
-    pipeline = chosen.layout.pipeline
-    if search.parallelism.pipeline is not None:
+    pipeline = chosen.strategy.pipeline
+    if search.job.parallelism.pipeline is not None:
         return f"PP {pipeline}: set by `parallelism.pipeline`"
     if pipeline == 1:
         return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
@@ -85,40 +85,41 @@ def _pipeline_reason(search: DegreeSearch, chosen: Candidate) -> str:
 
 
 def _context_reason(search: DegreeSearch, chosen: Candidate) -> str:
-    context, method = chosen.layout.context, search.parallelism.context_method
+    context, method = chosen.strategy.context, search.job.parallelism.context_method
     if context == 1:
         return ""
-    if search.parallelism.context is not None:
+    if search.job.parallelism.context is not None:
         return f"CP {context} ({method}): set by `parallelism.context`"
-    tokens = search.training.sequence_length // context
+    tokens = search.job.training.sequence_length // context
     return f"CP {context} ({method}): the fewest ranks to a sequence with which a layout fits, {tokens} tokens each"
 
 
 def _schedule_reason(search: DegreeSearch, chosen: Candidate) -> str:
-    if chosen.layout.pipeline == 1:
+    if chosen.strategy.pipeline == 1:
         return ""
-    name = chosen.schedule.value
-    if search.parallelism.schedule is not None:
+    name = chosen.strategy.schedule.value
+    if search.job.parallelism.schedule is not None:
         return f"schedule {name}: set by `parallelism.schedule`"
-    plain = search.with_savings(chosen.layout.context, chosen.checkpointing).with_schedule(PipelineSchedule.ONE_F_ONE_B)
-    if chosen.schedule is PipelineSchedule.ONE_F_ONE_B:
+    if chosen.strategy.schedule is PipelineSchedule.ONE_F_ONE_B:
         return f"schedule {name}: no other is estimated to be faster by more than 2 %, and fits"
-    if not kind_of(PipelineSchedule.ONE_F_ONE_B).accepts(chosen.layout.pipeline, chosen.micro_batches):
+    if not kind_of(PipelineSchedule.ONE_F_ONE_B).accepts(chosen.strategy.pipeline, chosen.strategy.micro_batches):
         return f"schedule {name}: the fastest that fits"
-    seconds = search.seconds(replace(chosen, schedule=PipelineSchedule.ONE_F_ONE_B))
-    memory = plain.job.memory(chosen.layout, chosen.micro_batches)
-    return (
-        f"schedule {name}: {seconds / search.seconds(chosen) - 1:.0%} faster than 1F1B, which needs "
-        f"{format_bytes(memory.total)} per GPU"
-    )
+    used = chosen.strategy
+    plain = search.candidate(used.layout, used.micro_batches, PipelineSchedule.ONE_F_ONE_B, used.checkpointing)
+    gain = search.seconds(plain.strategy) / search.seconds(used) - 1
+    return f"schedule {name}: {gain:.0%} faster than 1F1B, which needs {format_bytes(plain.needed_bytes)} per GPU"
 
 
 def _checkpointing_reason(search: DegreeSearch, chosen: Candidate) -> str:
-    if search.training.activation_checkpointing is not None or chosen.checkpointing is ActivationCheckpointing.NONE:
+    if (
+        search.job.training.activation_checkpointing is not None
+        or chosen.strategy.checkpointing is ActivationCheckpointing.NONE
+    ):
         return ""
-    name = f"activation checkpointing {chosen.checkpointing.value}"
-    plain = search.with_savings(chosen.layout.context, ActivationCheckpointing.NONE).with_schedule(chosen.schedule)
-    needed_bytes = plain.job.memory(chosen.layout, chosen.micro_batches).total
+    name = f"activation checkpointing {chosen.strategy.checkpointing.value}"
+    used = chosen.strategy
+    plain = search.candidate(used.layout, used.micro_batches, used.schedule, ActivationCheckpointing.NONE)
+    needed_bytes = plain.needed_bytes
     limit = search.cluster_limits.largest_memory
     if limit is not None and needed_bytes > limit:
         return f"{name}: without it a rank needs {format_bytes(needed_bytes)}, usable are {format_bytes(limit)}"
@@ -126,10 +127,10 @@ def _checkpointing_reason(search: DegreeSearch, chosen: Candidate) -> str:
 
 
 def _expert_reason(search: DegreeSearch, chosen: Candidate) -> str:
-    mixture, expert = search.architecture.mixture, chosen.layout.expert
+    mixture, expert = search.job.architecture.mixture, chosen.strategy.expert
     if mixture is None:
         return ""
-    if search.parallelism.expert is not None:
+    if search.job.parallelism.expert is not None:
         return f"EP {expert}: set by `parallelism.expert`"
     held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
     if expert == 1:
@@ -138,12 +139,12 @@ def _expert_reason(search: DegreeSearch, chosen: Candidate) -> str:
 
 
 def _micro_batches_reason(search: DegreeSearch, chosen: Candidate) -> str:
-    count, pipeline = chosen.micro_batches, chosen.layout.pipeline
+    count, pipeline = chosen.strategy.micro_batches, chosen.strategy.pipeline
     name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
     idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
-    plain = pipeline > 1 and chosen.schedule is PipelineSchedule.ONE_F_ONE_B
+    plain = pipeline > 1 and chosen.strategy.schedule is PipelineSchedule.ONE_F_ONE_B
     tail = f"; the pipeline idles {idle} % of a step" if plain else ""
-    if search.parallelism.micro_batches is not None:
+    if search.job.parallelism.micro_batches is not None:
         return f"{name}: set by `parallelism.microBatches`{tail}"
     if pipeline == 1:
         return f"{name}: the fewest whose activations fit"
@@ -176,19 +177,20 @@ def nothing_fits(search: DegreeSearch) -> PlanError:
     """The error for a search without a result: no candidate at all, or none that a GPU holds."""
     candidates = [
         one
-        for context in context_degrees(search.architecture, search.training, search.parallelism)
-        for again in checkpointing_options(search.training)
-        for one in search.with_savings(context, again).candidates()
+        for context in context_degrees(search.job)
+        for again in checkpointing_options(search.job.training)
+        for one in search.candidates(context, again)
     ]
     if not candidates:
         return _no_candidate(search)
     closest = min(candidates, key=lambda c: c.needed_bytes)
     detail = f" ({memory_text(closest.memory)})" if closest.memory else ""
     limit = search.cluster_limits.largest_memory or 0
+    used = closest.strategy
     return PlanError(
-        f"the model does not fit: TP {closest.layout.tensor} x PP {closest.layout.pipeline} with "
-        f"{closest.micro_batches} micro-batches comes closest and needs {format_bytes(closest.needed_bytes)} per GPU"
-        f"{detail}; the GPUs here offer {format_bytes(limit)}. Raise `parallelism.zeroStage`, "
+        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches comes "
+        f"closest and needs {format_bytes(closest.needed_bytes)} per GPU{detail}; "
+        f"the GPUs here offer {format_bytes(limit)}. Raise `parallelism.zeroStage`, "
         "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
         "OutOfMemory",
         depends_on_cluster=True,
@@ -201,5 +203,5 @@ def _no_candidate(search: DegreeSearch) -> PlanError:
         f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {search.replicas}: change "
         "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
         "InvalidSpec",
-        depends_on_cluster=search.parallelism.tensor is None,
+        depends_on_cluster=search.job.parallelism.tensor is None,
     )

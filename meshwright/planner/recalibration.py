@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.layout import Layout
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.constants import Constants
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel
 
 MIN_STEPS = 10
@@ -22,11 +22,10 @@ MIN_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """A running job's step time, and the layout that took it."""
+    """A running job's step time, and the strategy that took it."""
 
     cost_model: CostModel
-    layout: Layout
-    micro_batches: int
+    strategy: Strategy
     step_seconds: float
     steps: int
     """Steps that the time is a mean of; they are its weight."""
@@ -71,10 +70,6 @@ def _fitted(measurements_of_gpu: Sequence[StepMeasurement], start: Constants) ->
 def _estimator(measurement: StepMeasurement) -> Callable[[Constants], float]:
     def seconds(constants: Constants) -> float:
         machine = replace(measurement.cost_model.machine, constants=constants)
-        return (
-            replace(measurement.cost_model, machine=machine)
-            .price(measurement.layout, measurement.micro_batches, measurement.groups)
-            .seconds
-        )
+        return replace(measurement.cost_model, machine=machine).price(measurement.strategy, measurement.groups).seconds
 
     return seconds

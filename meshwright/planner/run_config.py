@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing
-from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunConfig
 from meshwright.rules.resolved.run_checks import run_problems
 
-Runnable = Callable[[Layout, int, PipelineSchedule, ActivationCheckpointing], bool]
-"""Whether ranks take a layout with so many micro-batches, in this order, recomputing so much."""
+Runnable = Callable[[Strategy], bool]
+"""Whether ranks take a strategy."""
 
 
-def run_config_of(
-    spec: ParallelTrainingJobSpec,
-    architecture: Architecture | None,
-    layout: Layout,
-    micro_batches: int,
-    schedule: PipelineSchedule,
-    checkpointing: ActivationCheckpointing,
-) -> RunConfig:
+def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | None, strategy: Strategy) -> RunConfig:
     """What the ranks run, with everything the spec left open filled in.
 
     Raises:
@@ -33,34 +24,33 @@ def run_config_of(
     """
     command = spec.runtime.command
     if command is not None:
-        return CommandRun(
-            **_shared_fields(spec, layout, micro_batches, schedule), checkpoint=spec.checkpoint, command=command
-        )
+        shared = _shared_fields(spec, strategy, strategy.schedule)
+        return CommandRun(**shared, checkpoint=spec.checkpoint, command=command)
     if architecture is None or spec.data is None or spec.training is None:
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
     checkpoint = spec.checkpoint
     if checkpoint is not None:
         checkpoint = checkpoint.model_copy(update={"every_steps": checkpoint.interval, "keep": checkpoint.retained})
+    # With one stage the schedule decides nothing, and stays as the spec has it.
+    schedule = spec.parallelism.order if strategy.pipeline == 1 else strategy.schedule
     return NativeRun(
-        **_shared_fields(spec, layout, micro_batches, schedule),
+        **_shared_fields(spec, strategy, schedule),
         architecture=architecture,
         data=spec.data,
-        training=spec.training.model_copy(update={"activation_checkpointing": checkpointing}),
+        training=spec.training.model_copy(update={"activation_checkpointing": strategy.checkpointing}),
         checkpoint=checkpoint,
     )
 
 
-def _shared_fields(
-    spec: ParallelTrainingJobSpec, layout: Layout, micro_batches: int, schedule: PipelineSchedule
-) -> dict[str, Any]:
+def _shared_fields(spec: ParallelTrainingJobSpec, strategy: Strategy, schedule: PipelineSchedule) -> dict[str, Any]:
     """The fields of both kinds of runs."""
     return {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "data_parallel": layout.data,
-        "context": layout.context,
-        "expert": layout.expert,
-        "micro_batches": micro_batches,
+        "tensor": strategy.tensor,
+        "pipeline": strategy.pipeline,
+        "data_parallel": strategy.data,
+        "context": strategy.context,
+        "expert": strategy.expert,
+        "micro_batches": strategy.micro_batches,
         "parallelism": spec.parallelism.model_copy(update={**dict.fromkeys(DEGREES), "schedule": schedule}),
     }
 
@@ -72,15 +62,8 @@ def refusals_of(run: RunConfig) -> list[str]:
 
 def runnable(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Runnable:
     """What a search for `spec` asks of its candidates."""
-    return partial(_runs, spec, architecture)
 
+    def runs(strategy: Strategy) -> bool:
+        return not refusals_of(run_config_of(spec, architecture, strategy))
 
-def _runs(
-    spec: ParallelTrainingJobSpec,
-    architecture: Architecture,
-    layout: Layout,
-    micro_batches: int,
-    schedule: PipelineSchedule,
-    checkpointing: ActivationCheckpointing,
-) -> bool:
-    return not refusals_of(run_config_of(spec, architecture, layout, micro_batches, schedule, checkpointing))
+    return runs

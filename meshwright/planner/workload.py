@@ -34,9 +34,8 @@ class TrainingJob:
     work: Workload
     training: TrainingSpec
     parallelism: ParallelismSpec
-    fp8: bool
-    """Whether matrix products are counted in fp8."""
-    settings: MemoryOptions
+    fixed: Strategy
+    """What the spec decides beside degrees, micro-batches, the pipeline and activation checkpointing."""
     runtime: Framework
 
     @classmethod
@@ -55,66 +54,61 @@ class TrainingJob:
         cls, architecture: Architecture, training: TrainingSpec, parallelism: ParallelismSpec, replicas: int
     ) -> TrainingJob:
         """The job of the parts of a spec that matter here."""
-        return cls(
-            architecture,
-            Workload(architecture, training.sequence_length, training.global_batch_size),
-            training,
-            parallelism,
-            # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
-            training.fp8 is not None and training.precision is Precision.BF16,
-            _settings(training, parallelism, architecture, replicas),
-            _framework(training),
-        )
-
-    def decided(self, schedule: PipelineSchedule, checkpointing: ActivationCheckpointing) -> TrainingJob:
-        """The job with what a plan decided, as if its spec had said it."""
-        return replace(
-            self,
-            parallelism=self.parallelism.model_copy(update={"schedule": schedule}),
-            training=self.training.model_copy(update={"activation_checkpointing": checkpointing}),
-        )
-
-    def choices(self, layout: Layout, micro_batches: int) -> Strategy:
-        """The job in a layout.
-
-        Raises:
-            ValueError: there are more stages than layers.
-        """
-        parallelism_spec, training = self.parallelism, self.training
-        has_pipeline = layout.pipeline > 1
-        return Strategy(
-            tensor=layout.tensor,
-            sequence_parallel=parallelism_spec.sequence and layout.tensor > 1,
-            tensor_overlap=parallelism_spec.tensor_overlap,
-            expert_tensor=parallelism_spec.expert_tensor,
-            context=layout.context,
-            context_method=parallelism_spec.context_method,
-            ulysses=parallelism_spec.ulysses or 1,
-            pipeline=layout.pipeline,
-            schedule=parallelism_spec.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
-            virtual_stages=stages_per_rank(parallelism_spec, layout.pipeline),
-            layer_split=layer_split(parallelism_spec, layout.pipeline, self.architecture, training.sequence_length),
-            expert=layout.expert,
-            data=layout.data,
-            zero_stage=parallelism_spec.zero_stage if layout.replicas > 1 else 0,
-            micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
-            micro_batches=micro_batches,
-            checkpointing=training.checkpointing,
+        fixed = Strategy(
+            tensor_overlap=parallelism.tensor_overlap,
+            expert_tensor=parallelism.expert_tensor,
+            context_method=parallelism.context_method,
+            ulysses=parallelism.ulysses or 1,
             checkpoint_every=training.checkpoint_every,
             optimizer_offload=training.optimizer.offload,
             activation_offload=training.activation_offload,
             precision=training.precision,
-            fp8=self.fp8,
-            settings=self.settings,
+            # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
+            fp8=training.fp8 is not None and training.precision is Precision.BF16,
+            settings=_settings(training, parallelism, architecture, replicas),
         )
+        work = Workload(architecture, training.sequence_length, training.global_batch_size)
+        return cls(architecture, work, training, parallelism, fixed, _framework(training))
 
-    def memory(self, layout: Layout, micro_batches: int) -> Memory:
-        """Bytes of the fullest stage's ranks, with everything the spec says.
+    def strategy(
+        self,
+        layout: Layout,
+        micro_batches: int,
+        schedule: PipelineSchedule | None = None,
+        checkpointing: ActivationCheckpointing | None = None,
+    ) -> Strategy:
+        """The job in a layout; schedule and checkpointing are the spec's where left out.
 
         Raises:
             ValueError: there are more stages than layers.
         """
-        return worst_stage(self.work, self.choices(layout, micro_batches), self.runtime)
+        parallelism, has_pipeline = self.parallelism, layout.pipeline > 1
+        if schedule is not None and schedule is not parallelism.order:
+            parallelism = parallelism.model_copy(update={"schedule": schedule})
+        return replace(
+            self.fixed,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            data=layout.data,
+            context=layout.context,
+            expert=layout.expert,
+            sequence_parallel=parallelism.sequence and layout.tensor > 1,
+            schedule=parallelism.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
+            virtual_stages=stages_per_rank(parallelism, layout.pipeline),
+            layer_split=layer_split(parallelism, layout.pipeline, self.architecture, self.work.sequence_length),
+            zero_stage=parallelism.zero_stage if layout.shard_ranks > 1 else 0,
+            micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
+            micro_batches=micro_batches,
+            checkpointing=self.training.checkpointing if checkpointing is None else checkpointing,
+        )
+
+    def memory(self, strategy: Strategy) -> Memory:
+        """Bytes of the fullest stage's ranks.
+
+        Raises:
+            ValueError: there are more stages than layers.
+        """
+        return worst_stage(self.work, strategy, self.runtime)
 
 
 def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> tuple[int, ...] | None:

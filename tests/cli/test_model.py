@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from meshwright.api.model import ModelSpec
-from meshwright.models.huggingface.runtime_config import config_from_architecture
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS, resolve
 from meshwright_cli import manifest
 from meshwright_cli.main import main
@@ -57,7 +57,7 @@ def test_what_is_not_built_is_refused_and_counted(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     refused = run(path)
     assert refused.exit_code == 1
-    assert "`sliding_window` is not built by this runtime" in refused.output
+    assert "(`sliding_window: 4096`) is not built by this runtime" in refused.output
     assert "(it has 6,738,415,616 parameters)" in refused.output
     path.write_text("{")
     assert "config.json: no JSON" in run(path).output

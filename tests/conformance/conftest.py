@@ -25,8 +25,8 @@ import pytest_asyncio
 from meshwright_local.controllers.garbage_collector import GarbageCollector
 from meshwright_local.controllers.namespaces import NamespaceController
 from meshwright_local.kube.client import ApiClient
-from meshwright_local.kube.informers import Informers
 from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.reflector import Informers
 from meshwright_local.providers.embedded import EmbeddedProvider
 
 GROUP = "conformance.example.com"

@@ -11,7 +11,7 @@ from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.local_sgd.bounded_staleness import Event
-from meshwright_worker.optimizers.optimizer import AdamW
+from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of, whole_of

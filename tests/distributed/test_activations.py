@@ -36,7 +36,7 @@ def kept_in_stages(run: NativeRun) -> list[SavedPerStage]:
     length = run.training.sequence_length
     tokens = run.training.global_batch_size // run.micro_batches * length
     model, precision = job.work.model, job.training.precision
-    layer = layer_activations(model, False, length, 1, False, precision, job.fp8, job.runtime).kept
+    layer = layer_activations(model, False, length, 1, False, precision, job.fixed.fp8, job.runtime).kept
     left = weight_half_bytes_of_layer(model, False, 1, precision)
     stages = pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, job.architecture, length).layers
     kept = [SavedPerStage(tokens * len(own) * layer, tokens * len(own) * left) for own in stages]
@@ -53,7 +53,7 @@ def kept_in_stages(run: NativeRun) -> list[SavedPerStage]:
 def planned(run: NativeRun) -> list[float]:
     """Bytes of each rank in a plan, which counts one micro-batch's probabilities among the logits."""
     job = job_of(run)
-    work, choices = job.work, job.choices(run.layout, run.micro_batches)
+    work, choices = job.work, job.strategy(run.layout, run.micro_batches)
     logits = FP32 * work.sequence_length * work.model.vocab_size
     stages = stages_of(work.model, choices).every
     memories = memory_by_stage(work, choices, job.runtime)

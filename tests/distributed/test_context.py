@@ -16,7 +16,7 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.mesh import join_mesh
-from meshwright_worker.models.layers import AttentionCore
+from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.parallel.context.context_parallel import build_context_groups, install_context_attention
 from meshwright_worker.rank.task import Outcome, RankTask
 from tests.distributed.cases import train_fully

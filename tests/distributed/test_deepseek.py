@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright.api.model import ModelSpec
-from meshwright.models.huggingface.runtime_config import architecture_from_config, config_from_architecture
+from meshwright.models.huggingface.reader import architecture_from_config
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import resolve
 from meshwright.protocol.run_config import NativeRun
 from tests.distributed.cases import train_fully

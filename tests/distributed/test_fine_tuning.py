@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec
-from meshwright.models.huggingface.runtime_config import architecture_from_config
+from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, Batch

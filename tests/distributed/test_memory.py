@@ -23,7 +23,7 @@ FP32 = 4
 def plans(run: NativeRun) -> list[Memory]:
     """Of the ranks of each stage."""
     job = TrainingJob.from_parts(run.architecture, run.training, run.parallelism, run.data_parallel)
-    return memory_by_stage(job.work, job.choices(run.layout, run.micro_batches), job.runtime)
+    return memory_by_stage(job.work, job.strategy(run.layout, run.micro_batches), job.runtime)
 
 
 def planned(run: NativeRun) -> Memory:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.models.huggingface.runtime_config import architecture_from_config
+from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
 from meshwright_worker.distributed.mesh import join_mesh

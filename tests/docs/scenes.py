@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from meshwright.models.huggingface.runtime_config import config_from_architecture
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS
 from meshwright_cli.child_processes import Programs
 from meshwright_cli.demo import setup

@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
+from meshwright_local.controllers.node_lifecycle import NOT_READY, UNREACHABLE, seconds_to_stay
 from meshwright_local.controllers.owner_graph import DependentDecision, Graph, Node, OwnerState, decide_dependent
-from meshwright_local.controllers.taint_eviction import NOT_READY, UNREACHABLE, seconds_to_stay
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.quantities import integer_value, milli_value
 from meshwright_local.kube.resources import CONFIG_MAPS

@@ -6,14 +6,13 @@ import pytest
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
-from meshwright.models.architecture import Architecture
-from meshwright.models.families import FAMILIES
+from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.mixture import capacity, feed_forward_parameters, mixture_layers, mixture_problems
 from meshwright.models.model_flops import flops_per_token
-from meshwright.models.presets import PRESETS, UNSUPPORTED, UnknownModelError, resolve
+from meshwright.models.presets import PRESETS, PUBLISHED, UnknownModelError, resolve
 
 # Sums of the published checkpoints' tensors.
-PUBLISHED = {
+COUNTS = {
     "tinyllama-1.1b": 1_100_048_384,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -69,7 +68,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+@pytest.mark.parametrize(("name", "parameters"), COUNTS.items())
 def test_a_preset_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
     assert resolve(ModelSpec(preset=name)).parameters == parameters
 
@@ -80,8 +79,8 @@ def test_a_size_is_that_of_its_table(name: str, billions: float) -> None:
 
 
 def test_every_published_preset_is_checked() -> None:
-    tiny = {name for name in PRESETS if name.startswith("tiny") and name not in PUBLISHED}
-    assert set(PRESETS) == {*PUBLISHED, *ROUNDED, *tiny}
+    tiny = {name for name in PRESETS if name.startswith("tiny") and name not in COUNTS}
+    assert set(PRESETS) == {*COUNTS, *ROUNDED, *tiny}
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
@@ -144,9 +143,15 @@ def test_a_presets_mixture_does_not_contradict_itself(architecture: Architecture
 
 
 def test_what_the_planner_knows_and_the_runtime_does_not_build_is_refused_with_the_reason() -> None:
-    assert set(FAMILIES) == {*PRESETS, *UNSUPPORTED}
-    with pytest.raises(UnknownModelError, match="`model.preset` `mistral-7b` is not built: .*window of 4,096 tokens"):
+    assert set(PUBLISHED) == {*PRESETS, "mistral-7b"}
+    (reason,) = not_buildable(PUBLISHED["mistral-7b"])
+    with pytest.raises(UnknownModelError) as caught:
         resolve(ModelSpec(preset="mistral-7b"))
+    fields = (
+        "`layers: 32`, `hiddenSize: 4096`, `intermediateSize: 14336`, `heads: 32`, `kvHeads: 8`, `vocabSize: 32000`"
+    )
+    assert str(caught.value) == f"`model.preset` `mistral-7b`: {reason}; the model's other fields are {fields}"
+    assert "`sliding_window: 4096`" in reason
 
 
 def test_every_so_many_layers_are_mixtures_after_the_dense_ones() -> None:

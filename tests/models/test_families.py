@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.mixture import MixtureSpec
-from meshwright.models.architecture import Architecture
+from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.counts import (
     attended_keys,
     attention_flops,
@@ -18,13 +18,13 @@ from meshwright.models.counts import (
     parameters,
     training_flops,
 )
-from meshwright.models.families import FAMILIES, family
-from meshwright.models.huggingface.planner_config import ConfigError, from_config, read_config
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.reader import architecture_from_config, published_architecture, read_architecture
 from meshwright.models.model_flops import flops_per_token
-from meshwright.models.presets import PRESETS, UnknownModelError
+from meshwright.models.presets import PRESETS, PUBLISHED, UnknownModelError, published
 
 # Sums of the published checkpoints' tensors.
-PUBLISHED = {
+COUNTS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -63,26 +63,26 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_a_family_has_the_published_number_of_parameters(name: str, count: int) -> None:
-    assert parameters(family(name)) == count
+    assert parameters(published(name)) == count
 
 
 @pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
 def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float) -> None:
-    assert parameters(family(name)) / 1e9 == pytest.approx(billions, abs=0.051)
+    assert parameters(published(name)) / 1e9 == pytest.approx(billions, abs=0.051)
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
 def test_presets_count_alike_in_both_descriptions(architecture: Any) -> None:
-    model = FAMILIES[architecture.name]
+    model = PUBLISHED[architecture.name]
     assert parameters(model) == architecture.parameters
     # The runtime's count takes norms and biases for matrices, as 6·N does.
     assert training_flops(model, 2048) == pytest.approx(flops_per_token(architecture, 2048), rel=2e-3)
 
 
 def test_every_family_is_checked() -> None:
-    assert set(FAMILIES) == {*PUBLISHED, *ROUNDED, *PRESETS}
+    assert set(PUBLISHED) == {*COUNTS, *ROUNDED, *PRESETS}
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_every_family_is_checked() -> None:
     [("mixtral-8x7b", 12.9), ("deepseek-v3", 37.6), ("deepseek-v2", 21.4), ("qwen3-30b-a3b", 3.35)],
 )
 def test_mixtures_use_a_part_of_their_parameters(name: str, billions: float) -> None:
-    assert parameters(family(name), active=True) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert parameters(published(name), active=True) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_an_unknown_family_names_the_nearest() -> None:
     with pytest.raises(UnknownModelError, match="mixtral-8x7b"):
-        family("mixtral-8x7")
+        published("mixtral-8x7")
 
 
 def test_megatrons_formula_of_flops() -> None:
@@ -120,7 +120,7 @@ def test_megatrons_formula_of_flops() -> None:
 @pytest.mark.parametrize(("window", "causal"), [(0, True), (0, False), (16, True), (16, False), (64, True)])
 def test_attended_keys_are_the_mean_over_the_mask(window: int, causal: bool) -> None:
     length = 64
-    model = family("gpt2").model_copy(update={"sliding_window": window})
+    model = published("gpt2").model_copy(update={"sliding_window": window})
     width = window if window and window < length else length
     if causal:
         expected = sum(min(q + 1, width) for q in range(length)) / length
@@ -130,7 +130,7 @@ def test_attended_keys_are_the_mean_over_the_mask(window: int, causal: bool) -> 
 
 
 def test_causal_attention_is_about_half() -> None:
-    model = family("llama-2-7b")
+    model = published("llama-2-7b")
     whole, half = (attention_flops(model, 4096, causal=causal) for causal in (False, True))
     assert half / whole == pytest.approx(0.5, rel=1e-3)
     assert forward_flops(model, 4096, causal=True) < forward_flops(model, 4096)
@@ -138,7 +138,7 @@ def test_causal_attention_is_about_half() -> None:
 
 def test_mixtures_are_counted_where_they_stand() -> None:
     mixture = MixtureSpec(experts=8, per_token=2, intermediate_size=64, dense_layers=3, every=2)
-    model = family("gpt2").model_copy(update={"layers": 12, "mixture": mixture})
+    model = published("gpt2").model_copy(update={"layers": 12, "mixture": mixture})
     listed = [model.is_mixture(layer) for layer in range(12)]
     assert listed == [False, False, False, False, True, False, True, False, True, False, True, False]
     for first in range(13):
@@ -147,7 +147,7 @@ def test_mixtures_are_counted_where_they_stand() -> None:
 
 
 def test_active_parameters_are_the_routed_share() -> None:
-    counts = layer_counts(family("mixtral-8x7b"), True)
+    counts = layer_counts(published("mixtral-8x7b"), True)
     assert counts.active_experts * 4 == counts.experts
     assert counts.total - counts.active == counts.experts - counts.active_experts
 
@@ -203,13 +203,13 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inn
     ("config", "name"), [(MIXTRAL, "mixtral-8x7b"), (V3, "deepseek-v3"), (QWEN, "qwen2.5-0.5b"), (GPT2, "gpt2")]
 )
 def test_a_configuration_is_the_family_it_describes(config: dict[str, Any], name: str) -> None:
-    found = from_config(config)
-    assert parameters(found) == parameters(family(name))
+    found = published_architecture(config)
+    assert parameters(found) == parameters(published(name))
     assert found.sliding_window == 0
 
 
 def test_multi_token_prediction_costs_operations_but_is_not_the_model() -> None:
-    without, found = family("deepseek-v3"), from_config(V3)
+    without, found = published("deepseek-v3"), published_architecture(V3)
     assert found.prediction_layers == 1
     assert 1.01 < training_flops(found, 4096) / training_flops(without, 4096) < 1.1
 
@@ -217,7 +217,7 @@ def test_multi_token_prediction_costs_operations_but_is_not_the_model() -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL))
-    assert read_config(path) == from_config(MIXTRAL)
+    assert read_architecture(path) == published_architecture(MIXTRAL)
 
 
 @pytest.mark.parametrize(
@@ -232,19 +232,64 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 )
 def test_a_broken_configuration_names_the_field(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        from_config({**MIXTRAL, **change})
+        published_architecture({**MIXTRAL, **change})
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "\xff"])
 def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(path)
+    with pytest.raises(ConfigError, match="no JSON|JSON object"):
+        read_architecture(path)
+
+
+QWEN_MOE = {
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 24,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "vocab_size": 151936,
+}
 
 
 def test_dense_layers_between_mixtures_are_refused() -> None:
-    config = {**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}
-    assert from_config(config).mixture is not None
     with pytest.raises(ConfigError, match="mlp_only_layers"):
-        from_config({**config, "mlp_only_layers": [3]})
+        published_architecture({**QWEN_MOE, "mlp_only_layers": [3]})
+    with pytest.raises(ConfigError, match="moe_layer_freq"):
+        published_architecture({**V3, "moe_layer_freq": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "reason"),
+    [
+        # Qwen1.5-MoE-A2.7B and Mistral-7B-v0.1 as they are published.
+        (QWEN_MOE, 14_315_784_192, "a gate on the shared experts"),
+        ({**MIXTRAL, "model_type": "mistral", "sliding_window": 4096}, 7_241_732_096, "`sliding_window: 4096`"),
+        ({**MIXTRAL, "sliding_window": 4096}, 46_702_792_704, "`sliding_window: 4096`"),
+        ({**MIXTRAL, "quantization_config": {"quant_method": "awq"}}, 46_702_792_704, "`quantization_config`"),
+    ],
+    ids=["shared gate", "mistral", "mixtral", "quantized"],
+)
+def test_what_is_published_and_not_built_is_counted_and_refused(
+    config: dict[str, Any], count: int, reason: str
+) -> None:
+    assert parameters(published_architecture(config)) == count
+    with pytest.raises(ConfigError, match=reason):
+        architecture_from_config(config)
+
+
+def test_the_runtime_leaves_multi_token_prediction_out() -> None:
+    published, built = published_architecture(V3), architecture_from_config(V3)
+    assert built == published.model_copy(update={"prediction_layers": 0}) != published
+    assert [bool(not_buildable(model)) for model in (published, built)] == [True, False]
+
+
+def test_what_a_deepseek_leaves_out_is_what_its_type_says() -> None:
+    names = ("n_shared_experts", "q_lora_rank", "first_k_dense_replace", "topk_method")
+    assert published_architecture({name: value for name, value in V3.items() if name not in names}) == (
+        published_architecture(V3)
+    )

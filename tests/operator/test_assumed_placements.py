@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import meshwright_operator
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
@@ -63,3 +66,17 @@ def test_a_promise_counts_as_the_pod_will() -> None:
     amount = Resources(gpus=8, cpu_milli=1500, memory_bytes=3 << 30, pods=1)
     assert PodRequest("p", "ns", "n0", request_json_for(amount, "amd.com/gpu")).amount("amd.com/gpu") == amount
     assert request_json_of({"spec": {"containers": 7}}) == "null"
+
+
+def test_nobody_else_touches_what_the_scheduler_owns() -> None:
+    private = {name for name in vars(World(3, nodes=1).operators[0].scheduler) if name.startswith("_")}
+    assert {"_lock", "_queue", "_calibration", "_assumed"} <= private
+    (package,) = meshwright_operator.__path__
+    touched = [
+        (path.name, node.lineno, ast.unparse(node))
+        for path in Path(package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in private and ast.unparse(node.value) != "self"
+    ]
+    assert touched == []
+    assert [name for name in vars(World(3, nodes=1).operators[0].scheduler) if not name.startswith("_")] == []

@@ -23,12 +23,12 @@ from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import place
 from meshwright.protocol.messages import FailureKind, MeshDocument, RankProcess, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.decide import placement_outcome
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, Rejection
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
 from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import JOB, NOW, observed, spec
@@ -161,9 +161,9 @@ class Life(RuleBasedStateMachine):
         try:
             found = place(decision.observed.plan, Inventory.from_objects(objects, []), wanted.assigned_nodes)
         except DoesNotFitError as error:
-            placement_outcome.not_placed(decision, str(error), error.blocked_by_kept_workers)
+            apply(decision, NotGranted(str(error), blocked_by_kept_workers=error.blocked_by_kept_workers))
         else:
-            placement_outcome.placed(decision, found)
+            apply(decision, Granted(found))
 
     def _announce(self, seen: Observed, decision: Decision) -> None:
         told = document(seen, decision.mesh)

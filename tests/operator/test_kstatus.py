@@ -25,11 +25,11 @@ from meshwright.planner.placement import place
 from meshwright.planner.plan import make_plan
 from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
-from meshwright_operator.decide import placement_outcome as placing
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
 from meshwright_operator.decide.rejected_job import rejected, unplannable
 from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
@@ -170,9 +170,9 @@ class History(RuleBasedStateMachine):
         observed = self._observed()
         decision = decide(observed)
         if decision.place is not None and self.room:
-            placing.placed(decision, place(observed.plan, INVENTORY, decision.place.assigned_nodes))
+            apply(decision, Granted(place(observed.plan, INVENTORY, decision.place.assigned_nodes)))
         elif decision.place is not None:
-            placing.not_placed(decision, "short by 4 workers", blocked_by_kept_workers=False)
+            apply(decision, NotGranted("short by 4 workers"))
         self.status = decision.status.wire()
         self.truth = self._truth(observed, decision.status)
         entries = {

@@ -19,9 +19,9 @@ from meshwright_operator.decide import gang
 from meshwright_operator.decide.agents import WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.external_scheduler import ranks_mapped
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.placement_outcome import MappedRanks, apply_mapping
 from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.agents import Kubelet, bind
@@ -124,7 +124,7 @@ def test_ranks_are_mapped_once_all_pods_are_bound_and_told_only_then() -> None:
     assert document(found, MeshStatus(generation=1, master="10.0.0.0:2000")) is None, "nobody knows its ranks yet"
     decision = Decision.of(found)
     placement, slots = map_ranks(found.plan, inventory(), scattered, {})
-    ranks_mapped(decision, placement, slots)
+    apply_mapping(decision, MappedRanks(placement, slots))
     status = decision.status.placement
     assert status is not None
     assert (status.straddling_replicas, status.gap) == (0, "0")

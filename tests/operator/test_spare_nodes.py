@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.scheduling.spare_nodes import reserved_for_others, reserved_spares
+from meshwright_operator.scheduling.job_queue import reserved_for_others, reserved_spares
 from tests.operator.test_gang_races import small
 from tests.operator.world import JOBS, World
 

@@ -22,7 +22,7 @@ from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.local_sgd.outer_optimizer import RoundSchedule
-from meshwright_worker.optimizers.optimizer import AdamW
+from meshwright_worker.optimizers.adamw import AdamW
 from tests.distributed.cases import FEDERATED, Trained, Training, trained
 
 Weights = dict[str, torch.Tensor]

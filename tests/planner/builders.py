@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.layout import Layout
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.plan import Plan
 
 GPU = "nvidia.com/gpu"
@@ -70,7 +70,7 @@ def racks(count: int, nodes: int, gpus: int, **options: Any) -> list[dict[str, A
 
 def plan_of(tensor: int, pipeline: int, data: int, gpus_per_worker: int) -> Plan:
     """A plan by its degrees alone."""
-    return Plan(Layout(tensor, pipeline, data), 1, gpus_per_worker, Resources(gpus=gpus_per_worker, pods=1))
+    return Plan(Strategy(tensor, pipeline, data), gpus_per_worker, Resources(gpus=gpus_per_worker, pods=1))
 
 
 def spec_of(**changes: Any) -> ParallelTrainingJobSpec:

@@ -95,4 +95,4 @@ def test_placed_groups_have_the_spans_they_got(
     groups = placed_group_spans(Layout(tensor=2, data=2, context=2), 2, places, fabric)
     assert groups.tensor.members == (2, 2)
     assert groups.context.members == context_members
-    assert groups.replicas.members == replicas
+    assert groups.shard_ranks.members == replicas

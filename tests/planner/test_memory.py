@@ -50,7 +50,7 @@ def stages(
 ) -> list[Memory]:
     layout = layout or Layout()
     asked = job(model, layout, micro_batches, **changes)
-    return memory_by_stage(asked.work, asked.choices(layout, micro_batches), asked.runtime)
+    return memory_by_stage(asked.work, asked.strategy(layout, micro_batches), asked.runtime)
 
 
 def first(*args: Any, **changes: Any) -> Memory:
@@ -62,7 +62,7 @@ def activations_of_a_layer(
 ) -> float:
     """Bytes that one layer keeps of one token."""
     model, split = asked.work.model, asked.parallelism.sequence and tensor > 1
-    rest = (asked.work.sequence_length, tensor, split, asked.training.precision, asked.fp8, asked.runtime, spread)
+    rest = (asked.work.sequence_length, tensor, split, asked.training.precision, asked.fixed.fp8, asked.runtime, spread)
     return layer_activations(model, mixture, *rest).kept
 
 
@@ -280,7 +280,7 @@ def test_the_worst_stage_is_the_worst_of_all(
         return
     every = stages(model, layout, micro_batches, parallelism=asked, precision=precision)
     own = job(model, layout, micro_batches, parallelism=asked, precision=precision)
-    assert own.memory(layout, micro_batches).total == max(memory.total for memory in every)
+    assert own.memory(own.strategy(layout, micro_batches)).total == max(memory.total for memory in every)
     assert all(value >= 0 for memory in every for value in (memory.states, memory.activations, memory.buffers))
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.huggingface.runtime_config import config_from_architecture
-from meshwright.models.model_spec import to_model_spec
+from meshwright.models.huggingface.reader import to_model_spec
+from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
@@ -37,7 +37,7 @@ LARGE: dict[str, Any] = {
 def test_what_the_spec_says_is_what_runs() -> None:
     plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "microBatches": 4}), DEMO)
     assert plan.layout == Layout(2, 2, 2)
-    assert plan.micro_batches == 4
+    assert plan.strategy.micro_batches == 4
     assert plan.summary == "TP 2 x PP 2 x DP 2"
     assert plan.workers == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert "TP 2: set by `parallelism.tensor`" in plan.reasons
@@ -47,7 +47,7 @@ def test_a_configuration_is_planned_as_its_fields_are() -> None:
     config = config_from_architecture(PRESETS["llama-3-8b"])
     told = make_plan(spec_of(model={"huggingFace": json.dumps(config)}, **LARGE), H100)
     fields = make_plan(spec_of(model=to_model_spec(PRESETS["llama-3-8b"]).wire(), **LARGE), H100)
-    assert (told.layout, told.micro_batches, told.memory) == (fields.layout, fields.micro_batches, fields.memory)
+    assert (told.strategy, told.memory) == (fields.strategy, fields.memory)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_configurations_positions_hold_the_sequence() -> None:
 def test_a_small_model_is_not_split_at_all() -> None:
     plan = make_plan(spec_of(workers={"image": "w", "gpusPerWorker": 1}), DEMO)
     assert plan.layout == Layout(1, 1, 2)
-    assert plan.micro_batches == 1
+    assert plan.strategy.micro_batches == 1
     assert any("fits without a pipeline" in reason for reason in plan.reasons)
 
 
@@ -94,7 +94,7 @@ def test_a_model_beyond_one_domain_gets_a_pipeline_with_enough_micro_batches() -
     plan = make_plan(spec_of(model={"preset": "llama-3-70b"}, **LARGE), H100)
     assert plan.layout.tensor == 8
     assert plan.layout.pipeline > 1
-    assert plan.micro_batches >= 4 * plan.layout.pipeline
+    assert plan.strategy.micro_batches >= 4 * plan.layout.pipeline
     assert any("an NVLink domain of 8 GPUs alone does not hold a replica" in reason for reason in plan.reasons)
 
 
@@ -196,7 +196,7 @@ def test_a_running_job_follows_a_new_number_of_replicas() -> None:
     first = make_plan(spec, DEMO)
     again = make_plan(spec.model_copy(update={"replicas": 1}), DEMO, first.to_status())
     assert again.layout == Layout(2, 2, 1)
-    assert again.micro_batches == first.micro_batches
+    assert again.strategy.micro_batches == first.strategy.micro_batches
 
 
 def test_degrees_that_the_spec_no_longer_allows_are_chosen_again() -> None:

@@ -127,5 +127,5 @@ def test_spans_are_those_of_the_worst_group(
     places = {w: Location((name, "rack"), ("domain", "rack")) for w, name in enumerate(where)}
     groups = placed_group_spans(Layout(2, 2, 2), 2, places, fabric)
     assert groups.tensor.members == tensor
-    assert groups.replicas.members == replicas
+    assert groups.shard_ranks.members == replicas
     assert groups.pipeline_level == hop

@@ -63,14 +63,15 @@ def measured(
     """A job whose steps take what they would with `truth`."""
     shipped = cost_model()
     real = replace(shipped, machine=replace(shipped.machine, constants=truth))
-    seconds = real.price(layout, micro_batches).seconds * noise
-    return StepMeasurement(shipped, layout, micro_batches, seconds, steps)
+    strategy = shipped.job.strategy(layout, micro_batches)
+    seconds = real.price(strategy).seconds * noise
+    return StepMeasurement(shipped, strategy, seconds, steps)
 
 
 def test_the_next_plan_reflects_what_a_job_measures() -> None:
     before = make_plan(spec(), H100S)
     assert before.estimate is not None
-    slow = StepMeasurement(cost_model(), before.layout, before.micro_batches, 2 * before.estimate.seconds, 500)
+    slow = StepMeasurement(cost_model(), before.strategy, 2 * before.estimate.seconds, 500)
     learnt = recalibrate(Calibration(), [slow])
     after = make_plan(spec(), H100S, calibration=learnt)
     assert after.estimate is not None
@@ -89,16 +90,17 @@ def test_a_scattered_job_does_not_make_links_slow() -> None:
     )
     groups = group_spans_of_status(layout, 1, status, asked.machine.fabric)
     assert groups is not None
-    seconds = asked.price(layout, 1, groups).seconds
-    close = asked.price(layout, 1).seconds
+    strategy = asked.job.strategy(layout, 1)
+    seconds = asked.price(strategy, groups).seconds
+    close = asked.price(strategy).seconds
     assert seconds > 1.03 * close
 
     def next_estimate(one: StepMeasurement) -> float:
         machine = recalibrate(Calibration(), [one]).on(asked.machine)
-        return replace(asked, machine=machine).price(layout, 1).seconds
+        return replace(asked, machine=machine).price(strategy).seconds
 
-    assert next_estimate(StepMeasurement(asked, layout, 1, seconds, 500, groups)) == pytest.approx(close, rel=1e-3)
-    assert next_estimate(StepMeasurement(asked, layout, 1, seconds, 500)) > 1.02 * close
+    assert next_estimate(StepMeasurement(asked, strategy, seconds, 500, groups)) == pytest.approx(close, rel=1e-3)
+    assert next_estimate(StepMeasurement(asked, strategy, seconds, 500)) > 1.02 * close
     assert group_spans_of_status(layout, 8, status, asked.machine.fabric) is None
     assert group_spans_of_status(layout, 1, None, asked.machine.fabric) is None
 

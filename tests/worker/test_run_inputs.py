@@ -14,7 +14,7 @@ from meshwright.data.files import open_folder
 from meshwright.data.shards import MANIFEST
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer
-from meshwright.models.huggingface.runtime_config import architecture_from_config
+from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.protocol.messages import FailureKind
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.failures import InvalidRunError, classify, describe

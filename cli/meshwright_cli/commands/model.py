@@ -8,8 +8,13 @@ import click
 import yaml
 
 from meshwright.models.counts import parameters
-from meshwright.models.huggingface.planner_config import ConfigError, read_config
-from meshwright.models.model_spec import architecture_from_json, to_model_spec
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.reader import (
+    architecture_from_json,
+    parse_config,
+    published_architecture,
+    to_model_spec,
+)
 
 
 @click.command()
@@ -21,19 +26,21 @@ def model(config: Path) -> None:
     """
     path = config / "config.json" if config.is_dir() else config
     try:
-        found = architecture_from_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise click.ClickException(f"{path} cannot be read: {error}") from None
+    try:
+        found = architecture_from_json(text)
     except ConfigError as error:
-        raise click.ClickException(f"{path}: {error}{_counted(path)}") from None
+        raise click.ClickException(f"{path}: {error}{_counted(text)}") from None
     click.echo(f"# {parameters(found):,} parameters")
     fields = to_model_spec(found).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     click.echo(yaml.safe_dump({"model": fields}, sort_keys=False), nl=False)
 
 
-def _counted(path: Path) -> str:
-    """What is known of a model that the runtime does not build: the planner counts more of them."""
+def _counted(text: str) -> str:
+    """What is known of a model that is described but not built."""
     try:
-        return f" (it has {parameters(read_config(path)):,} parameters)"
+        return f" (it has {parameters(published_architecture(parse_config(text))):,} parameters)"
     except ConfigError:
         return ""

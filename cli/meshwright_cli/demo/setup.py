@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from meshwright_cli.child_processes import Program, Programs
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
 from meshwright_local.kube.resources import CRDS
+from meshwright_local.nodeagent.network.addresses import free_port
 from meshwright_local.nodeagent.volumes import claim_directory
 
 READY_SECONDS = 60.0
@@ -26,14 +26,6 @@ POLL_SECONDS = 0.1
 
 class SetupError(Exception):
     """A part did not become ready in time. The message says which, with the end of its log."""
-
-
-def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True, slots=True)

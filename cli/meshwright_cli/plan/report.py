@@ -108,7 +108,7 @@ def plan_report(
     if cost_model is None:
         return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
     techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
-    ideal_estimate = plan.cost_model(cost_model).price(plan.layout, plan.micro_batches)
+    ideal_estimate = cost_model.price(plan.strategy)
     whole_cluster = _whole_cluster(spec, inventory, cost_model, objective, techniques)
     return PlanReport(
         spec,
@@ -137,9 +137,7 @@ def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: 
     plan = placement.plan
     if cost_model is None:
         return cost_of_fragmentation(placement, inventory)
-    weights = weights_for(
-        plan.cost_model(cost_model), plan.layout, plan.micro_batches, plan.gpus_per_worker, inventory.levels
-    )
+    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
     return cost_of_fragmentation(placement, inventory, PlacingOptions(weights, effort=QUICK_EFFORT))
 
 
@@ -148,7 +146,7 @@ def _lost(
 ) -> tuple[RejectedAlternative, ...]:
     """What else there was, as `ideal_estimate` was: neither it nor the others placed."""
     chosen = Candidate(
-        plan.cost_model(cost_model).choices(plan.layout, plan.micro_batches),
+        plan.strategy,
         ideal_estimate,
         cost_model.machine.gpu.node,
     )
@@ -158,9 +156,7 @@ def _lost(
         plan.layout.world_size,
         techniques=techniques,
         pins=_pins_of(spec),
-        precision=cost_model.job.training.precision,
-        fp8=cost_model.job.fp8,
-        settings=cost_model.job.settings,
+        fixed=cost_model.job.fixed,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
     return alternatives_of(request, chosen)

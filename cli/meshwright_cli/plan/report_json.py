@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.plan import Plan
@@ -86,6 +86,7 @@ _OFFLOAD_WORDS = {OptimizerOffload.NONE: "none", OptimizerOffload.CPU: "cpu", Op
 
 def _choices(strategy: Strategy) -> dict[str, Any]:
     """A layout in the words of this output, which stay as programs read them."""
+    every_k = strategy.checkpointing is ActivationCheckpointing.EVERY_K
     return {
         "tensor": strategy.tensor,
         "sequence_parallel": strategy.sequence_parallel,
@@ -104,7 +105,7 @@ def _choices(strategy: Strategy) -> dict[str, Any]:
         "micro_batch_size": strategy.micro_batch_size,
         "micro_batches": strategy.micro_batches,
         "recompute": strategy.checkpointing.lower(),
-        "recompute_every": strategy.checkpoint_every,
+        "recompute_every": strategy.checkpoint_every if every_k else 1,
         "recompute_layers": strategy.checkpoint_layers,
         "offload_optimizer": _OFFLOAD_WORDS[strategy.optimizer_offload],
         "offload_activations": "cpu" if strategy.activation_offload else "none",

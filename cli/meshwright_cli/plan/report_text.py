@@ -19,7 +19,7 @@ def lines(plan_report: PlanReport) -> Iterator[str]:
     """The whole text, line by line."""
     plan = plan_report.plan
     workers = len(plan.workers)
-    yield f"Plan: {plan.summary}, {_count(plan.micro_batches, 'micro-batch', 'es')} per replica and step"
+    yield f"Plan: {plan.summary}, {_count(plan.strategy.micro_batches, 'micro-batch', 'es')} per replica and step"
     ranks, each = _count(plan.layout.world_size, "rank"), _count(plan.gpus_per_worker, "GPU")
     yield f"      {ranks} in {_count(workers, 'worker')} of {each}"
     yield from _estimate(plan_report)

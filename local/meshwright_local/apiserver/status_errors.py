@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Object = dict[str, Any]
-"""A raw Kubernetes object, as JSON gives it."""
+from meshwright_local.kube.resources import Object
 
 
 class Cause(NamedTuple):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import orjson
 
-from meshwright_local.apiserver.status_errors import Object
+from meshwright_local.kube.resources import Object
 
 ResourceKey = tuple[str, str]
 """Group and plural: versions of a resource share their objects."""

@@ -13,9 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from meshwright_local.kube.client import ApiError
-from meshwright_local.kube.informers import Informers
 from meshwright_local.kube.recorder import EventRecorder
-from meshwright_local.kube.reflector import Change, Reflector
+from meshwright_local.kube.reflector import Change, Informers, Reflector
 from meshwright_local.kube.resources import Object, Resource, key_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import orjson
 from meshwright_local.controllers.base import Controller, Key, controller_of, owner_key
 from meshwright_local.controllers.replica_sets import controlled_by, own_pods
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.informers import Informers
+from meshwright_local.kube.reflector import Informers
 from meshwright_local.kube.resources import DEPLOYMENTS, REPLICA_SETS, Object, key_of
 
 HASH_LABEL = "pod-template-hash"

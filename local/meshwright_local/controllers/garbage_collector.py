@@ -14,8 +14,7 @@ from functools import partial
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.controllers.owner_graph import FOREGROUND, ORPHAN, Graph, Node, OwnerState, decide_dependent
 from meshwright_local.kube.client import REQUEST_ERRORS
-from meshwright_local.kube.informers import Informers
-from meshwright_local.kube.reflector import Change, ChangeType, Reflector
+from meshwright_local.kube.reflector import Change, ChangeType, Informers, Reflector
 from meshwright_local.kube.resources import CRDS, Object, Resource
 
 logger = logging.getLogger(__name__)

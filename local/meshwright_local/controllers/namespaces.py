@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import ApiError
-from meshwright_local.kube.informers import Informers
+from meshwright_local.kube.reflector import Informers
 from meshwright_local.kube.resources import NAMESPACES, Object
 
 _FINALIZER = "kubernetes"

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright_local.controllers.base import Controller, Key
-from meshwright_local.controllers.taint_eviction import NOT_READY, UNREACHABLE, seconds_to_stay
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH
-from meshwright_local.kube.informers import Informers
-from meshwright_local.kube.reflector import Change, ChangeType
+from meshwright_local.kube.reflector import Change, ChangeType, Informers
 from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, Object, key_of
+from meshwright_local.kube.selectors import toleration_covers
 from meshwright_local.scheduler.snapshot import has_ended
+
+NOT_READY = "node.kubernetes.io/not-ready"
+UNREACHABLE = "node.kubernetes.io/unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +139,27 @@ def _ready(node: Object) -> str:
 
 def _taints(node: Object) -> list[Object]:
     return (node.get("spec") or {}).get("taints") or []
+
+
+def seconds_to_stay(taints: Iterable[Object], tolerations: Sequence[Object], default: float) -> float | None:
+    """How long a pod may stay on a node: None for ever, 0 not at all.
+
+    Args:
+        taints: The node's taints; only NoExecute ones evict.
+        tolerations: The pod's. Among several that cover a taint the shortest time counts, as in Kubernetes.
+        default: For taints of an unreachable or not ready node that the pod says nothing about: what Kubernetes'
+            admission would add to every pod as tolerationSeconds.
+    """
+    shortest: float | None = None
+    for taint in taints:
+        if taint["effect"] != "NoExecute":
+            continue
+        covering = [item for item in tolerations if toleration_covers(item, taint)]
+        if not covering:
+            stay: float | None = default if taint["key"] in (NOT_READY, UNREACHABLE) else 0.0
+        else:
+            limits = [max(0.0, float(item["tolerationSeconds"])) for item in covering if "tolerationSeconds" in item]
+            stay = min(limits) if limits else None
+        if stay is not None:
+            shortest = stay if shortest is None else min(shortest, stay)
+    return shortest

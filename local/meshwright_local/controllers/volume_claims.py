@@ -14,8 +14,7 @@ from pathlib import Path
 
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube.client import ApiError
-from meshwright_local.kube.informers import Informers
-from meshwright_local.kube.reflector import Change
+from meshwright_local.kube.reflector import Change, Informers
 from meshwright_local.kube.resources import CLAIMS, PODS, VOLUMES, Object, key_of
 from meshwright_local.scheduler.snapshot import has_ended
 

@@ -117,7 +117,8 @@ def write_kubeconfig(path: Path, connection: Connection) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Put a file into place at once, readable by its owner alone."""
+    """Write a file atomically, readable only by its owner. Create its directory if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from meshwright.api.workers import covers_taint
 from meshwright_local.kube.resources import Object
 
 
@@ -87,11 +88,6 @@ def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
 
 
 def toleration_covers(toleration: Object, taint: Object) -> bool:
-    """One toleration and one taint: effect, then key, then value."""
-    if toleration.get("effect") and toleration["effect"] != taint["effect"]:
-        return False
-    if toleration.get("key") and toleration["key"] != taint["key"]:
-        return False
-    if toleration.get("operator", "Equal") == "Exists":
-        return True
-    return bool(toleration.get("key")) and (toleration.get("value") or "") == (taint.get("value") or "")
+    """Whether one toleration covers a taint."""
+    key, value, effect = toleration.get("key"), toleration.get("value"), toleration.get("effect")
+    return covers_taint(key, toleration.get("operator", "Equal"), value, effect, taint)

@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from meshwright_local.apiserver.auth.certificates import TlsFiles
 from meshwright_local.controllers.node_lifecycle import NodeTimes
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection, write_kubeconfig
+from meshwright_local.nodeagent.network.addresses import free_port
 from meshwright_local.nodeagent.server.kubelet_server import KubeletTls
 from meshwright_local.providers.base import ControlPlane, ProviderError, serving_files
 
@@ -59,7 +59,7 @@ class AssetsProvider:
         tls = serving_files(self._directory / "certificates", client=True)
         kubelet = KubeletTls(tls.certificate, tls.key, secrets.token_urlsafe(32), client_ca=tls.authority)
         token = secrets.token_urlsafe(32)
-        etcd, port = await self._start_etcd(), _free_port()
+        etcd, port = await self._start_etcd(), free_port()
         await self._start("kube-apiserver", self._apiserver_flags(etcd, port, token, tls))
         connection = Connection(f"https://127.0.0.1:{port}", token, tls.authority.read_text())
         await self._wait_ready(connection)
@@ -103,12 +103,12 @@ class AssetsProvider:
         if find_binary(name, os.environ) is None:
             return False
         await self._start(
-            name, [f"--kubeconfig={kubeconfig}", "--leader-elect=false", f"--secure-port={_free_port()}", *flags]
+            name, [f"--kubeconfig={kubeconfig}", "--leader-elect=false", f"--secure-port={free_port()}", *flags]
         )
         return True
 
     async def _start_etcd(self) -> str:
-        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         await self._start(
             "etcd",
             [
@@ -172,9 +172,3 @@ class AssetsProvider:
 def _die_with_parent() -> None:
     # However this process ends, also by SIGKILL, nothing of the control plane outlives it.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

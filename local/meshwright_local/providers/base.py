@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright_local.apiserver.auth import certificates
-from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.kubeconfig import Connection, write_private
 from meshwright_local.nodeagent.server.kubelet_server import KubeletTls
 
 
@@ -50,6 +50,6 @@ def serving_files(directory: Path, *, client: bool = False) -> certificates.TlsF
     authority = certificates.load_authority(directory)
     certificate, key = authority.issue("meshwright-local", client=client)
     files = certificates.TlsFiles(directory / "serving.crt", directory / "serving.key", directory / "ca.crt")
-    certificates.write_private(files.certificate, certificate)
-    certificates.write_private(files.key, key)
+    write_private(files.certificate, certificate)
+    write_private(files.key, key)
     return files

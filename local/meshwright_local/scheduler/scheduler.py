@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiError
-from meshwright_local.kube.informers import Informers
-from meshwright_local.kube.reflector import Change, ChangeType
+from meshwright_local.kube.reflector import Change, ChangeType, Informers
 from meshwright_local.kube.resources import NAMESPACES, NODES, PODS, Object, key_of
 from meshwright_local.scheduler import filters, scoring, snapshot
 

@@ -7,37 +7,32 @@ and multiplies whole heads' scores instead, by its `mscale_all_dim`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
-from meshwright.models.huggingface.planner_config import ConfigError, ConfigFields
+from meshwright.models.huggingface.config_fields import ConfigError, ConfigFields
 
 _DIGITS = 9
 """Places that factors are rounded to, so that what is written is read again as the same number."""
 
 
-def read_scaling(config: Mapping[str, Any], *, latent: bool) -> RopeScalingSpec | None:
+def read_scaling(fields: ConfigFields | None, *, latent: bool) -> RopeScalingSpec | None:
     """The scaling of a configuration; None for none.
 
     Args:
-        config: the whole configuration.
+        fields: of the configuration's `rope_scaling`; None where it has none.
         latent: whether it is of DeepSeek's attention.
 
     Raises:
         ConfigError: it is of a kind that the runtime does not build.
     """
-    found = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(found, dict):
-        return None
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
+    kind = "default" if fields is None else fields.text("rope_type") or fields.text("type") or "default"
+    if fields is None or kind == "default":
         return None
     if kind not in ("llama3", "yarn"):
         raise ConfigError(
             f"`rope_scaling` of type {kind!r} is not built by this runtime: known are default, llama3, yarn"
         )
-    fields = ConfigFields(found)
     if kind == "yarn":
         return _yarn(fields, latent=latent)
     return RopeScalingSpec(

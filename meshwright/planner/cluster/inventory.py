@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB_UID
-from meshwright.api.workers import Toleration
+from meshwright.api.workers import Toleration, covers_taint
 from meshwright.planner.cluster.pod_resources import (
     HOSTNAME_LABEL,
     Resources,
@@ -215,13 +215,7 @@ def _untolerated_taint(taints: Iterable[Mapping[str, Any]], tolerations: Sequenc
 
 
 def _tolerates(toleration: Toleration, taint: Mapping[str, Any]) -> bool:
-    if toleration.effect and toleration.effect != taint.get("effect"):
-        return False
-    if toleration.key and toleration.key != taint.get("key"):
-        return False
-    if toleration.operator == "Exists":
-        return True
-    return bool(toleration.key) and (toleration.value or "") == (taint.get("value") or "")
+    return covers_taint(toleration.key, toleration.operator, toleration.value, toleration.effect, taint)
 
 
 def _shared_gpu(labels: Mapping[str, str], product: str) -> str:

@@ -31,9 +31,9 @@ class GroupSpans:
     context: Span
     expert: Span
     """Ranks that share out the experts."""
-    replicas: Span
+    shard_ranks: Span
     """Ranks with the same dense parameters."""
-    expert_replicas: Span
+    expert_shard_ranks: Span
     """Ranks with the same experts."""
     pipeline_level: int
     """Level that two neighbouring stages share."""
@@ -56,8 +56,8 @@ def _group_spans(
         tensor=_span_of(((tensor, 1),), fabric),
         context=_span_of(((context, tensor),), fabric),
         expert=_span_of(((from_context, tensor), (from_data, data_stride)), fabric),
-        replicas=_span_of(((context, tensor), (data, data_stride)), fabric),
-        expert_replicas=_span_of(
+        shard_ranks=_span_of(((context, tensor), (data, data_stride)), fabric),
+        expert_shard_ranks=_span_of(
             ((context // from_context, tensor * from_context), (data // from_data, data_stride * from_data)), fabric
         ),
         pipeline_level=neighbour_level,

@@ -105,7 +105,7 @@ def estimate(
     return Estimate(
         memory=memory or memory_of(work, choices, machine),
         time=time,
-        gpus=choices.world,
+        gpus=choices.world_size,
         tokens_per_second=rate,
-        mfu=useful / (choices.world * machine.gpu.peak(Precision.BF16)),
+        mfu=useful / (choices.world_size * machine.gpu.peak(Precision.BF16)),
     )

@@ -43,7 +43,7 @@ class StateKey(NamedTuple):
     """What of the choices states depend on: the key under which a search finds them again."""
 
     zero_stage: int
-    replicas: int
+    shard_ranks: int
     context: int
     data: int
     expert: int
@@ -61,7 +61,7 @@ def states_of(stage_params: StageParameters, choices: Strategy, runtime: Framewo
     """The states of the ranks of one stage, whose parameters before sharding are `stage_params`."""
     split = StateKey(
         choices.zero_stage,
-        choices.context * choices.data,
+        choices.shard_ranks,
         choices.context,
         choices.data,
         choices.expert,
@@ -92,11 +92,10 @@ def _framework_states(stage_params: StageParameters, choices: StateKey, runtime:
     """
     weight_versions = 2.0 if kind_of(choices.schedule).bidirectional else 1.0
     zero, whole = choices.zero_stage, stage_params.dense + stage_params.experts
-    shard = stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
+    shard = stage_params.shard(choices.shard_ranks, choices.expert)
     full_precision = choices.precision in (Precision.FP32, Precision.FP64)
-    weights, state = (
-        (FP32_BYTES, runtime.optimizer - FP32_BYTES) if full_precision else (runtime.weights, runtime.optimizer)
-    )
+    weights = FP32_BYTES if full_precision else runtime.weights
+    state = runtime.optimizer - FP32_BYTES if full_precision else runtime.optimizer
     updated_parameters = 0.0 if choices.offloaded else shard if zero else whole
     # The masters are part of what a report calls optimizer state.
     master = 0.0 if full_precision else min(FP32_BYTES, state)
@@ -135,10 +134,10 @@ class _Sizes(NamedTuple):
 def _sizes(stage_params: StageParameters, choices: StateKey, adapters: int) -> _Sizes:
     settings, precision = choices.settings, choices.precision
     stored = (max(FP32_BYTES, precision.bytes)) if settings.master_weights else 2.0
-    shard_ranks = min(choices.replicas // settings.islands, (settings.shard_size or choices.data) * choices.context)
+    shards = min(choices.shard_ranks // settings.islands, (settings.shard_size or choices.data) * choices.context)
     whole = stage_params.total + adapters
-    shard = (stage_params.dense + adapters) / shard_ranks + stage_params.experts / max(1, shard_ranks // choices.expert)
-    trained, trained_shard_size = (adapters, adapters / shard_ranks) if adapters else (whole, shard)
+    shard = (stage_params.dense + adapters) / shards + stage_params.experts / max(1, shards // choices.expert)
+    trained, trained_shard_size = (adapters, adapters / shards) if adapters else (whole, shard)
     return _Sizes(stored, precision.bytes, stored, whole, trained, shard, trained_shard_size)
 
 
@@ -146,9 +145,9 @@ def _meshwright_states(
     stage_params: StageParameters, choices: StateKey, adapters: int, weight_versions: float
 ) -> States:
     sizes, settings, zero = _sizes(stage_params, choices, adapters), choices.settings, choices.zero_stage
-    unsharded = choices.replicas // settings.islands == 1
+    unsharded = choices.shard_ranks // settings.islands == 1
     if zero == 0 or unsharded:
-        states = _replicated(stage_params, choices, sizes, unsharded=choices.replicas == 1)
+        states = _replicated(stage_params, choices, sizes, unsharded=choices.shard_ranks == 1)
     elif zero == 1 or settings.flat:
         states = _flat_sharded(stage_params, choices, sizes)
     else:

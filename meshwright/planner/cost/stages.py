@@ -55,6 +55,10 @@ class StageParameters:
         """All of them."""
         return self.dense + self.experts
 
+    def shard(self, ranks: int, expert: int) -> float:
+        """What each of `ranks` ranks keeps that share them; experts are split over `expert` of them already."""
+        return self.dense / ranks + self.experts / max(1, ranks // expert)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:

@@ -1,4 +1,4 @@
-"""Everything a plan decides, and everything it is decided for: the arguments of an estimate."""
+"""Everything that a plan decides, and the work that it is decided for: the arguments of an estimate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.api.parallelism import ContextMethod as ContextMethod
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
-from meshwright.layout import split_layers
+from meshwright.layout import Layout, split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
 from meshwright.schedules.registry import kind_of, schedules_where
@@ -38,46 +38,28 @@ class Workload:
         return self.sequence_length * self.global_batch
 
 
-_COUNTS = (
-    "tensor",
-    "context",
-    "pipeline",
-    "virtual_stages",
-    "expert",
-    "data",
-    "micro_batch_size",
-    "micro_batches",
-    "checkpoint_every",
-)
-
-
 @dataclass(frozen=True, slots=True)
-class Strategy:
-    """One way to run it. World = tensor x context x pipeline x data; `expert` divides context x data.
+class Strategy(Layout):
+    """One way to run a job: its degrees, and everything else that a plan decides or that its cost depends on.
 
     Raises:
-        ValueError: a number is below 1, or `expert` does not divide `context x data`.
+        ValueError: a number is below 1, or `expert` does not divide `data x context`.
     """
 
-    tensor: int = 1
     sequence_parallel: bool = True
     tensor_overlap: bool = False
     """Whether products hide sequence parallelism's collectives, in a runtime where that is a choice."""
-    context: int = 1
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
     ulysses: int = 1
     """With `RingUlysses`, the neighbours of a context group that exchange heads."""
-    pipeline: int = 1
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     virtual_stages: int = 1
     """Model chunks of one pipeline rank."""
     layer_split: tuple[int, ...] | None = None
     """Layers of each pipeline rank, or of each of its stages in the model's order, where it has several; None for as
     even as can be, the first stages taking the remainder."""
-    expert: int = 1
     expert_tensor: bool = True
     """Whether tensor parallelism splits the widths of experts."""
-    data: int = 1
     zero_stage: int = 0
     """0: nothing sharded over `data x context`; 1 optimizer state, 2 gradients too, 3 parameters too."""
     micro_batch_size: int = 1
@@ -96,12 +78,11 @@ class Strategy:
     settings: MemoryOptions = DEFAULT
 
     def __post_init__(self) -> None:
-        degrees = (self.tensor, self.context, self.pipeline, self.virtual_stages, self.expert, self.data)
-        if min(*degrees, self.micro_batch_size, self.micro_batches, self.checkpoint_every) < 1:
-            name = next(name for name in _COUNTS if getattr(self, name) < 1)
+        Layout.__post_init__(self)
+        if min(self.virtual_stages, self.micro_batch_size, self.micro_batches, self.checkpoint_every) < 1:
+            names = ("virtual_stages", "micro_batch_size", "micro_batches", "checkpoint_every")
+            name = next(name for name in names if getattr(self, name) < 1)
             raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
-        if self.context * self.data % self.expert:
-            raise ValueError(f"`expert` ({self.expert}) must divide `context` x `data` ({self.context} x {self.data})")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3, not {self.zero_stage}")
 
@@ -116,19 +97,14 @@ class Strategy:
         return PipelineShape(self.pipeline, self.micro_batches, self.virtual_stages, self.settings.activation_limit)
 
     @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.tensor * self.context * self.pipeline * self.data
+    def layout(self) -> Layout:
+        """The degrees alone."""
+        return Layout(self.tensor, self.pipeline, self.data, self.context, self.expert)
 
     @property
     def expert_parts(self) -> int:
         """Ranks that a layer's experts are split over, by number and by width."""
         return self.expert * (self.tensor if self.expert_tensor else 1)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that hold the same dense parameters: what ZeRO shards over and gradients are reduced over."""
-        return self.context * self.data
 
     def layers_of(self, layers: int) -> tuple[tuple[range, ...], ...]:
         """The consecutive layers of each stage of each pipeline rank.

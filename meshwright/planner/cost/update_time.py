@@ -42,8 +42,8 @@ def gradient_sync_seconds(
     runtime, fabric = machine.runtime, machine.fabric
     stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
     reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
-    comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.replicas, fabric)
-    comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_replicas, fabric)
+    comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.shard_ranks, fabric)
+    comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_shard_ranks, fabric)
     if choices.tensor > 1 and not choices.expert_tensor:
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
     overlap_seconds = overlappable[0]
@@ -63,7 +63,7 @@ def gradient_sync_bytes(work: Workload, choices: Strategy, runtime: Framework, s
     if choices.zero_stage == 3:
         size = matmul_bytes(choices)
         sent += 2.0 * choices.micro_batches * stage_params.total * size
-    return sent * (choices.replicas - 1) / choices.replicas
+    return sent * (choices.shard_ranks - 1) / choices.shard_ranks
 
 
 def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
@@ -75,8 +75,8 @@ def _parameter_gather_seconds(
     stage_params: StageParameters, choices: Strategy, groups: GroupSpans, fabric: Fabric
 ) -> float:
     size = matmul_bytes(choices)
-    dense = all_gather(stage_params.dense * size, groups.replicas, fabric)
-    return dense + all_gather(stage_params.experts * size, groups.expert_replicas, fabric)
+    dense = all_gather(stage_params.dense * size, groups.shard_ranks, fabric)
+    return dense + all_gather(stage_params.experts * size, groups.expert_shard_ranks, fabric)
 
 
 def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> float:
@@ -84,7 +84,7 @@ def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> fl
     stage_params = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
     if not choices.zero_stage:
         return stage_params.total
-    return stage_params.dense / choices.replicas + stage_params.experts / max(1, choices.replicas // choices.expert)
+    return stage_params.shard(choices.shard_ranks, choices.expert)
 
 
 def optimizer_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:

@@ -26,7 +26,7 @@ def estimate_placed(placement: Placement, cost_model: CostModel) -> Estimate:
     """Memory and time of the placement's plan on the nodes it got."""
     plan = placement.plan
     groups = placed_group_spans(plan.layout, plan.gpus_per_worker, placement.places, cost_model.machine.fabric)
-    return cost_model.price(plan.layout, plan.micro_batches, groups)
+    return cost_model.price(plan.strategy, groups)
 
 
 def group_spans_of_status(
@@ -61,18 +61,18 @@ def placed_group_spans(
     tensor_groups = [range(first, first + tensor) for first in range(0, layout.world_size, tensor)]
     pipeline_groups = [range(d * replica, d * replica + replica, stage) for d in range(data)]
     context_groups = [range(first, first + stage, tensor) for first in range(0, layout.world_size, stage)]
-    replica_groups = [
+    shard_groups = [
         [d * replica + p * stage + c * tensor for d in range(data) for c in range(context)] for p in range(pipeline)
     ]
     single_rank = Span.of(1, 1, fabric)
-    replica_span = _span(replica_groups, at, fabric)
+    shard_span = _span(shard_groups, at, fabric)
     experts_spread = layout.expert > 1
     return GroupSpans(
         tensor=_span(tensor_groups, at, fabric),
         context=_span(context_groups, at, fabric),
         expert=_span(layout.expert_groups(), at, fabric) if experts_spread else single_rank,
-        replicas=replica_span,
-        expert_replicas=_span(layout.expert_replica_groups(), at, fabric) if experts_spread else replica_span,
+        shard_ranks=shard_span,
+        expert_shard_ranks=_span(layout.expert_shard_groups(), at, fabric) if experts_spread else shard_span,
         pipeline_level=_widest_stage_gap(pipeline_groups, at, fabric),
         pipeline=_span(pipeline_groups, at, fabric),
     )

@@ -53,10 +53,10 @@ class PreviousPlacement:
 
     def plan_like(self, plan: Plan) -> Plan | None:
         """The plan that ran, where it differs from `plan` in these degrees alone; None where it was another one."""
-        layout = replace(plan.layout, tensor=self.tensor, pipeline=self.pipeline, data=self.data)
-        if layout.world_size != len(self.nodes) * self.gpus_per_worker:
+        strategy = replace(plan.strategy, tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        if strategy.world_size != len(self.nodes) * self.gpus_per_worker:
             return None
-        return replace(plan, layout=layout, gpus_per_worker=self.gpus_per_worker)
+        return replace(plan, strategy=strategy, gpus_per_worker=self.gpus_per_worker)
 
 
 def place_near_previous(

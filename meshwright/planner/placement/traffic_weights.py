@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.layout import Layout
 from meshwright.planner.cost.comm_groups import GroupSpans, group_spans
 from meshwright.planner.cost.comm_time import stage_send_bytes
 from meshwright.planner.cost.estimate import estimate
@@ -26,7 +25,7 @@ HIDDEN_WEIGHT = 0.05
 MILLI = 1000.0
 
 
-def group_traffic(cost_model: CostModel, layout: Layout, micro_batches: int, gpus_per_worker: int) -> GroupTraffic:
+def group_traffic(cost_model: CostModel, choices: Strategy, gpus_per_worker: int) -> GroupTraffic:
     """Exposed bytes per step that one more place adds to one group of each dimension.
 
     Stages and ring neighbours send at the same time, so the slowest link sets the pace of all of a group: what it sends
@@ -35,10 +34,9 @@ def group_traffic(cost_model: CostModel, layout: Layout, micro_batches: int, gpu
     Raises:
         ValueError: there are more stages than layers.
     """
-    choices = cost_model.choices(layout, micro_batches)
     time = estimate(cost_model.work, choices, cost_model.machine, _scattered_spans(cost_model, choices)).time
-    replicas_per_worker = max(1, gpus_per_worker // layout.replica_size)
-    rings = max(1, -(-choices.replicas // replicas_per_worker) - 1)
+    replicas_per_worker = max(1, gpus_per_worker // choices.replica_size)
+    rings = max(1, -(-choices.shard_ranks // replicas_per_worker) - 1)
     nic = cost_model.machine.gpu.nic
     return GroupTraffic(
         context=time.context * nic / max(1, choices.context - 1),
@@ -48,15 +46,12 @@ def group_traffic(cost_model: CostModel, layout: Layout, micro_batches: int, gpu
     )
 
 
-def weights_for(
-    cost_model: CostModel, layout: Layout, micro_batches: int, gpus_per_worker: int, levels: Sequence[str]
-) -> Weights:
+def weights_for(cost_model: CostModel, choices: Strategy, gpus_per_worker: int, levels: Sequence[str]) -> Weights:
     """Milliseconds per step that one more place of each level costs a group of each dimension of this job.
 
     Args:
         cost_model: the job's work and its GPUs.
-        layout: the degrees.
-        micro_batches: per replica and step.
+        choices: what runs.
         gpus_per_worker: consecutive ranks of one worker; the replicas it holds share their network cards' work.
         levels: the inventory's levels, closest first.
 
@@ -65,7 +60,7 @@ def weights_for(
     """
     gpu = cost_model.machine.gpu
     links = Links(levels, inside=gpu.link, nic=gpu.nic)
-    return Weights.from_traffic(group_traffic(cost_model, layout, micro_batches, gpus_per_worker), links).scaled(MILLI)
+    return Weights.from_traffic(group_traffic(cost_model, choices, gpus_per_worker), links).scaled(MILLI)
 
 
 def _pipeline_bytes(cost_model: CostModel, choices: Strategy) -> float:
@@ -79,7 +74,7 @@ def _pipeline_bytes(cost_model: CostModel, choices: Strategy) -> float:
 
 def _data_bytes(cost_model: CostModel, choices: Strategy, exposed: float) -> float:
     """Of one rank, to reduce gradients and gather parameters: the part that takes `exposed` seconds when scattered."""
-    if choices.replicas == 1:
+    if choices.shard_ranks == 1:
         return 0.0
     work, machine = cost_model.work, cost_model.machine
     stages = stages_of(work.model, choices)
@@ -102,6 +97,6 @@ def _scattered_spans(cost_model: CostModel, choices: Strategy) -> GroupSpans:
         contiguous,
         context=scattered(contiguous.context),
         expert=scattered(contiguous.expert),
-        replicas=scattered(contiguous.replicas),
-        expert_replicas=scattered(contiguous.expert_replicas),
+        shard_ranks=scattered(contiguous.shard_ranks),
+        expert_shard_ranks=scattered(contiguous.expert_shard_ranks),
     )

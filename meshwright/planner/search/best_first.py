@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import time_of
 from meshwright.planner.cost.strategy import ContextMethod, Strategy
 from meshwright.planner.search.candidate import Candidate, pareto
-from meshwright.planner.search.degrees import Degrees, micro_batch_sizes, shapes
+from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.errors import NothingFitsError, no_layout_message, nothing_fits_error
 from meshwright.planner.search.expand import base_strategies, can_fit, memory_savings, price, strategy_of
 from meshwright.planner.search.request import Objective, SearchRequest
@@ -37,7 +38,7 @@ class SearchResult:
     """Within 2 % of the best score, the simplest first; `best` is the first."""
     alternatives: tuple[Candidate, ...]
     """The Pareto front over step time, GPUs and robustness, among all that was priced."""
-    shapes: int
+    layouts: int
     priced: int
     """Layouts whose time was estimated."""
 
@@ -48,7 +49,7 @@ class _PartialLayout:
 
     bound: float
     order: int
-    degrees: Degrees = field(compare=False)
+    layout: Layout = field(compare=False)
     micro_batch: int | None = field(default=None, compare=False)
     base: Strategy | None = field(default=None, compare=False)
     """Everything but the memory savings."""
@@ -61,10 +62,10 @@ def search(request: SearchRequest) -> SearchResult:
         NothingFitsError: no layout fits memory, or the pinned degrees contradict the model or the batch.
     """
     numbers = count()
-    queue = [_PartialLayout(bound, next(numbers), degrees) for degrees, bound in _bounded_degrees(request)]
+    queue = [_PartialLayout(bound, next(numbers), layout) for layout, bound in _bounded_layouts(request)]
     if not queue:
         raise NothingFitsError(no_layout_message(request))
-    all_degrees = [one.degrees for one in queue]
+    all_layouts = [one.layout for one in queue]
     heapify(queue)
     found: list[Candidate] = []
     best = float("inf")
@@ -75,56 +76,55 @@ def search(request: SearchRequest) -> SearchResult:
                 found.append(Candidate(choices, price(request, choices, memory), request.node))
                 best = min(best, found[-1].score(request.objective))
         elif partial.micro_batch is not None:
-            for base in base_strategies(request, partial.degrees, partial.micro_batch):
+            for base in base_strategies(request, partial.layout, partial.micro_batch):
                 heappush(
                     queue,
                     _PartialLayout(
-                        _strategy_bound(request, base), next(numbers), partial.degrees, partial.micro_batch, base
+                        _strategy_bound(request, base), next(numbers), partial.layout, partial.micro_batch, base
                     ),
                 )
         else:
-            for size in micro_batch_sizes(request, partial.degrees):
-                if can_fit(request, partial.degrees, size):
-                    bound = max(partial.bound, _degrees_bound(request, partial.degrees, size))
-                    heappush(queue, _PartialLayout(bound, next(numbers), partial.degrees, size))
+            for size in micro_batch_sizes(request, partial.layout):
+                if can_fit(request, partial.layout, size):
+                    bound = max(partial.bound, _layout_bound(request, partial.layout, size))
+                    heappush(queue, _PartialLayout(bound, next(numbers), partial.layout, size))
     if not found:
-        raise nothing_fits_error(request, all_degrees)
+        raise nothing_fits_error(request, all_layouts)
     found += [better for one in balance_candidates(request, found) for better in with_balanced_stages(request, one)]
     ranked = _ranked(request, found)
-    return SearchResult(request, ranked[0], tuple(ranked), tuple(pareto(found)), len(all_degrees), len(found))
+    return SearchResult(request, ranked[0], tuple(ranked), tuple(pareto(found)), len(all_layouts), len(found))
 
 
-def _bounded_degrees(request: SearchRequest) -> Iterator[tuple[Degrees, float]]:
-    for degrees in shapes(request):
-        sizes = micro_batch_sizes(request, degrees)
+def _bounded_layouts(request: SearchRequest) -> Iterator[tuple[Layout, float]]:
+    for layout in layouts(request):
+        sizes = micro_batch_sizes(request, layout)
         if sizes:
-            yield degrees, _degrees_bound(request, degrees, sizes[-1])
+            yield layout, _layout_bound(request, layout, sizes[-1])
 
 
-def _degrees_bound(request: SearchRequest, degrees: Degrees, size: int) -> float:
-    """The least score of any layout of a shape with micro-batches of up to `size` sequences."""
+def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
+    """The least score of any strategy of a layout with micro-batches of up to `size` sequences."""
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
-    choices = strategy_of(request, degrees, size, context_method=method)
-    several_methods = len(request.techniques.context) > 1 and degrees.context > 1
+    choices = strategy_of(request, layout, size, context_method=method)
+    several_methods = len(request.techniques.context) > 1 and layout.context > 1
     time = time_of(request.work, choices, request.machine)
     least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
-    return _score(request, degrees, least)
+    return _score(request, layout, least)
 
 
 def _strategy_bound(request: SearchRequest, base: Strategy) -> float:
     """The least score of any layout that differs from `base` in its memory savings only."""
     time = time_of(request.work, base, request.machine)
-    degrees = Degrees(base.tensor, base.context, base.pipeline, base.expert, base.data)
-    return _score(request, degrees, time.total - time.data)
+    return _score(request, base, time.total - time.data)
 
 
-def _score(request: SearchRequest, degrees: Degrees, least: float) -> float:
+def _score(request: SearchRequest, layout: Layout, least: float) -> float:
     if request.objective is Objective.GPUS:
-        return float(degrees.world)
+        return float(layout.world_size)
     if request.objective is Objective.COST:
-        return least * degrees.world
+        return least * layout.world_size
     if request.objective is Objective.ROBUST:
-        return least * degrees.data / max(1, degrees.data - 1)
+        return least * layout.data / max(1, layout.data - 1)
     return least
 
 

@@ -1,6 +1,6 @@
 """The degrees that a model and a machine allow, before anything is priced.
 
-Ranks are interchangeable within a group, so a shape is counted, not enumerated by rank: only degrees differ. Degrees
+Ranks are interchangeable within a group, so a layout is counted, not enumerated by rank: only degrees differ. Degrees
 that cannot be better are left out here: a tensor-parallel group never leaves its NVLink domain (it talks several times
 in every layer), a context-parallel rank gets at least `MIN_CONTEXT_TOKENS` tokens, and data parallelism takes what is
 left, in whole sequences of the batch.
@@ -9,30 +9,14 @@ left, in whole sequences of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import gcd, isqrt
 
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.search.request import Objective, SearchRequest
 
 MIN_CONTEXT_TOKENS = 2048
 MAX_MICRO_BATCH = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Degrees of one layout; `world` ranks."""
-
-    tensor: int
-    context: int
-    pipeline: int
-    expert: int
-    data: int
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.tensor * self.context * self.pipeline * self.data
 
 
 def divisors(number: int) -> list[int]:
@@ -41,8 +25,8 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def shapes(request: SearchRequest) -> Iterator[Degrees]:
-    """Every shape the request allows."""
+def layouts(request: SearchRequest) -> Iterator[Layout]:
+    """Every layout that the request allows."""
     model = request.work.model
     for tensor in tensor_degrees(request):
         for context in context_degrees(request, tensor):
@@ -52,7 +36,7 @@ def shapes(request: SearchRequest) -> Iterator[Degrees]:
                     if not _fills_workers(request, tensor, size * data):
                         continue
                     for expert in expert_degrees(request, model, context * data):
-                        yield Degrees(tensor, context, pipeline, expert, data)
+                        yield Layout(tensor, pipeline, data, context, expert)
 
 
 def tensor_degrees(request: SearchRequest) -> list[int]:
@@ -62,7 +46,7 @@ def tensor_degrees(request: SearchRequest) -> list[int]:
         return [pinned]
     model, techniques = request.work.model, request.techniques
     common = gcd(model.heads, model.intermediate_size)
-    if model.mixture is not None and request.expert_tensor:
+    if model.mixture is not None and request.fixed.expert_tensor:
         common = gcd(common, model.mixture.intermediate_size)
     if not techniques.pads_vocabulary:
         common = gcd(common, model.vocab_size)
@@ -122,16 +106,16 @@ def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -
     return divisors(gcd(model.mixture.experts, replicas))
 
 
-def micro_batch_sizes(request: SearchRequest, degrees: Degrees) -> list[int]:
+def micro_batch_sizes(request: SearchRequest, layout: Layout) -> list[int]:
     """Sequences of one micro-batch: powers of two and what is pinned, dividing a replica's part of the batch."""
-    replica_batch = request.work.global_batch // degrees.data
+    replica_batch = request.work.global_batch // layout.data
     pins = request.pins
     if pins.micro_batches is not None:
         return [replica_batch // pins.micro_batches] if replica_batch % pins.micro_batches == 0 else []
     if pins.micro_batch_size is not None:
         return [pins.micro_batch_size] if replica_batch % pins.micro_batch_size == 0 else []
     sizes = [size for size in divisors(replica_batch) if size <= MAX_MICRO_BATCH and size & (size - 1) == 0]
-    keeping_stages_busy = [size for size in sizes if replica_batch // size >= degrees.pipeline]
+    keeping_stages_busy = [size for size in sizes if replica_batch // size >= layout.pipeline]
     return keeping_stages_busy or sizes[:1]
 
 

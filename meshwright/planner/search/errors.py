@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import memory_of
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.degrees import Degrees, micro_batch_sizes
+from meshwright.planner.search.degrees import micro_batch_sizes
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.units import GIB
@@ -38,11 +39,11 @@ def no_layout_message(request: SearchRequest) -> str:
     )
 
 
-def nothing_fits_error(request: SearchRequest, all_degrees: Iterable[Degrees]) -> NothingFitsError:
+def nothing_fits_error(request: SearchRequest, all_layouts: Iterable[Layout]) -> NothingFitsError:
     """The error for a model that no layout makes fit, with the layout that misses by least."""
     smallest: tuple[float, Strategy, Memory] | None = None
-    for degrees in all_degrees:
-        for choices in least_memory_strategies(request, degrees, micro_batch_sizes(request, degrees)[0]):
+    for layout in all_layouts:
+        for choices in least_memory_strategies(request, layout, micro_batch_sizes(request, layout)[0]):
             memory = memory_of(request.work, choices, request.machine)
             if smallest is None or memory.total < smallest[0]:
                 smallest = (memory.total, choices, memory)

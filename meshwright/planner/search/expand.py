@@ -7,33 +7,29 @@ from dataclasses import replace
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
 from meshwright.planner.cost.strategy import ContextMethod, Strategy
-from meshwright.planner.search.degrees import Degrees
 from meshwright.planner.search.request import SearchRequest
 from meshwright.rules.context import heads_divide
 from meshwright.schedules.registry import kind_of
 
 
-def strategy_of(request: SearchRequest, degrees: Degrees, size: int, **more: object) -> Strategy:
+def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: object) -> Strategy:
     """The layout of a shape with micro-batches of `size` sequences; `more` are further fields of `Strategy`."""
     sequence = request.pins.sequence_parallel
-    return Strategy(
-        tensor=degrees.tensor,
-        sequence_parallel=degrees.tensor > 1 if sequence is None else sequence,
-        context=degrees.context,
-        pipeline=degrees.pipeline,
-        expert=degrees.expert,
-        expert_tensor=request.expert_tensor,
-        data=degrees.data,
+    return replace(
+        request.fixed,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        context=layout.context,
+        expert=layout.expert,
+        sequence_parallel=layout.tensor > 1 if sequence is None else sequence,
         micro_batch_size=size,
-        micro_batches=request.work.global_batch // degrees.data // size,
-        precision=request.precision,
-        fp8=request.fp8,
-        settings=request.settings,
-        activation_offload=request.activation_offload,
-        **{"optimizer_offload": request.optimizer_offload, **more},  # type: ignore[arg-type]
+        micro_batches=request.work.global_batch // layout.data // size,
+        **more,  # type: ignore[arg-type]
     )
 
 
@@ -42,14 +38,14 @@ def price(request: SearchRequest, choices: Strategy, memory: Memory | None = Non
     return estimate(request.work, choices, request.machine, memory=memory)
 
 
-def base_strategies(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[Strategy]:
-    """Every schedule and context method of a shape, with no memory saved yet."""
-    stages = _zero_stages(request, degrees.context * degrees.data)
-    for schedule, chunks in _schedules(request, degrees, size):
-        for method in _context_methods(request, degrees):
+def base_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
+    """Every schedule and context method of a layout, with no memory saved yet."""
+    stages = _zero_stages(request, layout.shard_ranks)
+    for schedule, chunks in _schedules(request, layout, size):
+        for method in _context_methods(request, layout):
             yield strategy_of(
                 request,
-                degrees,
+                layout,
                 size,
                 schedule=schedule,
                 virtual_stages=chunks,
@@ -65,40 +61,40 @@ def _zero_stages(request: SearchRequest, replicas: int) -> tuple[int, ...]:
     return stages if replicas > 1 else stages[:1]
 
 
-def _schedules(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[tuple[PipelineSchedule, int]]:
+def _schedules(request: SearchRequest, layout: Layout, size: int) -> Iterator[tuple[PipelineSchedule, int]]:
     """(schedule, chunks) that the shape allows."""
     pinned, techniques = request.pins, request.techniques
-    if degrees.pipeline == 1:
+    if layout.pipeline == 1:
         yield pinned.schedule or PipelineSchedule.ONE_F_ONE_B, 1
         return
     layers = request.work.model.layers
-    micro_batches = request.work.global_batch // degrees.data // size
+    micro_batches = request.work.global_batch // layout.data // size
     for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
         kind = kind_of(schedule)
         if kind.virtual_stages:
             counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
             # Interleaving deals micro-batches in groups of as many as there are stages (arXiv 2104.04473, 2.2).
-            fits = micro_batches % degrees.pipeline == 0
-            yield from ((schedule, v) for v in counts if fits and layers >= v * degrees.pipeline)
+            fits = micro_batches % layout.pipeline == 0
+            yield from ((schedule, v) for v in counts if fits and layers >= v * layout.pipeline)
         elif kind.folded:
-            enough = micro_batches >= 2 * degrees.pipeline and layers >= 2 * degrees.pipeline
-            whole = not kind.even or (degrees.pipeline % 2 == 0 and micro_batches % 2 == 0)
+            enough = micro_batches >= 2 * layout.pipeline and layers >= 2 * layout.pipeline
+            whole = not kind.even or (layout.pipeline % 2 == 0 and micro_batches % 2 == 0)
             if enough and whole:
                 yield schedule, 2
         else:
             yield schedule, 1
 
 
-def _context_methods(request: SearchRequest, degrees: Degrees) -> Iterator[ContextMethod]:
-    if degrees.context == 1:
+def _context_methods(request: SearchRequest, layout: Layout) -> Iterator[ContextMethod]:
+    if layout.context == 1:
         yield ContextMethod.RING_ZIG_ZAG
         return
     pinned = request.pins.context_method
     model = request.work.model
     for method in (pinned,) if pinned else request.techniques.context:
         # Ulysses exchanges whole heads (arXiv 2309.14509): every rank needs its own.
-        ranks = degrees.context if method is ContextMethod.ULYSSES else 1
-        if ranks == 1 or heads_divide(model.heads, model.kv_heads, degrees.tensor, ranks):
+        ranks = layout.context if method is ContextMethod.ULYSSES else 1
+        if ranks == 1 or heads_divide(model.heads, model.kv_heads, layout.tensor, ranks):
             yield method
 
 
@@ -111,7 +107,7 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
     does not multiply it.
     """
     pins, techniques = request.pins, request.techniques
-    stages = _zero_stages(request, base.replicas)
+    stages = _zero_stages(request, base.shard_ranks)
     recompute = (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing
     fitted, whole = False, False
     for zero in stages:
@@ -132,7 +128,7 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
                 whole = whole or recompute_option is ActivationCheckpointing.NONE
                 yield choices, memory
                 break
-    if fitted or request.optimizer_offload is not OptimizerOffload.NONE:
+    if fitted or request.fixed.optimizer_offload is not OptimizerOffload.NONE:
         return
     for offload in techniques.offload:
         choices = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
@@ -157,24 +153,24 @@ def _limit(request: SearchRequest) -> float:
     return request.usable * request.machine.gpu.memory
 
 
-def can_fit(request: SearchRequest, degrees: Degrees, size: int) -> bool:
+def can_fit(request: SearchRequest, layout: Layout, size: int) -> bool:
     """Whether the layout that saves most memory fits."""
     return any(
-        memory_if_fits(request, choices) is not None for choices in least_memory_strategies(request, degrees, size)
+        memory_if_fits(request, choices) is not None for choices in least_memory_strategies(request, layout, size)
     )
 
 
-def least_memory_strategies(request: SearchRequest, degrees: Degrees, size: int) -> Iterator[Strategy]:
+def least_memory_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
     """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
     pins, techniques = request.pins, request.techniques
-    default_schedule, offload = PipelineSchedule.ONE_F_ONE_B, request.optimizer_offload
+    default_schedule, offload = PipelineSchedule.ONE_F_ONE_B, request.fixed.optimizer_offload
     schedule = pins.schedule or (
         default_schedule if default_schedule in techniques.schedules else techniques.schedules[0]
     )
     for recompute_option in (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing[-2:]:
         yield strategy_of(
             request,
-            degrees,
+            layout,
             size,
             schedule=schedule,
             zero_stage=pins.zero_stage if pins.zero_stage is not None else techniques.zero_stages[-1],

@@ -108,7 +108,7 @@ def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[
                 changed = _trade_for_data(winner, name, now, other)
                 if changed is not None:
                     yield f"{label} {other} instead of {now}", changed
-    if pins.zero_stage is None and winner.replicas > 1:
+    if pins.zero_stage is None and winner.shard_ranks > 1:
         for stage in request.techniques.zero_stages:
             if stage != winner.zero_stage:
                 yield f"ZeRO-{stage} instead of {winner.zero_stage}", replace(winner, zero_stage=stage)
@@ -269,7 +269,7 @@ def _memory_saving(best: Candidate) -> str:
     used = best.choices
     sentences = []
     if used.zero_stage:
-        sentences.append(f"ZeRO-{used.zero_stage} over {used.replicas} replicas")
+        sentences.append(f"ZeRO-{used.zero_stage} over {used.shard_ranks} replicas")
     if used.checkpointing is not ActivationCheckpointing.NONE:
         sentences.append(_recompute_text(used.checkpointing))
     if used.optimizer_offload is not OptimizerOffload.NONE:

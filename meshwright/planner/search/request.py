@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshwright.api.parallelism import PipelineSchedule
-from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cluster.limits import USABLE_FRACTION
-from meshwright.planner.cost.memory_options import DEFAULT, MemoryOptions
 from meshwright.planner.cost.step_time import Machine
 from meshwright.planner.cost.strategy import SEARCHED_SCHEDULES, ContextMethod, Strategy, Workload
 from meshwright.planner.search import runtime_limits
@@ -108,16 +106,8 @@ class SearchRequest:
     objective: Objective = Objective.TIME
     techniques: Techniques = ALL_TECHNIQUES
     pins: Pins = field(default_factory=Pins)
-    precision: Precision = Precision.BF16
-    fp8: bool = False
-    settings: MemoryOptions = DEFAULT
-    """What is fixed beside the layout."""
-    optimizer_offload: OptimizerOffload = OptimizerOffload.NONE
-    """Where the job wants optimizer state anyway."""
-    activation_offload: bool = False
-    """Whether it wants activations in main memory."""
-    expert_tensor: bool = True
-    """Whether it wants tensor parallelism to split experts."""
+    fixed: Strategy = Strategy()
+    """What the job decides beside what is searched: number formats, offloading, memory options."""
     gpus_per_worker: int = 1
     """Tensor-parallel groups fill workers or share them evenly."""
     usable: float = USABLE_FRACTION

@@ -30,7 +30,7 @@ def runs(work: Workload, choices: Strategy) -> bool:
         split = choices.layer_split
         if min(split) < 1 or len(split) > MAX_STAGES or max(split) > MAX_LAYERS_PER_STAGE:
             return False
-    return _flat_shards_allow(work, choices) if choices.zero_stage == 1 and choices.replicas > 1 else True
+    return _flat_shards_allow(work, choices) if choices.zero_stage == 1 and choices.shard_ranks > 1 else True
 
 
 def _flat_shards_allow(work: Workload, choices: Strategy) -> bool:

@@ -13,6 +13,7 @@ from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.search.degrees import MIN_CONTEXT_TOKENS
+from meshwright.planner.workload import TrainingJob
 from meshwright.schedules.pipeline_layout import stages_per_rank
 from meshwright.schedules.registry import kind_of, schedules_where
 
@@ -45,8 +46,9 @@ def checkpointing_options(training: TrainingSpec) -> tuple[ActivationCheckpointi
     )
 
 
-def context_degrees(model: Architecture, training: TrainingSpec, parallelism: ParallelismSpec) -> list[int]:
+def context_degrees(job: TrainingJob) -> list[int]:
     """Context degrees: the one that is given, or 1 and powers of two that leave ranks enough even parts of a row."""
+    model, training, parallelism = job.architecture, job.training, job.parallelism
     if parallelism.context is not None:
         return [parallelism.context]
     needs_whole_sequences = (
@@ -74,4 +76,4 @@ def runs(schedule: PipelineSchedule, asked: ParallelismSpec, layout: Layout, mod
     if kind.even and layout.pipeline % 2:
         return False
     flat_shards = asked.zero_stage == 1 or asked.data_parallel.strategy is DataParallelStrategy.ZERO
-    return not (kind.bidirectional and flat_shards and layout.replicas > 1)
+    return not (kind.bidirectional and flat_shards and layout.shard_ranks > 1)

@@ -36,20 +36,21 @@ def search_request(
         objective=objective,
         techniques=techniques_for(job, techniques) if restricted else techniques,
         pins=_pins(spec, job) if restricted else Pins(),
-        precision=job.training.precision,
-        fp8=job.fp8,
-        settings=replace(
-            job.settings,
-            flat=False,
-            shard_size=None,
-            reshard_size=None,
-            feedback=0,
-            rematerialize=False,
-            activation_limit=None,
+        fixed=replace(
+            job.fixed,
+            tensor_overlap=False,
+            context_method=ContextMethod.RING_ZIG_ZAG,
+            ulysses=1,
+            settings=replace(
+                job.fixed.settings,
+                flat=False,
+                shard_size=None,
+                reshard_size=None,
+                feedback=0,
+                rematerialize=False,
+                activation_limit=None,
+            ),
         ),
-        optimizer_offload=job.training.optimizer.offload,
-        activation_offload=job.training.activation_offload,
-        expert_tensor=job.parallelism.expert_tensor,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
 
@@ -76,7 +77,7 @@ def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQ
 def _parameters_sharded(outer: OuterSpec | None, work: Workload, choices: Strategy) -> bool:
     """Offloaded parameters are FSDP's shards: there must be someone of the same island to share with."""
     islands = 1 if outer is None else outer.islands or choices.data
-    return choices.replicas > islands and choices.zero_stage == 3 and runs(work, choices)
+    return choices.shard_ranks > islands and choices.zero_stage == 3 and runs(work, choices)
 
 
 def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:

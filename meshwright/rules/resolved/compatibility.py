@@ -13,7 +13,7 @@ from meshwright.schedules.registry import kind_of
 
 def combination_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     """What of a run does not go together."""
-    if run.layout.replicas > 1:
+    if run.layout.shard_ranks > 1:
         yield from _engine_problems(run, training)
     if training.outer is not None:
         yield from _outer_problems(run, training)

@@ -25,13 +25,13 @@ def memory_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
 
 
 def _layout_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
-    if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.replicas > run.islands):
+    if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.shard_ranks > run.islands):
         # Islands share no shards: each needs somebody to share with.
         fits = 2 * run.islands
         yield (
             "`training.parameterOffload: true` needs `parallelism.zeroStage` 2 or 3, not "
             f"{run.parallelism.zero_stage}, and `replicas` times `parallelism.context` of at least {fits}, not "
-            f"{run.layout.replicas}"
+            f"{run.layout.shard_ranks}"
         )
     if training.parameter_offload_path is not None and not training.parameter_offload:
         yield "`training.parameterOffloadPath` needs `training.parameterOffload: true`: set it, or remove the path"

@@ -15,7 +15,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
-from meshwright.planner.plan import Plan, make_plan, make_plans
+from meshwright.planner.plan import Plan, make_plan
 from meshwright.rules.validation import check_edit
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
@@ -179,13 +179,13 @@ def _plans(
     """The plan that runs; where none does for this revision of the spec, those to choose from, the best first."""
     same = status.plan is not None and status.plan.revision in ("", revision)
     running_plan = status.plan if same and has_started(status) else None
-    inventory = scheduler.nodes(spec) if running_plan is None else NO_NODES
     try:
         if running_plan is not None:
             return [_running(spec.model_dump_json(), running_plan.model_dump_json())]
-        return make_plans(spec, inventory, scheduler.calibration)
+        return scheduler.plans(spec)
     except PlanError as error:
-        node_warnings = inventory.warnings if error.depends_on_cluster else ()
+        depends_on_nodes = error.depends_on_cluster and running_plan is None
+        node_warnings = scheduler.inventory(spec).warnings if depends_on_nodes else ()
         raise JobRejectedError(
             error.reason, with_warnings(str(error), node_warnings), retryable=error.depends_on_cluster
         ) from None

@@ -24,7 +24,7 @@ from meshwright_operator.controller.status_writer import ConflictError, StatusRe
 from meshwright_operator.coordinator.rendezvous import Rendezvous
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, lifecycle, rejected_job
+from meshwright_operator.decide import decide_job, lifecycle, placement_outcome, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
@@ -40,7 +40,7 @@ from meshwright_operator.manifests.worker_pod import PodContext
 from meshwright_operator.metrics.job_metrics import JobsCollector
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
-from meshwright_operator.scheduling.placement_steps import PlacementSteps
+from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import seconds_since, utc_now
 
@@ -77,7 +77,6 @@ class Reconciler:
         self._now = now
         self._pod_control = PodControl(cluster, cache, metrics)
         self._writer = StatusWriter(cluster, cache, queue)
-        self._placement_steps = PlacementSteps(scheduler)
         self._edit_admission = EditAdmission(scheduler)
         self._rejections: dict[str, Rejection] = {}
         self._uids: dict[JobKey, str] = {}
@@ -129,22 +128,21 @@ class Reconciler:
 
         # 4. Do it: the status first, then everything that follows from it.
         if draft.place is not None:
-            async with self._scheduler.lock:
-                for other in await self._placement_steps.find(key, job, draft):
+            async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
+                for other in grant.wake:
                     self._queue.add(other)
-            try:
+                placement_outcome.apply(draft, grant)
                 await self._execute(key, job, rendezvous, draft)
-            finally:
-                self._scheduler.release_assumed(uid)
-        else:
-            if draft.mesh.pending_cause != SPEC_CHANGED.name:
-                self._scheduler.job_queue.remove(uid)
-            if draft.move is not None:
-                async with self._scheduler.lock:
-                    await self._placement_steps.move(key, job, draft)
-            if draft.map_ranks is not None:
-                await self._placement_steps.map_ranks(draft)
-            await self._execute(key, job, rendezvous, draft)
+            return
+        if draft.mesh.pending_cause != SPEC_CHANGED.name:
+            self._scheduler.withdraw(uid)
+        if draft.move is not None:
+            request = PlacementRequest.of_decision(key, job, draft, draft.move)
+            if await self._scheduler.fits_elsewhere(request):
+                placement_outcome.moved(draft)
+        if draft.map_ranks is not None:
+            placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
+        await self._execute(key, job, rendezvous, draft)
 
     def _observe(self, key: JobKey, job: Object, rendezvous: Rendezvous) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])

@@ -10,7 +10,6 @@ from meshwright.api.failure_policy import FailureAction
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import CordonedNodes
 from meshwright_operator.decide import (
-    external_scheduler,
     failure_detection,
     gang,
     lifecycle,
@@ -231,7 +230,7 @@ def _start_generation(decision: Decision) -> None:
             decision.requeue_within(seconds)
         case gang.Place():
             if rank_assignment.uses_external_scheduler(observed):
-                external_scheduler.create_unbound_pods(decision, step)
+                placement_outcome.create_unbound_pods(decision, step)
             else:
                 decision.place = step
         case gang.MapRanks():

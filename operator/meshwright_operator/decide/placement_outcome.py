@@ -6,18 +6,21 @@ once, survivors of a lost pod after `HOLD_SECONDS`, and the next attempt comes a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
-from meshwright.api.status import PlacementStatus
+from meshwright.api.names import pod_name
+from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
-from meshwright_operator.decide.gang import GiveUp
+from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, GiveUp, Place
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState, has_started
+from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, with_warnings
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
@@ -42,11 +45,56 @@ NEEDS_USER_ACTION = frozenset(
 """Reasons for giving up that no waiting solves: the job is Stalled between attempts, so that somebody looks."""
 
 
-def placed(decision: Decision, placement: Placement, warnings: Sequence[str] = ()) -> None:
-    """Takes a placement: new incarnations for the workers that need pods. `warnings` are told with it."""
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The scheduler found nodes for every worker, and reserves them until the decision is carried out."""
+
+    placement: Placement
+    warnings: tuple[str, ...] = ()
+    """What was strange about the nodes and pods."""
+    wake: tuple[JobKey, ...] = ()
+    """Jobs that should ask again now."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotGranted:
+    """The scheduler found no nodes now."""
+
+    message: str
+    """What is short, what would fit and what would have to end."""
+    warnings: tuple[str, ...] = ()
+    blocked_by_kept_workers: bool = False
+    """Whether the workers that stay are in the way: placing all anew would fit."""
+    waits_for_turn: bool = False
+    """Whether it would fit, and a job further ahead in the queue gets the nodes."""
+    wake: tuple[JobKey, ...] = ()
+    """Jobs that should ask again now."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRanks:
+    """Ranks mapped onto the nodes that another scheduler gave."""
+
+    placement: Placement
+    """Where the plan's workers are."""
+    slots: Mapping[int, int]
+    """Pod's worker index -> worker of the plan."""
+
+
+def apply(decision: Decision, grant: Granted | NotGranted) -> None:
+    """Takes the scheduler's answer to `decision.place`."""
+    if isinstance(grant, Granted):
+        _placed(decision, grant)
+    else:
+        _not_placed(decision, grant)
+
+
+def _placed(decision: Decision, grant: Granted) -> None:
+    """New incarnations for the workers that need pods."""
     observed, status = decision.observed, decision.status
     assert decision.place is not None
     incarnations = new_incarnations(decision, decision.place.workers)
+    placement = grant.placement
     if observed.other_plans or not has_started(observed.status):
         status.plan = placement.plan.to_status()
         status.plan.revision = observed.revision
@@ -54,7 +102,7 @@ def placed(decision: Decision, placement: Placement, warnings: Sequence[str] = (
     decision.create += [worker.index for worker in decision.place.workers]
     lifecycle.begin(status, observed.now)
     text = placement_text(status.placement)
-    decision.condition(names.PLACED, True, "Placed", with_warnings(text, warnings))
+    decision.condition(names.PLACED, True, "Placed", with_warnings(text, grant.warnings))
     decision.add_event("Placed", text)
     decision.starting(f"making {counted(len(decision.create), 'pod')}")
 
@@ -81,27 +129,19 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     return incarnations
 
 
-def not_placed(
-    decision: Decision, message: str, blocked_by_kept_workers: bool, *, waits_for_turn: bool = False
-) -> None:
-    """There is no room: says so once, and lets go of pods that others could use meanwhile.
-
-    Args:
-        decision: the decision so far.
-        message: what is short, what would fit and what would have to go.
-        blocked_by_kept_workers: whether the survivors stand in the way: placing all anew would fit.
-        waits_for_turn: whether it would fit, and a job further ahead in the line gets the room.
-    """
+def _not_placed(decision: Decision, grant: NotGranted) -> None:
+    """There is no room: says so once, and lets go of pods that others could use meanwhile."""
     observed = decision.observed
-    reason = WAITS_FOR_TURN if waits_for_turn else DOES_NOT_FIT
+    reason = WAITS_FOR_TURN if grant.waits_for_turn else DOES_NOT_FIT
+    message = with_warnings(grant.message, grant.warnings)
     old = find(observed.status.conditions, names.PLACED)
     if old is None or old.status != "False" or old.reason not in (WAITS_FOR_TURN, DOES_NOT_FIT):
         decision.add_event("PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
     decision.job_state("Placing", message)
     if not observed.live_pods:
-        decision.requeue_within(TURN_RETRY_SECONDS if waits_for_turn else RETRY_PLACEMENT_SECONDS)
-    elif blocked_by_kept_workers or _hold_expired(decision):
+        decision.requeue_within(TURN_RETRY_SECONDS if grant.waits_for_turn else RETRY_PLACEMENT_SECONDS)
+    elif grant.blocked_by_kept_workers or _hold_expired(decision):
         decision.delete_live_pods()
     else:
         decision.requeue_within(HOLD_RETRY_SECONDS)
@@ -200,3 +240,54 @@ def moved(decision: Decision) -> None:
     decision.mesh.pending_since = format_time(decision.observed.now)
     decision.delete += [w.pod for w in workers if w.pod is not None and not w.pod.deleting]
     decision.starting(message)
+
+
+def create_unbound_pods(decision: Decision, step: Place) -> None:
+    """Pods without a node for the workers that have none: where they go, and so what they run, is told later."""
+    observed, status = decision.observed, decision.status
+    incarnations = new_incarnations(decision, step.workers)
+    new = {worker.index for worker in step.workers}
+    known = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
+    workers = [
+        known[worker.index]
+        if worker.index in known and worker.index not in new
+        else _unbound_worker(observed.name, worker.index, incarnations[worker.index])
+        for worker in observed.workers
+    ]
+    layout = observed.plan.layout
+    status.placement = PlacementStatus(
+        workers=workers, tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data
+    )
+    decision.create += sorted(new)
+    lifecycle.begin(status, observed.now)
+    pods = counted(len(new), "pod")
+    text = f"scheduler {observed.spec.workers.scheduler_name} is to find nodes for {pods}"
+    decision.condition(names.PLACED, False, WAITS_FOR_SCHEDULER, text)
+    decision.add_event(WAITS_FOR_SCHEDULER, text)
+    decision.starting(f"making {pods}")
+
+
+def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
+    """Takes the map of ranks onto another scheduler's nodes, or why there is none."""
+    if isinstance(mapped, str):  # a node that was given is gone again: its pod goes next
+        decision.starting(mapped)
+        decision.map_ranks = None
+        decision.requeue_within(RETRY_PLACEMENT_SECONDS)
+        return
+    placement = mapped.placement
+    observed, status = decision.observed, decision.status
+    if not observed.mesh.generation:
+        status.plan = placement.plan.to_status()
+        status.plan.revision = observed.revision
+    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
+    status.placement = placement.to_status(observed.name, incarnations, mapped.slots)
+    text = placement_text(status.placement)
+    decision.condition(names.PLACED, True, "Placed", with_warnings(text, placement.notes))
+    decision.add_event("RanksMapped", f"scheduler {observed.spec.workers.scheduler_name} placed {text}")
+    decision.starting("ranks are mapped onto the nodes")
+
+
+def _unbound_worker(job: str, worker: int, incarnation: int) -> WorkerPlacement:
+    return WorkerPlacement(
+        worker=worker, incarnation=incarnation, pod=pod_name(job, worker, incarnation), node="", ranks=""
+    )

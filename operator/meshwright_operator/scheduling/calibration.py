@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class CalibrationLoop:
-    """Keeps the placer's calibration up to date."""
+    """Keeps the scheduler's calibration up to date."""
 
     def __init__(self, cache: Cache, scheduler: JobScheduler) -> None:
         self._cache = cache
@@ -55,7 +55,7 @@ class CalibrationLoop:
         """Refits now; in a thread, since many jobs on many nodes take a while to read."""
         jobs = list(self._cache.jobs.values())
         found = await asyncio.to_thread(self._refitted, jobs)
-        self._scheduler.calibration = found
+        self._scheduler.recalibrate(found)
         if changed := sorted(gpu for gpu in found.constants if self._changed_enough(gpu, found)):
             self._logged = {**self._logged, **{gpu: found.constants[gpu] for gpu in changed}}
             log.info("recalibrated", extra={"gpus": changed})
@@ -98,22 +98,20 @@ class CalibrationLoop:
             return None
         requirements = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
         if requirements not in inventories:
-            inventories[requirements] = self._scheduler.nodes(spec)
+            inventories[requirements] = self._scheduler.inventory(spec)
         cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])
         if cost_model is None:
             return None
-        pipeline_schedule, checkpointing = plan.schedule or PipelineSchedule.ONE_F_ONE_B, plan.activation_checkpointing
-        cost_model = cost_model.on(
-            cost_model.job.decided(pipeline_schedule, checkpointing or ActivationCheckpointing.NONE)
-        )
         layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
-        divides_evenly = (
-            plan.micro_batches > 0 and cost_model.work.global_batch % (layout.data * plan.micro_batches) == 0
-        )
-        if not divides_evenly or cost_model.price(layout, plan.micro_batches).seconds <= 0:
+        if plan.micro_batches < 1 or cost_model.work.global_batch % (layout.data * plan.micro_batches):
             return None  # no layout that ever ran
+        schedule = plan.schedule or PipelineSchedule.ONE_F_ONE_B
+        checkpointing = plan.activation_checkpointing or ActivationCheckpointing.NONE
+        strategy = cost_model.job.strategy(layout, plan.micro_batches, schedule, checkpointing)
+        if cost_model.price(strategy).seconds <= 0:
+            return None
         seconds = cost_model.work.tokens / status.tokens_per_second
         groups = group_spans_of_status(
             layout, spec.workers.gpus_per_worker, status.placement, cost_model.machine.fabric
         )
-        return StepMeasurement(cost_model, layout, plan.micro_batches, seconds, status.step, groups)
+        return StepMeasurement(cost_model, strategy, seconds, status.step, groups)

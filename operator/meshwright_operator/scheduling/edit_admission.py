@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide.blocked_edit import BlockedEdit
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.rank_assignment import uses_external_scheduler
 from meshwright_operator.kube.cache import JobKey, Object
-from meshwright_operator.scheduling.placement_request import placement_request_of
-from meshwright_operator.scheduling.scheduler import JobScheduler, WaitsForTurnError
+from meshwright_operator.scheduling.job_queue import PlacementRequest
+from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import format_time, seconds_since
 
 DOES_NOT_FIT = "EditDoesNotFit"
@@ -66,15 +65,10 @@ class EditAdmission:
         fresh = last is not None and seconds_since(last.at, observed.now) < RETRY_PLACEMENT_SECONDS
         if last is not None and fresh and last.revision == observed.revision:
             return last.problem
-        async with self._scheduler.lock:
-            request = placement_request_of(
-                key, job, observed, self._scheduler.calibration, since=observed.now, restarts=True
-            )
-            try:
-                placement = await self._scheduler.place(request)
-            except (DoesNotFitError, WaitsForTurnError) as error:
-                self._trials[observed.uid] = _Trial(observed.revision, format_time(observed.now), str(error))
-                return str(error)
-            self._scheduler.job_queue.add(replace(request, plan=placement.plan, other_plans=()))
-        self._trials.pop(observed.uid, None)
-        return placement.plan
+        request = PlacementRequest.of(key, job, observed, since=observed.now, restarts=True)
+        found = await self._scheduler.try_edit(request)
+        if isinstance(found, str):
+            self._trials[observed.uid] = _Trial(observed.revision, format_time(observed.now), found)
+        else:
+            self._trials.pop(observed.uid, None)
+        return found

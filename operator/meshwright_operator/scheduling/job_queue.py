@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import NamedTuple
 
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cost_model import Calibration, cost_model_for
@@ -24,7 +27,12 @@ from meshwright.planner.placement import Placement, PreviousPlacement
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import place_best, place_plan
-from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.gang import Place
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.restart_policy import SPEC_CHANGED
+from meshwright_operator.kube.cache import Cache, JobKey, Object
+from meshwright_operator.timestamps import parse_time
 
 RESERVE_SECONDS = 120.0
 """How long a job is passed by before it reserves."""
@@ -55,10 +63,54 @@ class PlacementRequest:
     """Whether its own pods give way to the new ones: an edit restarts the whole gang."""
     other_plans: Sequence[Plan] = ()
     """Further plans that would do as well, while the job is free to take any."""
-    calibration: Calibration = field(default_factory=Calibration)
-    """What was learnt about the GPUs: prices tell plans apart where they land."""
     previous: PreviousPlacement | None = None
     """Where it was last."""
+
+    @classmethod
+    def of(
+        cls,
+        key: JobKey,
+        job: Object,
+        observed: Observed,
+        *,
+        since: datetime,
+        restarts: bool,
+        assigned_nodes: Mapping[int, str] | None = None,
+    ) -> PlacementRequest:
+        """The request of one job.
+
+        Args:
+            key: the job.
+            job: its object.
+            observed: the job as it is to run.
+            since: since when it waits.
+            restarts: whether its own pods give way to the new ones.
+            assigned_nodes: workers that stay.
+        """
+        return cls(
+            key=key,
+            uid=observed.uid,
+            plan=observed.plan,
+            other_plans=observed.other_plans,
+            spec=observed.spec,
+            created=str(job["metadata"].get("creationTimestamp") or ""),
+            since=since,
+            requested_at=observed.now,
+            assigned_nodes=assigned_nodes or {},
+            restarts=restarts,
+            previous=PreviousPlacement.of_status(observed.status.placement),
+        )
+
+    @classmethod
+    def of_decision(cls, key: JobKey, job: Object, decision: Decision, step: Place) -> PlacementRequest:
+        """The request for the workers that a decision wants to place."""
+        observed = decision.observed
+        placed = find(observed.status.conditions, names.PLACED)
+        since = parse_time(placed.last_transition_time) if placed is not None and placed.status == "False" else None
+        restarts = decision.mesh.pending_cause == SPEC_CHANGED.name
+        return cls.of(
+            key, job, observed, since=since or observed.now, restarts=restarts, assigned_nodes=step.assigned_nodes
+        )
 
     @property
     def holds_pods(self) -> bool:
@@ -124,6 +176,7 @@ def claims_ahead(
     now: datetime,
     free: Callable[[PlacementRequest], Inventory],
     without_jobs: Callable[[PlacementRequest], Inventory],
+    calibration: Calibration,
 ) -> QueueTurn:
     """What is left to a job with `ahead` before it.
 
@@ -132,11 +185,12 @@ def claims_ahead(
         now: the present.
         free: the nodes as a job sees them now.
         without_jobs: the nodes as it would see them if all jobs ended.
+        calibration: what was learned about the cluster's GPUs.
     """
     reserved: dict[str, str] = {}
     first: PlacementRequest | None = None
     for request in ahead:
-        nodes = nodes_for(request, excluding(free(request), reserved))
+        nodes = nodes_for(request, excluding(free(request), reserved), calibration)
         if nodes:
             first = first or request
             reserved |= {name: f"next for job {request.key}" for name in nodes}
@@ -150,23 +204,23 @@ def claims_ahead(
     return QueueTurn(reserved, first)
 
 
-def nodes_for(request: PlacementRequest, inventory: Inventory) -> set[str]:
+def nodes_for(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> set[str]:
     """The nodes on which the job would be placed; none when it cannot be."""
     if not request.assigned_nodes and not any(has_capacity(plan, inventory) for plan in request.plans):
         return set()
     try:
-        return set(placement_for(request, inventory).nodes.values())
+        return set(placement_for(request, inventory, calibration).nodes.values())
     except DoesNotFitError:
         return set()
 
 
-def placement_for(request: PlacementRequest, inventory: Inventory) -> Placement:
+def placement_for(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> Placement:
     """Nodes for the job as it would take them: of its plans the best one there, and near to where it was.
 
     Raises:
         DoesNotFitError: there is no room.
     """
-    cost_model = cost_model_for(request.spec, request.plan.architecture, inventory, request.calibration)
+    cost_model = cost_model_for(request.spec, request.plan.architecture, inventory, calibration)
     if request.other_plans:
         return place_best(request.plans, inventory, cost_model)
     return place_plan(request.plan, inventory, cost_model, request.assigned_nodes, request.previous)
@@ -188,3 +242,44 @@ def excluding(inventory: Inventory, taken: Mapping[str, str]) -> Inventory:
 
 def _fits_node(plan: Plan, node: Node) -> bool:
     return node.free.fits(plan.worker_request) > 0
+
+
+class ReservedSpares(NamedTuple):
+    """Nodes that one job keeps free for the day it loses one: no other job's while it holds pods.
+
+    They stand in its `status.placement.spares`, so a restarted operator keeps the same.
+    """
+
+    uid: str
+    why: str
+    nodes: tuple[str, ...]
+
+    @classmethod
+    def by(cls, key: JobKey, uid: str, nodes: Iterable[str]) -> ReservedSpares:
+        """What the job of this name keeps."""
+        return cls(uid, f"kept as a spare for job {key}", tuple(nodes))
+
+
+def reserved_spares(cache: Cache) -> list[ReservedSpares]:
+    """The spares of every job that holds pods: no more of them than its spec still asks for."""
+    found = []
+    for key, job in cache.jobs.items():
+        count, nodes = _get_path(job, "spec", "recovery", "spareNodes"), _get_path(job, "status", "placement", "spares")
+        if not isinstance(count, int) or not isinstance(nodes, list) or count < 1 or not nodes:
+            continue
+        uid = str(job["metadata"].get("uid", ""))
+        if any(not pod.terminal for pod in cache.pods(key, uid)):
+            found.append(ReservedSpares.by(key, uid, map(str, nodes[:count])))
+    return found
+
+
+def reserved_for_others(reserved: Iterable[ReservedSpares], uid: str) -> Mapping[str, str]:
+    """Node -> why it is not for the job `uid`."""
+    return {node: one.why for one in reserved if one.uid != uid for node in one.nodes}
+
+
+def _get_path(obj: object, *path: str) -> object:
+    """What stands there; None where nothing does, or the object is malformed: then it keeps nothing."""
+    for name in path:
+        obj = obj.get(name) if isinstance(obj, Mapping) else None
+    return obj

@@ -1,43 +1,55 @@
-"""Placing one job at a time: the one lock over all jobs, what every pod holds, the planner's choice.
-
-What a job was given is promised to it until its pods are made, so that no two jobs get the same GPUs: from then on the
-pods themselves, gated but pinned, hold the room.
-"""
+"""Placing one job at a time: the one lock over all jobs, the queue, what every pod holds, the planner's choice."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.cost_model import Calibration
+from meshwright.planner.cost_model import Calibration, cost_model_for
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, with_spares
+from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan_and_place import map_plan_ranks
+from meshwright_operator.decide.gang import MapRanks
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.placement_outcome import Granted, MappedRanks, NotGranted
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for, requested_by_node
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.capacity_hint import capacity_hint, holders
 from meshwright_operator.scheduling.foreign_pods import ForeignPods
-from meshwright_operator.scheduling.inventory_cache import InventoryCache, node_requirements
 from meshwright_operator.scheduling.job_queue import (
     JobQueue,
     PlacementRequest,
+    ReservedSpares,
     claims_ahead,
     excluding,
     has_capacity,
     nodes_for,
     placement_for,
+    reserved_for_others,
+    reserved_spares,
 )
-from meshwright_operator.scheduling.spare_nodes import ReservedSpares, reserved_for_others, reserved_spares
 
+WAKE_COUNT = 4
+"""How many jobs of the queue's head look again once a job got nodes: those behind wait for them in any case."""
 AVOID_SECONDS = 900.0
 """How long a job keeps off a node that did not take its pod: what was in the way may be gone by then."""
 
 
-class WaitsForTurnError(Exception):
+MAX_INVENTORIES = 64
+"""Different node requirements for which an inventory is cached."""
+
+NodeRequirements = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
+
+
+class _WaitsForTurnError(Exception):
     """There is room, but a job ahead in the line fits it too and goes first."""
 
     def __init__(self, ahead: PlacementRequest) -> None:
@@ -46,88 +58,105 @@ class WaitsForTurnError(Exception):
 
 
 class JobScheduler:
-    """Finds nodes for workers, and keeps the line of jobs for which there are none."""
+    """Finds nodes for workers, one job at a time, and queues the jobs for which there are none.
+
+    Nodes that a job was granted are assumed to be taken until its pods are created, so that no two jobs get the same
+    GPUs. From then on the pods themselves, gated but pinned, hold the nodes.
+    """
 
     def __init__(self, cluster: KubeClient, cache: Cache, metrics: OperatorMetrics, namespaces: Sequence[str]) -> None:
         self._cache = cache
         self._foreign_pods = ForeignPods(cluster, cache, namespaces)
-        self._inventory_cache = InventoryCache(cache)
+        self._inventory_cache = _InventoryCache(cache)
         self._metrics = metrics
-        self.lock = asyncio.Lock()
+        self._lock = asyncio.Lock()
         """Held while a job is placed."""
-        self.job_queue = JobQueue()
-        self.calibration = Calibration()
+        self._queue = JobQueue()
+        self._calibration = Calibration()
         """What running jobs taught about this cluster's GPUs; plans are made with it."""
-        self.warnings: tuple[str, ...] = ()
-        """What was strange about the nodes and pods that the last placement saw; read it with the lock held."""
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
         self._assumed: dict[str, list[PodRequest]] = {}
         self._assumed_spares: dict[str, ReservedSpares] = {}
-        """Spares of those that were promised something: their pods do not hold them yet."""
 
-    def nodes(self, spec: ParallelTrainingJobSpec) -> Inventory:
+    def inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The nodes as the job sees them, as if nothing ran on them: enough to plan."""
         return self._inventory_cache.empty(spec)
 
+    def plans(self, spec: ParallelTrainingJobSpec) -> list[Plan]:
+        """The plans to choose from, the best first.
+
+        Raises:
+            PlanError: no plan fits the job or the cluster.
+        """
+        return make_plans(spec, self.inventory(spec), self._calibration)
+
+    def recalibrate(self, calibration: Calibration) -> None:
+        """Plans and places with these constants from now on."""
+        self._calibration = calibration
+
     def unusable_nodes(self, spec: ParallelTrainingJobSpec, names: Iterable[str]) -> Mapping[str, str]:
         """Of these nodes, those that take no pod of the job (any more), and why."""
-        nodes = self._inventory_cache.empty(spec).nodes
+        nodes = self.inventory(spec).nodes
         found = (nodes[name] for name in sorted(set(names)) if name in nodes)
         return {node.name: node.unusable for node in found if node.unusable and node.capacity.gpus}
 
-    async def place(self, request: PlacementRequest) -> Placement:
-        """A node for every worker; those in `request.keep` stay. Call it with the lock held.
+    @asynccontextmanager
+    async def grant(self, request: PlacementRequest) -> AsyncIterator[Granted | NotGranted]:
+        """Nodes for every worker, reserved until the block ends; a job that gets none is queued.
+
+        Workers in `request.assigned_nodes` stay. The lock is held only until the answer is known.
 
         Raises:
-            DoesNotFitError: there is no room now; the text says what is short and what would have to end.
-            TurnError: there is, but a job ahead in the line gets it.
             ApiError: the pods of others could not be listed.
         """
-        started = time.monotonic()
-        result = "error"
+        async with self._lock:
+            found = await self._place(request)
+            if isinstance(found, Granted):
+                self._queue.remove(request.uid)
+                self._assume(request, found.placement)
+                found = replace(found, wake=tuple(self._queue.head(WAKE_COUNT)))
+            else:
+                self._queue.add(request)
         try:
-            pod_requests = await self._foreign_pods.pod_requests()
-            pod_requests += [pod_request for assumed in self._assumed.values() for pod_request in assumed]
-            ahead = self.job_queue.ahead_of(request)
-            avoided = {queued.uid: self.avoided(queued.uid) for queued in (request, *ahead)}
-            empty = {queued.uid: self._inventory_cache.empty(queued.spec) for queued in (request, *ahead)}
-            snapshot = _Snapshot(
-                avoided, empty, pod_requests, [*reserved_spares(self._cache), *self._assumed_spares.values()]
-            )
-            result = "no_room"
-            try:
-                placement = await asyncio.to_thread(snapshot.place, request, ahead)
-            finally:
-                self.warnings = snapshot.warnings
-            result = "placed"
-            self._metrics.placement_cost.observe(placement.cost)
-            return placement
+            yield found
         finally:
-            self._metrics.placement_attempts.labels(result).inc()
-            self._metrics.placement_seconds.observe(time.monotonic() - started)
-
-    def assume(self, request: PlacementRequest, placement: Placement, workers: Iterable[int]) -> None:
-        """Keeps for the job what these workers were given, until `release_assumed`. Call it with the lock held."""
-        request_json = request_json_for(request.plan.worker_request, request.spec.workers.gpu_resource)
-        name, namespace = request.key.name, request.key.namespace
-        self._assumed_spares[request.uid] = ReservedSpares.by(request.key, request.uid, placement.spares)
-        self._assumed[request.uid] = [
-            PodRequest(f"{name}-w{worker}", namespace, placement.nodes[worker], request_json, name, request.uid)
-            for worker in workers
-        ]
-
-    def release_assumed(self, uid: str) -> None:
-        """The job's pods are made and hold their room themselves, or they will be placed anew."""
-        self._assumed.pop(uid, None)
-        self._assumed_spares.pop(uid, None)
+            self._release_assumed(request.uid)
 
     async def fits_elsewhere(self, request: PlacementRequest) -> bool:
-        """Whether the workers that are not in `request.keep` find other nodes, without taking anybody's turn."""
+        """Whether the workers that are not in `request.assigned_nodes` fit on other nodes, without taking a turn.
+
+        Raises:
+            ApiError: the pods of others could not be listed.
+        """
+        async with self._lock:
+            return isinstance(await self._place(request), Granted)
+
+    async def try_edit(self, request: PlacementRequest) -> Plan | str:
+        """The plan with which an edited job fits, or why it does not. If it fits it is queued at once.
+
+        Raises:
+            ApiError: the pods of others could not be listed.
+        """
+        async with self._lock:
+            found = await self._place(request)
+            if isinstance(found, NotGranted):
+                return found.message
+            self._queue.add(replace(request, plan=found.placement.plan, other_plans=()))
+            return found.placement.plan
+
+    async def map_ranks(self, observed: Observed, step: MapRanks) -> MappedRanks | str:
+        """Ranks mapped onto the nodes that another scheduler gave, or why that fails. Takes nobody's nodes: no lock."""
+        inventory, plan = self.inventory(observed.spec), observed.plan
+        cost_model = cost_model_for(observed.spec, plan.architecture, inventory, self._calibration)
         try:
-            await self.place(request)
-        except (DoesNotFitError, WaitsForTurnError):
-            return False
-        return True
+            found = await asyncio.to_thread(map_plan_ranks, plan, inventory, cost_model, step.pods, step.assigned_slots)
+        except ValueError as error:
+            return str(error)
+        return MappedRanks(*found)
+
+    def withdraw(self, uid: str) -> None:
+        """The job needs no nodes any more."""
+        self._queue.remove(uid)
 
     def avoid(self, uid: str, nodes: Mapping[str, str]) -> None:
         """Keeps this job (its uid) off these nodes (name -> why) for a while."""
@@ -138,11 +167,59 @@ class JobScheduler:
 
     def forget(self, uid: str) -> None:
         """The job is gone."""
-        self.job_queue.remove(uid)
+        self._queue.remove(uid)
         self._avoided.pop(uid, None)
-        self.release_assumed(uid)
+        self._release_assumed(uid)
 
-    def avoided(self, uid: str) -> dict[str, str]:
+    async def _place(self, request: PlacementRequest) -> Granted | NotGranted:
+        """Places one job, with the lock held."""
+        started = time.monotonic()
+        result = "error"
+        try:
+            snapshot = await self._snapshot(request)
+            result = "no_room"
+            placement = await asyncio.to_thread(snapshot.place, request)
+            result = "placed"
+            self._metrics.placement_cost.observe(placement.cost)
+            return Granted(placement, snapshot.warnings)
+        except DoesNotFitError as error:
+            return NotGranted(str(error), snapshot.warnings, blocked_by_kept_workers=error.blocked_by_kept_workers)
+        except _WaitsForTurnError as error:
+            return NotGranted(str(error), waits_for_turn=True, wake=(error.ahead,))
+        finally:
+            self._metrics.placement_attempts.labels(result).inc()
+            self._metrics.placement_seconds.observe(time.monotonic() - started)
+
+    async def _snapshot(self, request: PlacementRequest) -> _Snapshot:
+        pod_requests = await self._foreign_pods.pod_requests()
+        pod_requests += [pod_request for assumed in self._assumed.values() for pod_request in assumed]
+        ahead = self._queue.ahead_of(request)
+        return _Snapshot(
+            ahead=ahead,
+            avoided={queued.uid: self._avoided_now(queued.uid) for queued in (request, *ahead)},
+            empty={queued.uid: self.inventory(queued.spec) for queued in (request, *ahead)},
+            pod_requests=pod_requests,
+            spares=[*reserved_spares(self._cache), *self._assumed_spares.values()],
+            calibration=self._calibration,
+        )
+
+    def _assume(self, request: PlacementRequest, placement: Placement) -> None:
+        """Counts the nodes of the workers without pods as taken, and the spares, which no pod holds."""
+        request_json = request_json_for(request.plan.worker_request, request.spec.workers.gpu_resource)
+        name, namespace = request.key.name, request.key.namespace
+        self._assumed_spares[request.uid] = ReservedSpares.by(request.key, request.uid, placement.spares)
+        self._assumed[request.uid] = [
+            PodRequest(f"{name}-w{worker}", namespace, node, request_json, name, request.uid)
+            for worker, node in placement.nodes.items()
+            if worker not in request.assigned_nodes
+        ]
+
+    def _release_assumed(self, uid: str) -> None:
+        """The job's pods are made and hold their nodes themselves, or they will be placed anew."""
+        self._assumed.pop(uid, None)
+        self._assumed_spares.pop(uid, None)
+
+    def _avoided_now(self, uid: str) -> dict[str, str]:
         """Node -> why this job keeps off it now."""
         now = time.monotonic()
         kept = {name: entry for name, entry in self._avoided.get(uid, {}).items() if entry[0] > now}
@@ -156,56 +233,65 @@ class _Snapshot:
 
     def __init__(
         self,
+        *,
+        ahead: Sequence[PlacementRequest],
         avoided: Mapping[str, Mapping[str, str]],
         empty: Mapping[str, Inventory],
         pod_requests: Sequence[PodRequest],
-        kept: Sequence[ReservedSpares],
+        spares: Sequence[ReservedSpares],
+        calibration: Calibration,
     ) -> None:
-        self._kept = kept
+        self._ahead = ahead
         self._avoided = avoided
         self._empty = empty
         self._pod_requests = pod_requests
+        self._spares = spares
+        self._calibration = calibration
         self._known: dict[tuple[object, ...], Inventory] = {}
         self.warnings: tuple[str, ...] = ()
         """What was strange, as the job that was placed sees it."""
 
-    def place(self, request: PlacementRequest, ahead: Sequence[PlacementRequest]) -> Placement:
-        """Nodes for the job's workers, unless they are somebody's ahead.
+    def place(self, request: PlacementRequest) -> Placement:
+        """Nodes for the job's workers, unless they are those of a job ahead.
 
         Raises:
-            DoesNotFitError, TurnError: as `JobScheduler.place`.
+            DoesNotFitError: there is no room now; the text says what is short and what would have to end.
+            _WaitsForTurnError: there is, but a job ahead in the queue gets it.
         """
         if request.restarts:
             # They go first, and the room is then anybody's: a job ahead would take it.
             self._pod_requests = [
                 pod_request for pod_request in self._pod_requests if pod_request.job_uid != request.uid
             ]
-        ahead_claims = claims_ahead(ahead, request.requested_at, self._free, self._without_jobs)
+        ahead_claims = claims_ahead(
+            self._ahead, request.requested_at, self._free, self._without_jobs, self._calibration
+        )
         free = self._free(request)
         self.warnings = free.warnings
         try:
             rest = excluding(free, ahead_claims.reserved)
-            return with_spares(placement_for(request, rest), rest, request.spec.recovery.spare_nodes)
+            return with_spares(placement_for(request, rest, self._calibration), rest, request.spec.recovery.spare_nodes)
         except DoesNotFitError as error:
-            if ahead_claims.blocked_by is not None and nodes_for(request, free):
-                raise WaitsForTurnError(ahead_claims.blocked_by) from None
+            if ahead_claims.blocked_by is not None and nodes_for(request, free, self._calibration):
+                raise _WaitsForTurnError(ahead_claims.blocked_by) from None
             found = holders(self._pod_requests, request.spec.workers.gpu_resource, request.uid)
             hint = capacity_hint(found, free, lambda freed: any(has_capacity(plan, freed) for plan in request.plans))
-            job_queue = f"{len(ahead)} {'job is' if len(ahead) == 1 else 'jobs are'} ahead in the line" if ahead else ""
-            error.args = ("; ".join(part for part in (str(error), hint, job_queue) if part),)
+            count = len(self._ahead)
+            queued = f"{count} {'job is' if count == 1 else 'jobs are'} ahead in the line" if count else ""
+            error.args = ("; ".join(part for part in (str(error), hint, queued) if part),)
             raise
 
     def _free(self, queued: PlacementRequest) -> Inventory:
         holding = queued.uid if queued.holds_pods else ""
         found = self._inventory(queued, "free", holding)
-        return excluding(found, {**reserved_for_others(self._kept, queued.uid), **self._avoided[queued.uid]})
+        return excluding(found, {**reserved_for_others(self._spares, queued.uid), **self._avoided[queued.uid]})
 
     def _without_jobs(self, queued: PlacementRequest) -> Inventory:
         return self._inventory(queued, "whole", "")
 
     def _inventory(self, queued: PlacementRequest, kind: str, uid: str) -> Inventory:
         """The nodes with what pods hold on them: of all but the job `uid`, or (`whole`) of those of no job."""
-        key = (kind, uid, node_requirements(queued.spec))
+        key = (kind, uid, _node_requirements(queued.spec))
         if key not in self._known:
             if kind == "whole":
                 counted = [pod_request for pod_request in self._pod_requests if not pod_request.job_uid]
@@ -214,3 +300,38 @@ class _Snapshot:
             used, malformed = requested_by_node(counted, queued.spec.workers.gpu_resource)
             self._known[key] = self._empty[queued.uid].holding(used, malformed)
         return self._known[key]
+
+
+class _InventoryCache:
+    """Inventories of the cache's nodes with nothing on them, one for all jobs with the same node requirements."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._version = -1
+        self._known: dict[NodeRequirements, Inventory] = {}
+
+    def empty(self, spec: ParallelTrainingJobSpec) -> Inventory:
+        """The nodes as a job of this spec sees them, as if nothing ran on them."""
+        version = self._cache.nodes_version
+        if version != self._version or len(self._known) > MAX_INVENTORIES:
+            self._known, self._version = {}, version
+        requirements = _node_requirements(spec)
+        found = self._known.get(requirements)
+        if found is None:
+            workers = spec.workers
+            found = Inventory.from_objects(
+                list(self._cache.nodes.values()),
+                (),
+                gpu_resource=workers.gpu_resource,
+                node_selector=workers.node_selector,
+                tolerations=workers.tolerations,
+            )
+            self._known[requirements] = found
+        return found
+
+
+def _node_requirements(spec: ParallelTrainingJobSpec) -> NodeRequirements:
+    """All that a spec says of nodes: jobs with the same requirements see the same inventory."""
+    workers = spec.workers
+    tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
+    return workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations

@@ -9,7 +9,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from meshwright.api.precision import Precision
-from meshwright.models.huggingface.runtime_config import architecture_from_config
+from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import Outcome
 from tests.distributed.cases import train_fully

@@ -123,9 +123,7 @@ def _learnt(spec: Any, inventory: Inventory, first: Placement) -> tuple[Any, Any
     cost_model = cost_model_for(spec, plan.architecture, inventory)
     assert cost_model is not None
     assert plan.estimate is not None
-    measured = StepMeasurement(
-        plan.cost_model(cost_model), plan.layout, plan.micro_batches, 1.3 * plan.estimate.seconds, 200
-    )
+    measured = StepMeasurement(cost_model, plan.strategy, 1.3 * plan.estimate.seconds, 200)
     learnt = recalibrate(shipped, [measured])
     constants = {
         gpu: [round(value, 9) for value in (one.compute, one.communication, one.host)]

@@ -138,19 +138,19 @@ def test_groups_follow_the_order_of_ranks() -> None:
     assert ours.tensor == theirs.tensor == Span((4, 4))
     assert ours.context == Span((2, 2))
     # Meshwright: stages 8 ranks apart, one a node. Megatron: replicas 8 apart, stages 64 apart.
-    assert ours.replicas == Span((2, 16))
-    assert theirs.replicas == Span((2, 16))
+    assert ours.shard_ranks == Span((2, 16))
+    assert theirs.shard_ranks == Span((2, 16))
     assert ours.pipeline_level == theirs.pipeline_level == 1
     near = group_spans(Strategy(tensor=2, pipeline=4, data=8), NODES, RankOrder.PIPELINE_INNER)
     far = group_spans(Strategy(tensor=2, pipeline=4, data=8), NODES, RankOrder.DATA_INNER)
     assert (near.pipeline_level, far.pipeline_level) == (0, 1)
-    assert (near.replicas, far.replicas) == (Span((1, 8)), Span((4, 8)))
+    assert (near.shard_ranks, far.shard_ranks) == (Span((1, 8)), Span((4, 8)))
 
 
 def test_experts_fill_context_before_data() -> None:
     groups = group_spans(Strategy(tensor=1, context=2, data=8, expert=8), NODES, RankOrder.DATA_INNER)
     assert groups.expert == Span((8, 8))
-    assert groups.expert_replicas == Span((1, 2))
+    assert groups.expert_shard_ranks == Span((1, 2))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
 from meshwright.models.counts import layer_counts, parameters
-from meshwright.models.families import family
+from meshwright.models.presets import published
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
@@ -23,7 +23,7 @@ from meshwright.planner.units import GIB
 
 MEGATRON = FRAMEWORKS["megatron-lm"]
 DEEPSPEED = FRAMEWORKS["megatron-deepspeed"]
-SEVEN = family("llama-2-7b")
+SEVEN = published("llama-2-7b")
 # 7.0 billion parameters, as in the ZeRO paper's example.
 ROUND_SEVEN = SEVEN.model_copy(update={"vocab_size": 64_000, "name": "7b"})
 
@@ -115,7 +115,7 @@ def test_figure_7_of_korthikanti(recompute: ActivationCheckpointing, parallel: b
 
 
 @given(
-    st.sampled_from([SEVEN, family("deepseek-v2-lite")]),
+    st.sampled_from([SEVEN, published("deepseek-v2-lite")]),
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.sampled_from(list(Schedule)),
     st.sampled_from([1, 3, 16]),
@@ -150,7 +150,7 @@ def test_the_second_stage_can_be_the_worst() -> None:
     assert worst_stage(work(), choices, MEGATRON).stage == 1
 
 
-models = st.sampled_from([SEVEN, family("qwen2.5-0.5b"), family("mixtral-8x7b"), family("deepseek-v2-lite")])
+models = st.sampled_from([SEVEN, published("qwen2.5-0.5b"), published("mixtral-8x7b"), published("deepseek-v2-lite")])
 
 
 @given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
@@ -217,7 +217,7 @@ def test_groups_of_recomputed_layers_trade_inputs_for_work() -> None:
 
 
 def test_experts_are_divided_over_their_group() -> None:
-    model = family("mixtral-8x7b")
+    model = published("mixtral-8x7b")
     whole = worst_stage(work(model), Strategy(data=8), MEGATRON)
     shared = worst_stage(work(model), Strategy(data=8, expert=8), MEGATRON)
     assert whole.parameters / shared.parameters > 5

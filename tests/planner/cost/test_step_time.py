@@ -12,8 +12,7 @@ from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
-from meshwright.models.families import family
-from meshwright.models.presets import PRESETS
+from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
@@ -91,7 +90,7 @@ WEAK = [
 def test_weak_scaling_on_a100(
     name: str, tensor: int, pipeline: int, data: int, micro: int, batch: int, measured: float
 ) -> None:
-    work = Workload(family(name), 2048, batch, causal=False)
+    work = Workload(published(name), 2048, batch, causal=False)
     choices = Strategy(
         tensor=tensor,
         pipeline=pipeline,
@@ -124,7 +123,7 @@ def test_strong_scaling_that_was_never_fitted(gpus: int, batch: int, measured: f
         zero_stage=1,
         checkpointing=ActivationCheckpointing.SELECTIVE,
     )
-    work = Workload(family("gpt3-175b").model_copy(update={"vocab_size": 64_000}), 2048, batch, causal=False)
+    work = Workload(published("gpt3-175b").model_copy(update={"vocab_size": 64_000}), 2048, batch, causal=False)
     machine = machine_for(A100, FRAMEWORKS["megatron-lm"])
     assert estimate(work, choices, machine).seconds == pytest.approx(measured, rel=0.12)
 
@@ -142,7 +141,7 @@ def test_a_mixture_that_was_never_fitted() -> None:
         layer_split=(4,) * 13 + (3,) * 3,
     )
     machine = machine_for(ACCELERATORS["H800-SXM5-80GB"], FRAMEWORKS["megatron-core"])
-    found = estimate(Workload(family("deepseek-v3"), 4096, 15360), choices, machine)
+    found = estimate(Workload(published("deepseek-v3"), 4096, 15360), choices, machine)
     assert found.seconds == pytest.approx(19.926, rel=0.15)
 
 
@@ -264,7 +263,7 @@ def test_offloading_is_slower_than_keeping() -> None:
 
 
 def test_experts_pay_more_outside_their_domain() -> None:
-    model = family("deepseek-v3")
+    model = published("deepseek-v3")
     work = Workload(model, 4096, 512)
     base = Strategy(pipeline=8, data=64, expert=64, micro_batches=8, zero_stage=1)
     small = estimate(work, base, machine_for(H100)).time.expert
@@ -282,7 +281,7 @@ def test_the_slowest_gpu_sets_the_pace() -> None:
 
 
 @given(
-    st.sampled_from([LLAMA, family("mixtral-8x7b"), family("deepseek-v3"), family("gpt2")]),
+    st.sampled_from([LLAMA, published("mixtral-8x7b"), published("deepseek-v3"), published("gpt2")]),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 8]),
@@ -351,7 +350,7 @@ def layouts() -> list[Strategy]:
 
 @pytest.mark.parametrize("truth", [Constants(1.2, 0.8, 1.5), Constants(0.7, 1.6, 0.5), Constants(1.0, 1.0, 1.0)])
 def test_calibration_finds_the_constants_that_made_the_steps(truth: Constants) -> None:
-    work, fabric = Workload(family("llama-2-7b"), 2048, 64), Fabric.of(A100)
+    work, fabric = Workload(published("llama-2-7b"), 2048, 64), Fabric.of(A100)
 
     def step(choices: Strategy, constants: Constants) -> float:
         return estimate(work, choices, Machine(A100, fabric, FRAMEWORKS["megatron-lm"], constants)).seconds

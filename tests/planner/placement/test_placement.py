@@ -307,7 +307,7 @@ def test_a_worker_that_cannot_rejoin_its_group_says_that_a_fresh_start_would_fit
 
 def test_cpu_and_memory_limit_too_and_the_message_says_so() -> None:
     plan = plan_of(2, 1, 2, 2)
-    greedy = Plan(plan.layout, 1, 2, type(plan.worker_request)(gpus=2, cpu_milli=40_000, pods=1))
+    greedy = Plan(plan.strategy, 2, type(plan.worker_request)(gpus=2, cpu_milli=40_000, pods=1))
     with pytest.raises(DoesNotFitError, match="by GPUs alone there is room for 4: CPU, memory or pod slots"):
         place(greedy, inventory(node("n0", gpus=8)))
 

@@ -19,7 +19,7 @@ from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.degrees import micro_batch_sizes, shapes
+from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.errors import NothingFitsError
 from meshwright.planner.search.explain import reasons, rejected_alternatives
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
@@ -49,27 +49,27 @@ def _everything(request: SearchRequest) -> list[Candidate]:
     found = []
     model, techniques = request.work.model, request.techniques
     limit = request.usable * request.machine.gpu.memory
-    for shape in shapes(request):
-        for size in micro_batch_sizes(request, shape):
-            count = request.work.global_batch // shape.data // size
+    for layout in layouts(request):
+        for size in micro_batch_sizes(request, layout):
+            count = request.work.global_batch // layout.data // size
             for schedule, zero, again, method in product(
                 techniques.schedules, techniques.zero_stages, techniques.checkpointing, techniques.context
             ):
-                chunks = 2 if schedule is PipelineSchedule.INTERLEAVED and shape.pipeline > 1 else 1
-                if chunks == 2 and (count % shape.pipeline or model.layers < 2 * shape.pipeline):
+                chunks = 2 if schedule is PipelineSchedule.INTERLEAVED and layout.pipeline > 1 else 1
+                if chunks == 2 and (count % layout.pipeline or model.layers < 2 * layout.pipeline):
                     continue
-                if method.value == "ulysses" and model.heads % (shape.tensor * shape.context):
+                if method.value == "ulysses" and model.heads % (layout.tensor * layout.context):
                     continue
                 choices = Strategy(
-                    tensor=shape.tensor,
-                    sequence_parallel=shape.tensor > 1,
-                    context=shape.context,
+                    tensor=layout.tensor,
+                    sequence_parallel=layout.tensor > 1,
+                    context=layout.context,
                     context_method=method,
-                    pipeline=shape.pipeline,
-                    schedule=schedule if shape.pipeline > 1 else PipelineSchedule.ONE_F_ONE_B,
+                    pipeline=layout.pipeline,
+                    schedule=schedule if layout.pipeline > 1 else PipelineSchedule.ONE_F_ONE_B,
                     virtual_stages=chunks,
-                    expert=shape.expert,
-                    data=shape.data,
+                    expert=layout.expert,
+                    data=layout.data,
                     zero_stage=zero,
                     micro_batch_size=size,
                     micro_batches=count,
@@ -135,7 +135,7 @@ def test_what_is_given_stays(
     for name in ("tensor", "pipeline", "data", "zero_stage", "micro_batch_size"):
         wanted = getattr(pins, name)
         assert wanted is None or getattr(chosen, name) == wanted
-    assert chosen.world <= 16
+    assert chosen.world_size <= 16
     assert chosen.micro_batch_size * chosen.micro_batches * chosen.data == 32
     assert memory_of(request.work, chosen, MACHINE).total <= request.usable * MACHINE.gpu.memory
 

@@ -104,7 +104,7 @@ def test_a_search_proposes_what_is_run(spec: ParallelTrainingJobSpec, nodes: int
         plan = make_plan(wanted, found)
         assert refused(wanted, plan) == []
         # What was priced is what is run, and held against the same memory.
-        assert plan.layout.world_size == one.choices.world
+        assert plan.layout.world_size == one.choices.world_size
         assert plan.memory is not None
         assert plan.memory.total == pytest.approx(one.estimate.memory.total, rel=0.02)
 
@@ -169,13 +169,13 @@ def test_nothing_is_recomputed_while_a_layout_fits_without() -> None:
 def test_the_cheapest_saving_that_fits_is_taken_and_told() -> None:
     short = {**LONG["training"], "sequenceLength": 12288, "lossChunkTokens": 1024}
     plan = make_plan(spec_of(**{**LONG, "training": short, "parallelism": SHARDED}), cluster(1))
-    assert plan.checkpointing == "Selective"
+    assert plan.strategy.checkpointing == "Selective"
     assert any(reason.startswith("activation checkpointing Selective: without it a rank") for reason in plan.reasons)
     run = plan.run_config(spec_of(**{**LONG, "training": short, "parallelism": SHARDED}))
     assert isinstance(run, NativeRun)
     assert run.training.activation_checkpointing == "Selective"
     given = spec_of(**{**LONG, "training": {**short, "activationCheckpointing": "Full"}, "parallelism": SHARDED})
-    assert make_plan(given, cluster(1)).checkpointing == "Full"
+    assert make_plan(given, cluster(1)).strategy.checkpointing == "Full"
 
 
 def test_sequences_are_shared_where_recomputing_is_not_enough() -> None:
@@ -194,7 +194,7 @@ def test_a_running_job_keeps_what_was_chosen_for_it() -> None:
     roomy = inventory(*(node(f"n{i}", memory_mib=800_000, labels=PRODUCT) for i in range(8)))
     assert make_plan(asked, roomy).layout != plan.layout
     kept = make_plan(asked, roomy, keep=plan.to_status())
-    assert (kept.layout, kept.checkpointing, kept.schedule) == (plan.layout, plan.checkpointing, plan.schedule)
+    assert kept.strategy == plan.strategy
 
 
 def test_a_schedule_is_chosen_by_what_it_gains() -> None:
@@ -206,19 +206,19 @@ def test_a_schedule_is_chosen_by_what_it_gains() -> None:
         "parallelism": {"tensor": 1, "pipeline": 8, "microBatches": 16},
     }
     plan = make_plan(spec_of(**asked), cluster(1))
-    assert plan.schedule != "1F1B"
-    assert plan.to_status().schedule == plan.schedule
+    assert plan.strategy.schedule != "1F1B"
+    assert plan.to_status().schedule == plan.strategy.schedule
     assert any(
-        reason.startswith(f"schedule {plan.schedule.value}: ") and "faster than 1F1B" in reason
+        reason.startswith(f"schedule {plan.strategy.schedule.value}: ") and "faster than 1F1B" in reason
         for reason in plan.reasons
     )
     plain = {**asked, "parallelism": {**asked["parallelism"], "schedule": "1F1B"}}
     given = make_plan(spec_of(**plain), cluster(1))
-    assert given.schedule == "1F1B"
+    assert given.strategy.schedule == "1F1B"
     assert given.estimate is not None
     assert plan.estimate is not None
     assert plan.estimate.seconds < given.estimate.seconds
     # Many micro-batches leave no bubble to shorten.
     many = {**asked, "training": {**asked["training"], "globalBatchSize": 1024}}
     many["parallelism"] = {**asked["parallelism"], "microBatches": 1024}
-    assert make_plan(spec_of(**many), cluster(1)).schedule == "1F1B"
+    assert make_plan(spec_of(**many), cluster(1)).strategy.schedule == "1F1B"

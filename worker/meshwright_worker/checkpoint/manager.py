@@ -23,8 +23,7 @@ from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, Traini
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.distributed.mesh import Mesh
-from meshwright_worker.local_sgd.checkpoint_state import local_sgd_tensors
-from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
+from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sgd_tensors
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard

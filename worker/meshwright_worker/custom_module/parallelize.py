@@ -24,8 +24,9 @@ from meshwright_worker.custom_module.rng import RandomStreams
 from meshwright_worker.custom_module.tensor_parallel import apply_tensor_parallel, check_sizes
 from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.init_weights import local_part
+from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW
-from meshwright_worker.optimizers.optimizer import AdamW, Optimizer
+from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.data_parallel import DataParallel, NoReduction
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
 from meshwright_worker.parallel.data.fsdp import preallocate_fsdp_storage

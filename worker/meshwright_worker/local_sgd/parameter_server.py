@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
 from meshwright_worker.local_sgd.bounded_staleness import Event, ReplayOrder, StalenessGate
-from meshwright_worker.optimizers.optimizer import AdamW
+from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.parallel.shards import ParameterShard
 
 

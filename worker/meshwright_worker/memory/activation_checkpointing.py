@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.api.training import ActivationCheckpointing
 from meshwright_worker.data.batch import TokenMetadata
-from meshwright_worker.models.decoder import DecoderStage, run_in_order
-from meshwright_worker.models.layers import Block
+from meshwright_worker.models.decoder import Block, DecoderStage, run_in_order
 
 _SAVED_OPS = (
     "mm",

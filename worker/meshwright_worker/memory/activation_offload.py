@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.memory.host_memory import CopyStreams
-from meshwright_worker.models.decoder import DecoderStage, LayerRunner
-from meshwright_worker.models.layers import Block
+from meshwright_worker.models.decoder import Block, DecoderStage, LayerRunner
 
 _LEAST_BYTES = 1024
 """Smaller tensors stay on the device: a copy would cost more than it frees."""

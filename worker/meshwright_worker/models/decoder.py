@@ -14,17 +14,32 @@ from torch import nn
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import TokenMetadata
-from meshwright_worker.models.layers import (
-    Block,
-    Linear,
-    NoDropout,
-    PositionEmbedding,
-    TokenEmbedding,
-    TokenLoss,
-    build_norm,
-)
+from meshwright_worker.models.attention import Attention, LatentAttention
+from meshwright_worker.models.layers import Linear, NoDropout, PositionEmbedding, TokenEmbedding, TokenLoss, build_norm
 from meshwright_worker.models.moe import build_feed_forward
 from meshwright_worker.models.rotary import RotaryEmbedding
+
+
+class Block(nn.Module):
+    """A pre-norm residual block."""
+
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(model)
+        self.attention = Attention(model, rotary) if model.latent is None else LatentAttention(model, rotary)
+        self.feed_forward_norm = build_norm(model)
+        self.feed_forward = feed_forward
+        self.attention_dropout: nn.Module = NoDropout()
+        self.feed_forward_dropout: nn.Module = NoDropout()
+
+    def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
+        """[batch, positions, hidden] -> the same shape."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), token_metadata), token_metadata)
+        attended: torch.Tensor = x + self.feed_forward_dropout(
+            self.feed_forward(self.feed_forward_norm(x)), token_metadata
+        )
+        return attended
+
 
 LayerRunner = Callable[[Sequence[Block], torch.Tensor, TokenMetadata], torch.Tensor]
 """A function that runs layers on hidden states: `run_in_order`, or one with the same result that saves less for the

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from meshwright.api.training import TrainingSpec
 from meshwright_worker.counter_rng import random_bits, stream_key, uniform
 from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.models.layers import AttentionCore
 
 
 class TokenDropout(nn.Module):

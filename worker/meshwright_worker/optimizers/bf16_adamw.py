@@ -1,7 +1,11 @@
 """AdamW (arXiv 1711.05101) without fp32 copies: parameters and moments are bf16, rounded stochastically.
 
 Memory per parameter: 2 bytes, plus 2 for its gradient and 4 for its moments, against 16 with fp32 parameters. The
-update is computed in fp32, a few rows at a time. The rounding noise is a function of the seed, the parameter's name,
+update is computed in fp32, a few rows at a time.
+
+Rounding to nearest drops an update far smaller than the distance of two bf16 numbers. Stochastic rounding rounds up or
+down with the probability that makes the result unbiased, so that the update counts in the mean (Zamirai et al.,
+"Revisiting BFloat16 Training", arXiv 2010.06192). The rounding noise is a function of the seed, the parameter's name,
 the step and the element's index in the full parameter, so equal updates are rounded equally in every layout.
 """
 
@@ -9,18 +13,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from operator import mul
 
 import torch
 
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.counter_rng import random_bits, stream_key
 from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, forget
-from meshwright_worker.optimizers.stochastic_rounding import Matrix, element_numbers, matrices, round_to_bf16
 from meshwright_worker.parallel.shards import ParameterShard
+
+_LOW_HALF = 0xFFFF
 
 _ELEMENTS = 1 << 22
 """Elements of one piece of the update: its fp32 intermediates should be small compared with the stored state."""
 _NOISE_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A part of a parameter as a matrix, and its position among the parameter's elements, counted row by row."""
+
+    index: tuple[int, ...]
+    """Its index in the leading dimensions of the local part."""
+    offset: int
+    """Index of its first element."""
+    stride: int
+    """Elements of the full parameter from one row to the next."""
+
+
+def matrices(box: tuple[slice, ...], shape: tuple[int, ...]) -> list[Matrix]:
+    """Return the part `box` of a tensor of `shape` as the smallest number of matrices; full dimensions become columns.
+
+    A vector is one row. Reshape the local part to [*leading, rows, columns]; each matrix is one index of the leading
+    dimensions.
+    """
+    spans, sizes = [(extent.start, extent.stop) for extent in box], list(shape)
+    while len(sizes) > 2 and spans[-1] == (0, sizes[-1]):
+        inner = sizes.pop()
+        spans.pop()
+        spans[-1] = (spans[-1][0] * inner, spans[-1][1] * inner)
+        sizes[-1] *= inner
+    strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    leading = [range(stop - start) for start, stop in spans[:-2]]
+    first = sum(start * stride for (start, _), stride in zip(spans, strides, strict=True))
+    return [
+        Matrix(index, first + sum(map(mul, index, strides)), strides[-2] if len(strides) > 1 else 1)
+        for index in product(*leading)
+    ]
+
+
+def element_numbers(
+    rows: int, columns: int, stride: int, offset: int | torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """int64 [rows, columns]: the index of each element of a matrix in the full parameter."""
+    along = torch.arange(rows, device=device).unsqueeze(-1) * stride + torch.arange(columns, device=device)
+    return along + offset
+
+
+def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Round fp32 `x` to bf16, each element by the lowest 16 of its random bits, int64. Non-finite elements stay
+    non-finite.
+    """
+    pattern = x.float().contiguous().view(torch.int32)
+    noise = (bits & _LOW_HALF).to(torch.int32)
+    # The upper half of an fp32 number is a bf16 number: a number added to the lower half carries over or is cut off.
+    rounded = ((pattern + noise) & ~_LOW_HALF).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 class BF16AdamW:

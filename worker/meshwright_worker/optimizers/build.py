@@ -9,11 +9,12 @@ import torch
 from meshwright.api.precision import Precision
 from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW
 from meshwright_worker.optimizers.muon import Muon
 from meshwright_worker.optimizers.offload_adamw import OffloadAdamW
 from meshwright_worker.optimizers.offloaded_state import FileMomentState, HostMomentState
-from meshwright_worker.optimizers.optimizer import AdamW, Optimizer
+from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
 
 _ORTHOGONALISES_IN = {Precision.FP64: torch.float64, Precision.FP32: torch.float32}

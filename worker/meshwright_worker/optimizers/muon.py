@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.optimizers.optimizer import AdamW, forget
+from meshwright_worker.optimizers.adamw import AdamW
+from meshwright_worker.optimizers.optimizer import forget
 from meshwright_worker.parallel.shards import ParameterShard
 
 MOMENTUM = "momentum"

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.api.model_parts import Norm
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface.runtime_config import config_from_architecture
+from meshwright.models.huggingface.registry import config_from_architecture, model_type_of
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.safetensors_format import write_tensors
@@ -132,7 +131,7 @@ def _published(group: list[Piece], shapes: dict[str, torch.Size], reader: Reader
 def _full_name(model: Architecture, tensor: str) -> str:
     if tensor.startswith("lm_head"):
         return tensor
-    return f"transformer.{tensor}" if model.norm is Norm.LAYER_NORM else f"model.{tensor}"
+    return f"{model_type_of(model).prefix}.{tensor}"
 
 
 def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:

@@ -1,5 +1,6 @@
-"""Loads published weights into the shards of any layout: each rank reads only its rows, no rank reads the
-full model.
+"""Loads published weights into the shards of any layout: each rank reads only its rows, no rank reads the full model.
+
+Before that, their headers show whether they are complete and fit the model.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import torch
 
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
-from meshwright.models.huggingface.mixture import OF_TRAINING
-from meshwright.models.huggingface.planner_config import ConfigError
-from meshwright.models.huggingface.runtime_config import read_architecture
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.model_type import TRAINING_FIELDS
+from meshwright.models.huggingface.reader import read_architecture
+from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
@@ -112,7 +114,7 @@ def _shape(model: Architecture) -> dict[str, object]:
     """
     numbers: dict[str, object] = model.model_dump(exclude={"name", "mixture"})
     balancing = Balancing.BIAS.value if has_router_biases(model) else "no biases"
-    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=OF_TRAINING)
+    mixture = None if model.mixture is None else model.mixture.model_dump(exclude=TRAINING_FIELDS)
     return numbers | {"mixture": mixture, _BIASED: balancing}
 
 
@@ -134,3 +136,28 @@ def check_shape(source: TensorSource, published: torch.Size, shape: tuple[int, .
     if there != (shape[0] * source.parts, *shape[1:]):
         what = "a parameter" if source.parts == 1 else f"{source.parts} parameters"
         raise PretrainedError(f"`{source.tensor}` is {list(published)}, not {what} of {list(shape)}")
+
+
+def check_pretrained(model: Architecture, directory: Path) -> None:
+    """Reject a directory from which `load_pretrained` could not fill every parameter of the model.
+
+    Raises:
+        PretrainedError: a file is missing or truncated, or a tensor is missing or of another shape.
+    """
+    published = check_architecture(model, directory)
+    files = TensorFiles(directory)
+    sources_by_name = parameter_sources(model)
+    with torch.device("meta"):
+        whole = DecoderStage(model, torch.float32)
+    tensors: dict[str, torch.Tensor] = dict(whole.named_parameters())
+    if has_router_biases(published):
+        tensors |= dict(whole.named_buffers())
+    for name, tensor in tensors.items():
+        source = sources_by_name.get(name)
+        if source is None:
+            raise PretrainedError(f"published weights have nothing for the parameter `{name}`")
+        if isinstance(source, TensorSource):
+            check_shape(source, files.find(source.tensor).shape, tuple(tensor.shape))
+            continue
+        for part in source.parts:
+            check_shape(part, files.find(part.tensor).shape, tuple(tensor.shape[1:]))

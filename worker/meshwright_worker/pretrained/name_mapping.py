@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.api.mixture import Balancing
-from meshwright.api.model_parts import Norm
 from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.gpt2 import GPT2
+from meshwright.models.huggingface.registry import model_type_of
 from meshwright.models.mixture import is_mixture
 
 _DENSE = {f"feed_forward.{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,8 @@ class StackedSource:
 
 
 def parameter_sources(model: Architecture) -> dict[str, TensorSource | StackedSource]:
-    """Return the source of every parameter of the model, and of the routers' biases, by the runtime's name.
-
-    Raises:
-        ConfigError: no published model has this shape; see `meshwright.models.huggingface.runtime_config`.
-    """
-    return dict(_gpt2(model) if model.norm is Norm.LAYER_NORM else _llama(model))
+    """Return the source of every parameter of the model, and of the routers' biases, by the runtime's name."""
+    return dict(_gpt2(model) if model_type_of(model) is GPT2 else _llama(model))
 
 
 def _llama(model: Architecture) -> Iterator[tuple[str, TensorSource | StackedSource]]:
@@ -98,13 +94,12 @@ def _mixture(model: Architecture, layer: str) -> Iterator[tuple[str, TensorSourc
     mixture = model.mixture
     if mixture is None:
         return
-    ours, mixtral = f"{layer}.feed_forward", model.latent is None and not model.query_key_norms
-    theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    names = model_type_of(model).experts
+    ours, theirs = f"{layer}.feed_forward", f"{layer}.{names.block}"
     yield f"{ours}.router.weight", TensorSource(f"{theirs}.gate.weight")
     if mixture.balancing is Balancing.BIAS:
         yield f"{ours}.router.bias", TensorSource(f"{theirs}.gate.e_score_correction_bias")
-    for name, short in _MIXTRAL.items():
-        matrix = short if mixtral else f"{name}_proj"
+    for name, matrix in (("gate", names.gate), ("up", names.up), ("down", names.down)):
         if mixture.shared_intermediate_size:
             yield f"{ours}.shared.{name}.weight", TensorSource(f"{theirs}.shared_experts.{matrix}.weight")
         parts = (TensorSource(f"{theirs}.experts.{expert}.{matrix}.weight") for expert in range(mixture.experts))

@@ -68,7 +68,7 @@ class AsyncPipelineTrainer:
         # Reports are reduced on the host, so that no rank waits for the device of a rank that is steps behind.
         self._reports = dist.new_group(backend="gloo")
         replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            mesh.layout.replica_groups(), backend="gloo"
+            mesh.layout.shard_groups(), backend="gloo"
         )
         self._host_replica_group, _ = replicas
         self._corrections: dict[int, float] = {}
@@ -156,7 +156,7 @@ class AsyncPipelineTrainer:
         They are counted before the batch moves to the device, which is busy with earlier steps.
         """
         targets = self._micro_batches.targets(batch).double()
-        if self._mesh.layout.replicas > 1:
+        if self._mesh.layout.shard_ranks > 1:
             dist.all_reduce(targets, group=self._host_replica_group)
         return tokens_of_step(self._training) / max(1.0, float(targets))
 

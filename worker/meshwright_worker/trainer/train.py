@@ -36,8 +36,7 @@ from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks, join_mesh
 from meshwright_worker.models.lora import is_adapter
-from meshwright_worker.pretrained.header_check import check_pretrained
-from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
 from meshwright_worker.pretrained.tensor_files import PretrainedError
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask

@@ -24,7 +24,7 @@ from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_squar
 from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.pipeline.executor import build_executor, tokens_of_step
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
-from meshwright_worker.precision.fp8.delayed_scaling import DelayedScaling
+from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
 from meshwright_worker.rank.task import ExpertLoad
 from meshwright_worker.trainer.evaluation import count_targets, mean_loss

@@ -9,7 +9,8 @@ from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.rest.query_options import WriteOptions
 from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, prune
 from meshwright_local.apiserver.schema.validation import validate
-from meshwright_local.apiserver.status_errors import ApiError, Cause, Object, bad_request, invalid, not_allowed
+from meshwright_local.apiserver.status_errors import ApiError, Cause, bad_request, invalid, not_allowed
+from meshwright_local.kube.resources import Object
 
 _ZERO: dict[Any, Any] = {"string": "", "integer": 0, "number": 0, "boolean": False}
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright_local.apiserver.status_errors import Cause, Object, bad_request, invalid_value, not_allowed, required
+from meshwright_local.apiserver.status_errors import Cause, bad_request, invalid_value, not_allowed, required
+from meshwright_local.kube.resources import Object
 
 Labels = Mapping[str, str]
 MAX_ANNOTATIONS_BYTES = 256 * 1024

@@ -11,9 +11,10 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
 from meshwright_local.apiserver.registry.resource_types import Rules, set_condition
-from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.resources import Object
 
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}

@@ -12,9 +12,10 @@ from fractions import Fraction
 import orjson
 
 from meshwright_local.apiserver.registry.resource_types import Resource, Rules
-from meshwright_local.apiserver.status_errors import Cause, Object, forbidden, not_allowed, qualified, unsupported_value
+from meshwright_local.apiserver.status_errors import Cause, forbidden, not_allowed, qualified, unsupported_value
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import quantities
+from meshwright_local.kube.resources import Object
 
 PODS, QUOTAS, LIMIT_RANGES = ("", "pods"), ("", "resourcequotas"), ("", "limitranges")
 _WITH_GENERATION = ("pods", "services", "secrets", "configmaps", "persistentvolumeclaims", "resourcequotas")

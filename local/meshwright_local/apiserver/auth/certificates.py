@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import ssl
 import tempfile
 from collections.abc import Iterable
@@ -19,6 +18,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from meshwright_local.kube.kubeconfig import write_private
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 _LIFETIME = datetime.timedelta(days=3650)
@@ -101,16 +102,6 @@ def server_context(certificate_pem: str, key_pem: str) -> ssl.SSLContext:
 def client_context(authority_pem: str) -> ssl.SSLContext:
     """A TLS context that trusts an authority and nothing else."""
     return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=authority_pem)
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, and make its directory so too; it appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f".{path.name}.partial")
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 def _sign(

@@ -19,8 +19,9 @@ from typing import Any
 
 import orjson
 
-from meshwright_local.apiserver.status_errors import ApiError, Object, bad_request
+from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Store
+from meshwright_local.kube.resources import Object
 
 ADMINS, AUTHENTICATED = "system:masters", "system:authenticated"
 ANONYMOUS, UNAUTHENTICATED = "system:anonymous", "system:unauthenticated"

@@ -18,8 +18,9 @@ from meshwright_local.apiserver.admission.quota import LimitRangeRules, QuotaRul
 from meshwright_local.apiserver.registry.crds import CrdRules
 from meshwright_local.apiserver.registry.resource_types import Resource, Rules
 from meshwright_local.apiserver.schema.structural import builtin_types
-from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
+from meshwright_local.kube.resources import Object
 
 PERMANENT_NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
 _SERVICES = ("", "services")

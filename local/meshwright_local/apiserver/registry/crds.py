@@ -19,9 +19,10 @@ from meshwright_local.apiserver.registry.resource_types import Column, Resource,
 from meshwright_local.apiserver.schema.cel import REASONS, CelError, compile_expression
 from meshwright_local.apiserver.schema.structural import apply_defaults, custom_schema, prune, published_schema
 from meshwright_local.apiserver.schema.validation import compile_pattern, validate
-from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import ResourceKey, Store
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.resources import Object
 
 CRDS = ("apiextensions.k8s.io", "customresourcedefinitions")
 CLEANUP_FINALIZER = "customresourcecleanup.apiextensions.k8s.io"

@@ -15,8 +15,9 @@ from meshwright_local.apiserver.registry.builtin_kinds import builtin_resources
 from meshwright_local.apiserver.registry.crds import crd_key, custom_resources, version_rank
 from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.schema.structural import builtin_types
-from meshwright_local.apiserver.status_errors import ApiError, Object, unknown_group_path, unknown_path
+from meshwright_local.apiserver.status_errors import ApiError, unknown_group_path, unknown_path
 from meshwright_local.apiserver.store import ResourceKey
+from meshwright_local.kube.resources import Object
 
 GIT_VERSION = "v1.36.0-meshwright-embedded"
 VERSION: Object = {

@@ -22,9 +22,10 @@ from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.registry.server_side_apply import Writer, server_side_apply, track_update
 from meshwright_local.apiserver.rest.query_options import WriteOptions, invalid_options
 from meshwright_local.apiserver.schema.structural import apply_defaults, prune
-from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import ResourceKey, Store
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.resources import Object
 
 NAMESPACES = ("", "namespaces")
 _COLLECTOR_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}

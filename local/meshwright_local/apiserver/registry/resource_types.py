@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwright_local.apiserver.schema.structural import SchemaNode
-from meshwright_local.apiserver.status_errors import ApiError, Cause, Object, on_object
+from meshwright_local.apiserver.status_errors import ApiError, Cause, on_object
 from meshwright_local.apiserver.store import ResourceKey, Store
+from meshwright_local.kube.resources import Object
 
 
 class Rules:

@@ -24,7 +24,8 @@ import orjson
 
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.schema.validation import list_item_key
-from meshwright_local.apiserver.status_errors import ApiError, Cause, Object, details_of
+from meshwright_local.apiserver.status_errors import ApiError, Cause, details_of
+from meshwright_local.kube.resources import Object
 
 Path = tuple[str, ...]
 Part = tuple[str, SchemaNode, Any, bool]

@@ -22,7 +22,8 @@ from pydantic.alias_generators import to_camel
 
 from meshwright_local.apiserver.auth.identity import RequestAttributes
 from meshwright_local.apiserver.rest.list_watch import WatchFault
-from meshwright_local.apiserver.status_errors import ApiError, Object, bad_request, qualified
+from meshwright_local.apiserver.status_errors import ApiError, bad_request, qualified
+from meshwright_local.kube.resources import Object
 
 _REASONS = {
     **{403: "Forbidden", 404: "NotFound", 409: "Conflict", 410: "Expired", 422: "Invalid", 429: "TooManyRequests"},

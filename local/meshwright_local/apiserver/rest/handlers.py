@@ -27,9 +27,10 @@ from meshwright_local.apiserver.rest.query_options import (
     list_options,
     write_options,
 )
-from meshwright_local.apiserver.status_errors import ApiError, Cause, Object
+from meshwright_local.apiserver.status_errors import ApiError, Cause
 from meshwright_local.apiserver.store import Store, Stored
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.resources import Object
 from meshwright_local.kube.selectors import labels_match
 
 BUDGETS = ("policy", "poddisruptionbudgets")

@@ -13,8 +13,9 @@ import ssl
 import aiohttp
 from aiohttp import web
 
-from meshwright_local.apiserver.status_errors import ApiError, Object, bad_request
+from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Store
+from meshwright_local.kube.resources import Object
 
 NODES = ("", "nodes")
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")

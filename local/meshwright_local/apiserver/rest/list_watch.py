@@ -15,8 +15,9 @@ from meshwright_local.apiserver.admission.metadata import field_selector, label_
 from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.rest.printers import View
 from meshwright_local.apiserver.rest.query_options import ListOptions
-from meshwright_local.apiserver.status_errors import ApiError, Object, bad_request
+from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Event, Place, RevisionTooOldError, Store, Stored
+from meshwright_local.kube.resources import Object
 
 BOOKMARK_SECONDS = 60.0
 SHORTEST_WATCH_SECONDS = 1800.0

@@ -16,9 +16,10 @@ import orjson
 import yaml
 
 from meshwright_local.apiserver.registry.resource_types import Column, Resource
-from meshwright_local.apiserver.status_errors import ApiError, Object
+from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.resources import Object
 
 _META = "meta.k8s.io/v1"
 _FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}

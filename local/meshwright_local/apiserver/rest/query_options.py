@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_local.apiserver import status_errors
-from meshwright_local.apiserver.status_errors import ApiError, Cause, Object
+from meshwright_local.apiserver.status_errors import ApiError, Cause
+from meshwright_local.kube.resources import Object
 
 MAX_MANAGER = 128
 _POLICIES = ("Foreground", "Background", "Orphan")

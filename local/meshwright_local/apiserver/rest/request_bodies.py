@@ -21,7 +21,8 @@ import orjson
 import yaml
 
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
-from meshwright_local.apiserver.status_errors import ApiError, Object, bad_request, unsupported_media_type
+from meshwright_local.apiserver.status_errors import ApiError, bad_request, unsupported_media_type
+from meshwright_local.kube.resources import Object
 
 JSON, YAML, PROTOBUF = "application/json", "application/yaml", "application/vnd.kubernetes.protobuf"
 JSON_PATCH, MERGE_PATCH = "application/json-patch+json", "application/merge-patch+json"

@@ -27,9 +27,10 @@ from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
 from meshwright_local.apiserver.rest.query_options import WriteOptions
 from meshwright_local.apiserver.rest.request_bodies import MAX_BODY_BYTES
 from meshwright_local.apiserver.rest.router import Routes
-from meshwright_local.apiserver.status_errors import Object
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.kubeconfig import write_private
+from meshwright_local.kube.resources import Object
 
 EVENTS = ("", "events")
 EVENT_LIFETIME = datetime.timedelta(hours=1)
@@ -139,7 +140,7 @@ class ApiServer:
             return secrets.token_urlsafe(32)
         path = self._directory / name
         if not path.exists():
-            certificates.write_private(path, secrets.token_urlsafe(32))
+            write_private(path, secrets.token_urlsafe(32))
         return path.read_text().strip()
 
     def _load_authority(self) -> Authority:

@@ -18,7 +18,8 @@ import cel
 from cel.stdlib import STDLIB_FUNCTIONS
 
 from meshwright_local.apiserver.schema.structural import SchemaNode
-from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.status_errors import Cause
+from meshwright_local.kube.resources import Object
 
 _WORDS = re.compile(r"\w+")
 _NATIVE = _WORDS.findall(

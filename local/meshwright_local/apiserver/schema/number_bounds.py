@@ -12,7 +12,8 @@ import operator
 from collections.abc import Callable
 from decimal import Decimal
 
-from meshwright_local.apiserver.status_errors import Cause, Object, invalid_value
+from meshwright_local.apiserver.status_errors import Cause, invalid_value
+from meshwright_local.kube.resources import Object
 
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 63) - 1
 _JSON_INTEGER = (1 << 53) - 1

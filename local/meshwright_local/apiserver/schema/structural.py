@@ -17,8 +17,9 @@ from typing import Any
 
 import orjson
 
-from meshwright_local.apiserver.status_errors import Cause, Object, invalid_value
+from meshwright_local.apiserver.status_errors import Cause, invalid_value
 from meshwright_local.kube import quantities
+from meshwright_local.kube.resources import Object
 
 OBJECT_META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 MISSING: Any = object()

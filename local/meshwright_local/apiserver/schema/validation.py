@@ -23,7 +23,8 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.schema.cel import check_rules
 from meshwright_local.apiserver.schema.number_bounds import as_go, check_range, is_integer
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
-from meshwright_local.apiserver.status_errors import Cause, Object
+from meshwright_local.apiserver.status_errors import Cause
+from meshwright_local.kube.resources import Object
 
 MAX_CAUSES = 50
 _TYPES: dict[str, Any] = {

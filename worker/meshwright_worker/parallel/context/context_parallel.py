@@ -20,7 +20,7 @@ from meshwright.api.parallelism import ContextMethod
 from meshwright.sequence_sharding import SequenceSharding, TokenSlice, size
 from meshwright_worker.data.batch import Batch, TokenMetadata
 from meshwright_worker.distributed.mesh import CONTEXT, Mesh
-from meshwright_worker.models.layers import AttentionCore
+from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.parallel.context.all_gather_attention import AllGatherPlan, gathered_attention
 from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, blocks_of
 from meshwright_worker.parallel.context.ring_attention import RingPlan, ring_attention

@@ -149,4 +149,4 @@ def _parameter_groups(state: Any, workaround: str) -> list[Any]:
 
 def uses_fsdp(run: Run) -> bool:
     """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
-    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.replicas > run.islands
+    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.shard_ranks > run.islands

@@ -29,6 +29,8 @@ from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
+log = logging.getLogger(__name__)
+
 WARM_UP_STEPS, MEASURED_STEPS = 1, 2
 """Steps before passes are timed, in which the process compiles, connects and allocates; then the number of
 timed steps.
@@ -125,9 +127,6 @@ class TimedStage(PipelineStage):
         """See `PipelineStage.weight`."""
         with self._watch.of(ActionKind.WEIGHT):
             super().weight(micro_batch)
-
-
-log = logging.getLogger(__name__)
 
 
 class AutoScheduleExecutor(ScheduleExecutor):

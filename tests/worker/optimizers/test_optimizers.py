@@ -15,12 +15,12 @@ from meshwright.api.training import OptimizerSpec
 from meshwright.models.presets import PRESETS
 from meshwright_worker.counter_rng import random_bits, stream_key, uniform
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _matrix
+from meshwright_worker.optimizers.adamw import AdamW
+from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _matrix, element_numbers, matrices, round_to_bf16
 from meshwright_worker.optimizers.muon import Muon, newton_schulz, uses_muon
 from meshwright_worker.optimizers.offload_adamw import OffloadAdamW
 from meshwright_worker.optimizers.offloaded_state import FileMomentState, HostMomentState
-from meshwright_worker.optimizers.optimizer import AdamW, Optimizer
-from meshwright_worker.optimizers.stochastic_rounding import element_numbers, matrices, round_to_bf16
+from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
 
 CPU = torch.device("cpu")

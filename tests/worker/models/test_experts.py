@@ -258,7 +258,7 @@ def test_a_model_has_the_parameters_that_are_counted(fields: dict[str, Any]) -> 
 
 
 def test_the_page_names_what_there_is() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "experts.md").read_text()
     (example,) = re.findall(r"```yaml[^\n]*\n(.*?)```", page, re.DOTALL)
     model = ModelSpec.model_validate(yaml.safe_load(example)["model"])
     assert model.mixture is not None

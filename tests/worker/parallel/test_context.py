@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.api.parallelism import ContextMethod
 from meshwright.sequence_sharding import SequenceSharding, TokenSlice, size
 from meshwright_worker.data.batch import Batch, TokenMetadata
-from meshwright_worker.models.layers import AttentionCore
+from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, blocks_of
 from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
 from meshwright_worker.parallel.context.context_parallel import AllGatherAttentionCore, context_slice

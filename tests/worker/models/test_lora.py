@@ -7,9 +7,9 @@ import torch
 
 from meshwright.api.lora import LoraSpec, LoraTarget
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.models.huggingface.reader import to_model_spec
 from meshwright.models.lora import adapted_matrices, adapter_parameters, missing_adapter_problem, skipped_targets
 from meshwright.models.mixture import is_mixture
-from meshwright.models.model_spec import to_model_spec
 from meshwright.models.presets import PRESETS
 from meshwright.rules.validation import check_spec
 from meshwright_worker.models.decoder import DecoderStage

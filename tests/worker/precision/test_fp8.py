@@ -11,8 +11,7 @@ from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.grouped_mm import grouped_linear
 from meshwright_worker.models.layers import Linear
 from meshwright_worker.precision.fp8 import linear
-from meshwright_worker.precision.fp8.grouped_kernels import scaled_grouped_mm
-from meshwright_worker.precision.fp8.grouped_linear import Fp8GroupedProduct, Sharing
+from meshwright_worker.precision.fp8.grouped_linear import Fp8GroupedProduct, Sharing, scaled_grouped_mm
 from meshwright_worker.precision.fp8.linear import Fp8Product
 from meshwright_worker.precision.fp8.quantize import (
     BACKWARD,

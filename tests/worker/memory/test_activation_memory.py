@@ -106,8 +106,10 @@ def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
         steps=1, global_batch_size=ROWS, sequence_length=LENGTH, activation_checkpointing=how, checkpoint_every=every
     )
     job = TrainingJob.from_parts(MODEL, spec, ParallelismSpec(), 1)
-    each = layer_activations(job.work.model, False, LENGTH, 1, False, job.training.precision, job.fp8, job.runtime)
-    counted = TOKENS * saved_bytes(each, MODEL.layers, job.choices(Layout(), 1))
+    each = layer_activations(
+        job.work.model, False, LENGTH, 1, False, job.training.precision, job.fixed.fp8, job.runtime
+    )
+    counted = TOKENS * saved_bytes(each, MODEL.layers, job.strategy(Layout(), 1))
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
     assert kept == pytest.approx(counted, rel=0.05)
 

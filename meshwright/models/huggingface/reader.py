@@ -1,0 +1,118 @@
+"""Reads a Hugging Face `config.json`: the file's numbers, nothing downloaded and nothing executed.
+
+`published_architecture` describes the model as it was published. `architecture_from_config` takes what the runtime
+builds, and refuses what it does not build exactly: logits would differ from the published model's without any sign.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
+
+from meshwright.api.model import ModelSpec
+from meshwright.api.parsing import field_path
+from meshwright.models.architecture import Architecture, not_buildable
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.registry import MODEL_TYPES
+
+_REQUIRED = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size")
+
+
+def published_architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a configuration describes, whether the runtime builds it or not.
+
+    Raises:
+        ConfigError: a field is missing, of a wrong type or out of range, or the model cannot be described exactly.
+    """
+    name = config.get("model_type")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"`model_type` must be a text, not {str(name)[:80]}")
+    model_type = MODEL_TYPES.get(str(name))
+    if model_type is None:
+        built = ", ".join(each.name for each in MODEL_TYPES.values() if each.built)
+        raise ConfigError(f"`model_type` {name!r} is not built by this runtime: known are {built}")
+    try:
+        model = model_type.read(model_type.fields(config))
+        to_model_spec(model)
+    except ValidationError as error:
+        first_error = error.errors(include_url=False)[0]
+        field = field_path(tuple(to_camel(str(part)) for part in first_error["loc"]))
+        reason = first_error["msg"][:1].lower() + first_error["msg"][1:]
+        raise ConfigError(f"its numbers make `{field}: {first_error['input']!r}`: {reason}") from None
+    return model
+
+
+def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that the runtime builds of a configuration.
+
+    Modules for multi-token prediction are left out, as transformers leaves them out: they are no part of the model that
+    generates.
+
+    Raises:
+        ConfigError: as `published_architecture`, or the runtime does not build or read such a model.
+    """
+    if config.get("quantization_config"):
+        raise ConfigError("`quantization_config` is not read by this runtime: name weights in fp32, bf16 or fp16")
+    model = published_architecture(config).model_copy(update={"prediction_layers": 0})
+    if reasons := not_buildable(model):
+        raise ConfigError("; ".join(reasons))
+    return model
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """The fields in the text of a `config.json`.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"must be a JSON object, not {type(config).__name__}")
+    return config
+
+
+def architecture_from_json(text: str) -> Architecture:
+    """`architecture_from_config` of the text of a `config.json`.
+
+    Raises:
+        ConfigError: as `architecture_from_config`, or it is no JSON object.
+    """
+    return architecture_from_config(parse_config(text))
+
+
+def read_architecture(path: Path) -> Architecture:
+    """`architecture_from_config` of a file.
+
+    Raises:
+        ConfigError: as `architecture_from_config`, or it is no JSON object.
+        OSError: the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"no JSON: {error}") from None
+    return architecture_from_json(text)
+
+
+def to_model_spec(model: Architecture) -> ModelSpec:
+    """The model in the fields of `spec.model`; those that say what would be taken anyway are left out.
+
+    Raises:
+        ValidationError: a number is out of the range of its field.
+    """
+    fields = {name: getattr(model, name) for name in _REQUIRED}
+    # Defaults depend on fields before them: a value's width on a head's, that on the hidden width.
+    for name in Architecture.model_fields:
+        if name in ModelSpec.model_fields and getattr(Architecture(**fields), name) != getattr(model, name):
+            fields[name] = getattr(model, name)
+    if model.kv_heads == model.heads:
+        del fields["kv_heads"]
+    return ModelSpec(**fields)

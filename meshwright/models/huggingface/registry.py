@@ -1,0 +1,63 @@
+"""The model types of transformers that are known: one table for readers, writers and the names of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from meshwright.api.mixture import Router
+from meshwright.api.model_parts import Norm, RopeScaling
+from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from meshwright.models.huggingface.gpt2 import GPT2
+from meshwright.models.huggingface.llama import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from meshwright.models.huggingface.model_type import ModelType
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3,
+        )
+    }
+)  # fmt: skip
+
+
+def model_type_of(model: Architecture) -> ModelType:
+    """The model type that an architecture is written as, or the nearest where none has its shape."""
+    mixture = model.mixture
+    if model.norm is Norm.LAYER_NORM and mixture is None:
+        return GPT2
+    if model.latent is not None:
+        return DEEPSEEK_V3 if mixture is not None and mixture.router is Router.SIGMOID else DEEPSEEK_V2
+    if mixture is not None:
+        return QWEN3_MOE if model.query_key_norms else MIXTRAL
+    return QWEN3 if model.query_key_norms else QWEN2 if model.attention_biases else LLAMA
+
+
+def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, Any]:
+    """The `config.json` of an architecture, as transformers reads it.
+
+    Args:
+        model: the architecture.
+        length: of the longest sequences that it is known to bear, in tokens: programs that serve it take no longer
+            ones, and transformers computes YaRN's frequencies from it. At least what its rotary scaling is for; 0 to
+            say nothing where there is none.
+
+    Raises:
+        ConfigError: no model type there has this shape.
+    """
+    model_type = model_type_of(model)
+    if model_type.write is None:
+        raise ConfigError(f"`model_type` {model_type.name!r} is not written")
+    scaling = model.rope_scaling
+    if scaling is not None:
+        scaled_length = round(scaling.factor * scaling.original_length)
+        # transformers 4 takes its quotient with the original length for YaRN's factor, whatever the factor there is.
+        length = scaled_length if scaling.kind is RopeScaling.YARN else max(length, scaled_length)
+    # GPT-2's is its table of positions.
+    length_field = {"max_position_embeddings": length} if length and not model.positions else {}
+    names = {"model_type": model_type.name, "architectures": [model_type.model_class]}
+    return {**names, **model_type.write(model), **length_field}
