@@ -25,7 +25,7 @@ from _published_llama import READERS
 from _report import table, write_json
 
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.counts import parameters, training_flops
+from meshwright.models.counts import training_flops
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.constants import Constants, constants_for
@@ -77,9 +77,7 @@ def simple_memory(case: Case) -> float:
     tokens = work.sequence_length * choices.micro_batch_size / choices.context
     layers = work.model.layers / choices.pipeline * min(choices.pipeline, choices.micro_batches)
     per_token = 2.0 if choices.checkpointing is ActivationCheckpointing.FULL else 34.0
-    return (
-        18.0 * parameters(work.model) / shards + per_token * tokens * work.model.hidden_size * layers / choices.tensor
-    )
+    return 18.0 * work.model.parameters / shards + per_token * tokens * work.model.hidden_size * layers / choices.tensor
 
 
 def fit(cases: list[Case]) -> tuple[dict[str, Constants], dict[str, dict[str, Constants]]]:

@@ -23,34 +23,34 @@ STOP_SECONDS = 15.0
 
 
 class ProgramEndedError(Exception):
-    """A program that should have gone on has ended. The message holds the end of its log."""
+    """A program exited unexpectedly. The message has the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A started program, the leader of its own process group."""
+    """A running program, the leader of its own process group."""
 
     name: str
     process: asyncio.subprocess.Process
     log: Path
 
     def check(self) -> None:
-        """Raise `ProgramEndedError` unless it still runs."""
+        """Raise `ProgramEndedError` unless it is still running."""
         code = self.process.returncode
         if code is not None:
-            raise ProgramEndedError(f"the {self.name} ended with exit code {code}; its last lines:\n{self.tail(20)}")
+            raise ProgramEndedError(f"the {self.name} exited with code {code}; its last lines:\n{self.tail(20)}")
 
     def tail(self, lines: int) -> str:
         """The last lines of its log."""
         return tail(self.log, lines)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the whole process group; nothing where it is gone."""
+        """Send a signal to the process group, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """SIGTERM to the leader, so that it may put its own house in order; then SIGKILL to whatever is left."""
+        """Send SIGTERM to the leader, so that it can clean up, then SIGKILL to what is left of the group."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
@@ -61,7 +61,7 @@ class Program:
 
 
 class Programs:
-    """The programs of one run. Leaving the context stops them, the last one first."""
+    """The programs of one run. Leaving the context stops them in reverse order."""
 
     def __init__(self) -> None:
         self._started: list[Program] = []
@@ -93,7 +93,7 @@ class Programs:
         return program
 
     async def output(self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> str:
-        """Run a program to its end and return what it wrote to stdout; its stderr is appended to `log`.
+        """Run a program until it exits and return its stdout. Its stderr is appended to `log`.
 
         Raises:
             ProgramEndedError: its exit code is not 0.
@@ -109,13 +109,13 @@ class Programs:
         return out.decode(errors="replace")
 
     async def stop(self) -> None:
-        """Stop every program, the last one first."""
+        """Stop every program in reverse order."""
         while self._started:
             await self._started[-1].stop()
             self._started.pop()
 
     def check(self) -> None:
-        """Raise `ProgramEndedError` if one of them has ended."""
+        """Raise `ProgramEndedError` if one of them has exited."""
         for program in self._started:
             program.check()
 
@@ -123,7 +123,7 @@ class Programs:
 async def spawn(
     argv: Sequence[str], stdout: IO[bytes] | int, stderr: IO[bytes], env: Mapping[str, str] | None
 ) -> asyncio.subprocess.Process:
-    """A process that leads a session of its own and does not outlive this one."""
+    """Start a process that leads its own session and does not outlive this one."""
     parent = os.getpid()
     return await asyncio.create_subprocess_exec(
         *argv,
@@ -137,14 +137,14 @@ async def spawn(
 
 
 def exit_with_parent(parent: int) -> None:
-    """In a new child: ask the kernel for SIGTERM when the parent dies, and go at once if it has died already."""
+    """In a new child: ask the kernel for SIGTERM when the parent dies, and exit if it has died already."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last lines of a text file, read from its end; empty where there is no such file."""
+    """The last lines of a text file, read from its end. Empty if the file does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

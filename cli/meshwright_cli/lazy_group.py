@@ -1,7 +1,7 @@
 """A command group that imports a subcommand only when it is used.
 
-`meshwright version` must not wait for, nor fail on, packages that only `meshwright local` needs. So the group knows of
-each subcommand its help line, where it lives, and the distributions that bring its dependencies.
+`meshwright version` must not import packages that only `meshwright local` needs: they are slow or may not be installed.
+The group therefore stores, for each subcommand, its help line, its module and the distributions to install.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import click
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """Where a subcommand lives."""
+    """A subcommand that is not imported yet."""
 
     target: str
     """`module:attribute` of the click command."""
     summary: str
     """One line for the list of commands."""
     distributions: str
-    """What to install for it, as `pip install` takes it."""
+    """Distributions to install for it, as arguments of `pip install`."""
 
 
 class LazyGroup(click.Group):
@@ -35,20 +35,20 @@ class LazyGroup(click.Group):
         self._lazy = dict(lazy)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Every name, in alphabetical order, without an import."""
+        """All names in alphabetical order, without importing the commands."""
         return sorted(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name; None when there is none.
+        """The command with this name, or None.
 
         Raises:
-            click.ClickException: a package that the command needs is not installed; the message says what to install.
+            click.ClickException: a package that the command needs is not installed; the message names the distribution.
         """
         entry = self._lazy.get(cmd_name)
         return None if entry is None else load(cmd_name, entry)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands from their summaries alone."""
+        """Write the list of commands from their summaries."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self._lazy[name].summary) for name in self.list_commands(ctx)])
 
@@ -64,7 +64,7 @@ def load(name: str, entry: LazyCommand) -> click.Command:
         command = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("meshwright", "meshwright_cli", "meshwright_local"):
-            raise  # a fault of this package, not of the installation
+            raise  # a bug in this package, not an incomplete installation
         raise click.ClickException(
             f"`meshwright {name}` needs the Python package `{error.name}`, which is not installed. "
             f"Install it with: pip install {' '.join(map(shlex.quote, entry.distributions.split()))}"

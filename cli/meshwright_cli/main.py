@@ -1,4 +1,4 @@
-"""`meshwright`: the list of its commands. Each lives in a file of its own and is imported when it is used."""
+"""The `meshwright` command and its subcommands. A subcommand's module is imported when it is used."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ COMMANDS = {
     ),
     "data": LazyCommand(
         "meshwright_cli.commands.data:data",
-        "Tokenize text for training, verify and look at tokens.",
+        "Tokenize training text, and verify or show tokens.",
         "meshwright[data]",
     ),
     "demo": LazyCommand(
         "meshwright_cli.demo.command:demo",
-        "Train a language model on the embedded cluster, lose a worker midway, finish.",
+        "Train a language model on the embedded cluster, with a fault midway.",
         "meshwright-operator meshwright-worker meshwright-local",
     ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
-        "Run the embedded cluster: up, down, status, break it.",
+        "Run the embedded cluster, and inject faults.",
         "meshwright-local",
     ),
     "model": LazyCommand(
@@ -31,7 +31,9 @@ COMMANDS = {
         "meshwright-cli",
     ),
     "plan": LazyCommand(
-        "meshwright_cli.plan.command:plan", "Plan and place a job without a cluster, and say why.", "meshwright-cli"
+        "meshwright_cli.plan.command:plan",
+        "Plan and place a job without a cluster, and explain the result.",
+        "meshwright-cli",
     ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"
@@ -41,4 +43,4 @@ COMMANDS = {
 
 @click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Meshwright: parallel training on Kubernetes, planned, placed and kept running."""
+    """Plan, place and run parallel training on Kubernetes."""

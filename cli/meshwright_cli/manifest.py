@@ -1,4 +1,4 @@
-"""Manifests: read from YAML, sent by server-side apply the way `kubectl apply --server-side` does."""
+"""Reads manifests from YAML, and applies them as `kubectl apply --server-side` does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The objects of a YAML file with one or several documents.
 
     Raises:
-        ManifestError: it cannot be read, is no YAML, or a document is no Kubernetes object.
+        ManifestError: it cannot be read, is not valid YAML, or a document is not a Kubernetes object.
     """
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ManifestError(f"{path}: no valid YAML: {error}") from error
+        raise ManifestError(f"{path}: not valid YAML: {error}") from error
     for number, document in enumerate(documents, start=1):
         for field in ("apiVersion", "kind", "metadata"):
             if not isinstance(document, dict) or not document.get(field):
@@ -39,10 +39,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 async def resource_of(client: ApiClient, item: dict[str, Any]) -> Resource:
-    """Where the API server keeps objects of this kind, from its discovery documents.
+    """The API server's resource for objects of this kind, from its discovery documents.
 
     Raises:
-        ManifestError: the server knows no such kind.
+        ManifestError: the server does not serve the kind.
     """
     api_version, kind = str(item["apiVersion"]), str(item["kind"])
     group, _, version = api_version.rpartition("/")
@@ -59,15 +59,15 @@ async def resource_of(client: ApiClient, item: dict[str, Any]) -> Resource:
 
 
 async def apply(client: ApiClient, item: dict[str, Any], namespace: str) -> dict[str, Any]:
-    """Apply one object; unknown fields are refused, not dropped.
+    """Apply one object. Unknown fields are rejected, not dropped.
 
     Args:
         client: the API server.
         item: the object.
-        namespace: for namespaced objects whose metadata names none.
+        namespace: for namespaced objects without `metadata.namespace`.
 
     Raises:
-        ManifestError: the server refused it; the message is the server's own, which names the field.
+        ManifestError: the server rejected it; the message is the server's, which names the field.
     """
     resource = await resource_of(client, item)
     metadata = item["metadata"]

@@ -35,24 +35,28 @@ LOCK_FILE = "daemon.lock"
 READY_FILE = "ready"
 
 _OPTIONS = (
-    click.option("--racks", default=2, show_default=True, type=click.IntRange(1)),
-    click.option("--nodes-per-rack", default=2, show_default=True, type=click.IntRange(1)),
-    click.option("--gpus-per-node", default=2, show_default=True, type=click.IntRange(0), help="Simulated GPUs."),
-    click.option("--port", default=0, show_default=True, help="Port of the embedded API server; 0 takes a free one."),
+    click.option("--racks", default=2, show_default=True, type=click.IntRange(1), help="Number of racks."),
+    click.option("--nodes-per-rack", default=2, show_default=True, type=click.IntRange(1), help="Nodes of a rack."),
+    click.option(
+        "--gpus-per-node", default=2, show_default=True, type=click.IntRange(0), help="Simulated GPUs of a node."
+    ),
+    click.option("--port", default=0, show_default=True, help="Port of the embedded API server. 0: any free port."),
     click.option(
         "--provider",
         type=click.Choice(["embedded", "assets", "kubeconfig"]),
         default="embedded",
         show_default=True,
-        help="The control plane: ours, the binaries of KUBEBUILDER_ASSETS, or a cluster that exists.",
+        help="Control plane: the embedded one, the binaries in KUBEBUILDER_ASSETS, or an existing cluster.",
     ),
     click.option(
         "--existing",
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="KUBECONFIG",
-        help="With --provider kubeconfig: the cluster's kubeconfig file.  [default: $KUBECONFIG]",
+        help="Kubeconfig file of the existing cluster, with --provider kubeconfig.  [default: $KUBECONFIG]",
     ),
-    click.option("--with-nodes", is_flag=True, help="With --provider kubeconfig: add the simulated nodes to it."),
+    click.option(
+        "--with-nodes", is_flag=True, help="Add simulated nodes to the existing cluster, with --provider kubeconfig."
+    ),
 )
 
 

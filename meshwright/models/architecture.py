@@ -131,28 +131,40 @@ class Architecture(ApiModel):
     @property
     def feed_forward_parameters(self) -> int:
         """Parameters of one layer's feed-forward that tensor parallelism splits: matrices and their biases."""
-        columns = (2 if self.gated else 1) * self.intermediate_size
-        return (columns + self.intermediate_size) * self.hidden_size + (columns if self.biases else 0)
+        return self.feed_forward_parameters_of(self.intermediate_size)
+
+    def feed_forward_parameters_of(self, width: int) -> int:
+        """`feed_forward_parameters` of a feed-forward layer, or an expert, of another width."""
+        columns = (2 if self.gated else 1) * width
+        return (columns + width) * self.hidden_size + (columns if self.biases else 0)
 
     @property
-    def whole_parameters(self) -> int:
-        """Parameters of one layer that every tensor-parallel rank holds: norms, latents, biases of what is summed."""
+    def latent_parameters(self) -> int:
+        """Down-projections of one layer's latent attention: every tensor-parallel rank has all of them."""
+        latent = self.latent
+        return 0 if latent is None else self.hidden_size * (latent.query_rank + latent.kv_rank + latent.rope_size)
+
+    @property
+    def layer_norm_parameters(self) -> int:
+        """Norms of one layer, and the biases behind the row-split products of attention and feed-forward layer: every
+        tensor-parallel rank has all of them.
+        """
         count = 2 * self.norm_parameters + (2 * self.hidden_size if self.biases else 0)
         if self.query_key_norms:
             count += 2 * self.head_size
         if self.latent is not None:
-            ranks = self.latent.query_rank + self.latent.kv_rank
-            count += self.hidden_size * (ranks + self.latent.rope_size) + ranks
+            count += self.latent.query_rank + self.latent.kv_rank
         return count
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer with a dense feed-forward layer: attention, feed-forward and norms."""
-        return self.attention_parameters + self.feed_forward_parameters + self.whole_parameters
+        whole = self.latent_parameters + self.layer_norm_parameters
+        return self.attention_parameters + self.feed_forward_parameters + whole
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Parameters of the whole model, multi-token prediction not counted."""
         return self._parameters(active=False)
 
     @property
@@ -166,6 +178,7 @@ class Architecture(ApiModel):
         if self.mixture is None:
             return count
         mixed = feed_forward_parameters(self.mixture, self.hidden_size, active=active)
+        mixed += self.hidden_size if self.shared_gate else 0
         return count + len(mixture_layers(self.mixture, self.layers)) * (mixed - self.feed_forward_parameters)
 
 

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of an `Architecture`, exactly, by part.
+"""Parameters of an `Architecture` by how parallelism divides them, and its floating-point operations.
 
 A multiply-add counts as two operations. Counts are per token and for one layer, so that stages, micro-batches and
 shards are products of them.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.api.mixture import Balancing
+from meshwright.api.lora import LoraSpec
 from meshwright.models.architecture import Architecture
+from meshwright.models.lora import adapter_parameters
+from meshwright.models.mixture import router_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +53,20 @@ class LayerCounts:
 @lru_cache(maxsize=1024)
 def layer_counts(model: Architecture, mixture: bool) -> LayerCounts:
     """Counts of one layer, with a mixture of experts or a dense feed-forward layer."""
-    split, whole, latent_norms = _attention(model)
-    norms = 2 * model.hidden_size * (2 if model.biases else 1) + latent_norms
-    if model.biases:
-        norms += 2 * model.hidden_size  # the biases behind attention's and the feed-forward layer's row-split products
-    if model.query_key_norms:
-        norms += 2 * model.head_size
+    attention, latent, norms = model.attention_parameters, model.latent_parameters, model.layer_norm_parameters
     moe = model.mixture
     if not mixture or moe is None:
-        return LayerCounts(split, whole, _feed_forward(model, model.intermediate_size), 0, 0, 0, norms)
-    one = _feed_forward(model, moe.intermediate_size)
+        return LayerCounts(attention, latent, model.feed_forward_parameters, 0, 0, 0, norms)
+    one = model.feed_forward_parameters_of(moe.intermediate_size)
     return LayerCounts(
-        attention=split,
-        latent=whole,
-        dense=_feed_forward(model, moe.shared_intermediate_size),
-        router=(model.hidden_size + (moe.balancing is Balancing.BIAS)) * moe.experts
-        + (model.hidden_size if model.shared_gate else 0),
+        attention=attention,
+        latent=latent,
+        dense=model.feed_forward_parameters_of(moe.shared_intermediate_size),
+        router=router_parameters(moe, model.hidden_size) + (model.hidden_size if model.shared_gate else 0),
         experts=moe.experts * one,
         active_experts=moe.per_token * one,
         norms=norms,
     )
-
-
-def _attention(model: Architecture) -> tuple[int, int, int]:
-    """(split by tensor parallelism, whole, norms of latent attention)."""
-    hidden, heads, latent = model.hidden_size, model.heads, model.latent
-    output = heads * model.value_size * hidden
-    if latent is None:
-        widths = (heads + model.kv_heads) * model.head_size + model.kv_heads * model.value_size
-        biases = widths if model.biases or model.attention_biases else 0
-        return hidden * widths + biases + output, 0, 0
-    keyed = model.head_size + latent.rope_size
-    queries = (latent.query_rank or hidden) * heads * keyed
-    up = latent.kv_rank * heads * (model.head_size + model.value_size)
-    down = hidden * (latent.query_rank + latent.kv_rank + latent.rope_size)
-    return queries + up + output, down, latent.query_rank + latent.kv_rank
-
-
-def _feed_forward(model: Architecture, width: int) -> int:
-    columns = (2 if model.gated else 1) * width
-    return columns * model.hidden_size + width * model.hidden_size + (columns if model.biases else 0)
 
 
 def embedding_parameters(model: Architecture) -> int:
@@ -106,19 +82,6 @@ def output_parameters(model: Architecture) -> int:
 def prediction_parameters(model: Architecture) -> int:
     """One multi-token prediction module: a projection of two inputs, a layer and three norms."""
     return 2 * model.hidden_size**2 + layer_counts(model, model.mixture is not None).total + 3 * model.hidden_size
-
-
-def parameters(model: Architecture, *, active: bool = False) -> int:
-    """Parameters of the whole model, multi-token prediction not counted; with `active` those that one token uses."""
-    mixtures = model.count_mixtures(0, model.layers)
-    dense, mixed = layer_counts(model, False), layer_counts(model, True)
-    layers = (
-        (model.layers - mixtures) * dense.active + mixtures * mixed.active
-        if active
-        else (model.layers - mixtures) * dense.total + mixtures * mixed.total
-    )
-    tables = embedding_parameters(model) + (0 if model.tie_embeddings else output_parameters(model))
-    return tables + layers + model.hidden_size * (2 if model.biases else 1)
 
 
 def attended_keys(model: Architecture, sequence_length: int, *, causal: bool) -> float:
@@ -151,11 +114,40 @@ def forward_flops(model: Architecture, sequence_length: int, *, causal: bool = F
 
 
 def training_flops(
-    model: Architecture, sequence_length: int, *, causal: bool = False, recomputed: float = 0.0
+    model: Architecture,
+    sequence_length: int,
+    *,
+    causal: bool = False,
+    recomputed: float = 0.0,
+    lora: LoraSpec | None = None,
 ) -> float:
     """FLOPs of one token's training: backward is twice forward; `recomputed` is the part of forward that runs again.
 
-    With `causal=False` and nothing recomputed these are the model FLOPs that utilisation (MFU) is measured against
-    (PaLM, arXiv 2204.02311, appendix B).
+    With `causal=False` and nothing recomputed these are the model FLOPs that utilisation (MFU) is measured against:
+    6·N + 12·L·d·s (PaLM, arXiv 2204.02311, appendix B). N are the parameters of the matrices that one token multiplies
+    with, d is the width of all heads, and attention counts the full sequence, as is the custom.
+
+    With adapters the gradients of frozen matrices, 2·N, are not computed, and each parameter of an adapter adds 6.
     """
-    return (3.0 + recomputed) * forward_flops(model, sequence_length, causal=causal)
+    whole = (3.0 + recomputed) * forward_flops(model, sequence_length, causal=causal)
+    if lora is None:
+        return whole
+    return whole - 2.0 * _multiplied_parameters(model) + (6.0 + 2.0 * recomputed) * adapter_parameters(lora, model)
+
+
+def recomputed_layers_flops(model: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> float:
+    """FLOPs of one token's second forward pass through every layer: what full activation checkpointing adds."""
+    return forward_pass_flops(model, sequence_length, lora) - 2.0 * output_parameters(model)
+
+
+def forward_pass_flops(model: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> float:
+    """`forward_flops` with the adapters: what rematerialization adds."""
+    adapters = 0 if lora is None else adapter_parameters(lora, model)
+    return forward_flops(model, sequence_length) + 2.0 * adapters
+
+
+def _multiplied_parameters(model: Architecture) -> int:
+    """N: the parameters of the matrices that one token multiplies with."""
+    mixtures = model.count_mixtures(0, model.layers)
+    dense, mixed = layer_counts(model, False).matrices, layer_counts(model, True).matrices
+    return (model.layers - mixtures) * dense + mixtures * mixed + output_parameters(model)

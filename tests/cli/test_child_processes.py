@@ -58,7 +58,7 @@ async def test_a_program_that_ended_is_reported_with_its_log(tmp_path):
         argv = [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"]
         program = await programs.start("thing", argv, tmp_path / "log")
         await program.process.wait()
-        with pytest.raises(ProgramEndedError, match=r"thing ended with exit code 3[^$]*the reason"):
+        with pytest.raises(ProgramEndedError, match=r"thing exited with code 3[^$]*the reason"):
             programs.check()
 
 
@@ -67,7 +67,7 @@ async def test_output_is_stdout_alone(tmp_path):
         code = "import sys; print('text'); print('noise', file=sys.stderr)"
         assert await programs.output("writer", [sys.executable, "-c", code], tmp_path / "log") == "text\n"
         assert (tmp_path / "log").read_text() == "noise\n"
-        with pytest.raises(ProgramEndedError, match="exit code 2"):
+        with pytest.raises(ProgramEndedError, match="exited with code 2"):
             await programs.output("writer", [sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "log")
 
 
@@ -96,7 +96,7 @@ def test_demo_directory_replaces_an_earlier_demo_and_keeps_others_out(tmp_path):
     with demo_directory(place) as first:
         (first / "old").mkdir()
         (first / "old" / "file").write_text("x")
-        with pytest.raises(DirectoryError, match="another demo runs"), demo_directory(place):
+        with pytest.raises(DirectoryError, match="another demo is running"), demo_directory(place):
             pass
     assert (place / "old" / "file").exists()
     with demo_directory(place) as second:
@@ -120,7 +120,7 @@ def test_demo_directory_that_cannot_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "no valid YAML"),
+        ("a: [", "not valid YAML"),
         ("- 1\n", "document 1 has no `apiVersion`"),
         ("apiVersion: v1\nkind: Pod\n", "document 1 has no `metadata`"),
         ("apiVersion: v1\nkind: Pod\nmetadata: {namespace: x}\n", "no `metadata.name`"),

@@ -26,7 +26,7 @@ def test_tokenize_verify_show(text: Path, tmp_path: Path) -> None:
     written = run("tokenize", text, target, "--format", "JSONLines", "--field", "body")
     assert written.exit_code == 0, written.output
     assert "2 documents, 12 tokens of a vocabulary of 257 in 1 shards (uint16)" in written.output
-    assert "whole: 2 documents" in run("verify", target).output
+    assert "intact: 2 documents" in run("verify", target).output
     assert run("show", target).output.endswith("hello\nworld\n\n")
     shown = json.loads(run("show", target, "--start", 6, "--count", 3, "-o", "json").output)
     assert shown["tokens"] == list(b"wor")
@@ -52,8 +52,8 @@ def test_corrupt_records_fail_or_are_listed(text: Path, tmp_path: Path) -> None:
     assert "a.jsonl:3: not JSON" in failed.output
     written = run("tokenize", text, tmp_path / "two", *options, "--skip-corrupt")
     assert written.exit_code == 0
-    assert "left out: a.jsonl:3" in written.output
-    assert "1 records left out" in written.output
+    assert "skipped: a.jsonl:3" in written.output
+    assert "1 records skipped" in written.output
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_names_are_printed_as_they_are(text: Path, tmp_path: Path) -> None:
     found = run("tokenize", text, tmp_path / "tokens", "--format", "JSONLines", "--field", "body", "--skip-corrupt")
     assert found.exit_code == 0, found.output
     for name in ("wiki[en].jsonl", "a[", ":smile:.jsonl", "x[/b].jsonl"):
-        assert f"left out: {name}:1" in found.output
+        assert f"skipped: {name}:1" in found.output
 
 
 def test_what_the_system_refuses_is_one_line(text: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Precision
 from meshwright.data.tokenizers import BYTE_SEPARATOR
-from meshwright.models.model_flops import flops_per_token
+from meshwright.models.counts import training_flops
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.mixture import open_stream
@@ -146,5 +146,5 @@ def test_throughput_counts_no_padding(pool: RankPool, tmp_path: Path, layout: di
             # The last token is only predicted.
             lengths = [int((row >= 0).nonzero().max()) for row in rows]
             assert report.tokens == sum(lengths)
-            want = sum(length * flops_per_token(run.architecture, length) for length in lengths)
+            want = sum(length * training_flops(run.architecture, length) for length in lengths)
             assert report.model_flops == pytest.approx(want, rel=1e-2)

@@ -77,7 +77,7 @@ async def test_a_command_that_fails_is_a_failure(fence: str, text: str) -> None:
         ("yaml render spec", "parallelism: {tensor: 7}", "tensor"),
         ("yaml render spec", "parallelism: {tensor: 7", "flow mapping"),
         ("yaml render spec", "tensor", "has fields"),
-        ("yaml render inventory", "- {name: a, gpus: 4, free: 5}", "more than its 4 gpus"),
+        ("yaml render inventory", "- {name: a, gpus: 4, free: 5}", "free must be at most gpus"),
         ("json render chaos", '[{"effect": {"type": "explode"}}]', "explode"),
         ("yaml render none.yaml", "a: 1", "a file of the repository"),
     ],

@@ -8,7 +8,6 @@ from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
 from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.mixture import capacity, feed_forward_parameters, mixture_layers, mixture_problems
-from meshwright.models.model_flops import flops_per_token
 from meshwright.models.presets import PRESETS, PUBLISHED, UnknownModelError, resolve
 
 # Sums of the published checkpoints' tensors.
@@ -164,15 +163,3 @@ def test_every_so_many_layers_are_mixtures_after_the_dense_ones() -> None:
 def test_capacity_is_a_share_of_a_sequence(factor: float | None, tokens: int | None) -> None:
     spec = MixtureSpec(experts=8, per_token=2, intermediate_size=8, capacity_factor=factor)
     assert capacity(spec, 16) == tokens
-
-
-def test_flops_are_six_per_parameter_and_the_attention_term() -> None:
-    model = PRESETS["llama-2-7b"]
-    short = flops_per_token(model, 1)
-    assert short == pytest.approx(6 * model.parameters, rel=0.03)
-    assert flops_per_token(model, 4097) - short == 12 * 32 * 4096 * 4096
-
-
-def test_a_tied_embedding_multiplies_once_as_the_output() -> None:
-    tied = PRESETS["llama-3.2-1b"]
-    assert flops_per_token(tied, 8) == flops_per_token(tied.model_copy(update={"tie_embeddings": False}), 8)

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.lora import LoraSpec
 from meshwright.api.mixture import MixtureSpec
 from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.counts import (
     attended_keys,
     attention_flops,
+    embedding_parameters,
     forward_flops,
     layer_counts,
-    parameters,
+    output_parameters,
     training_flops,
 )
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import architecture_from_config, published_architecture, read_architecture
-from meshwright.models.model_flops import flops_per_token
+from meshwright.models.lora import adapter_parameters
 from meshwright.models.presets import PRESETS, PUBLISHED, UnknownModelError, published
 
 # Sums of the published checkpoints' tensors.
@@ -65,20 +67,47 @@ ROUNDED = {
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_a_family_has_the_published_number_of_parameters(name: str, count: int) -> None:
-    assert parameters(published(name)) == count
+    assert published(name).parameters == count
 
 
 @pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
 def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float) -> None:
-    assert parameters(published(name)) / 1e9 == pytest.approx(billions, abs=0.051)
+    assert published(name).parameters / 1e9 == pytest.approx(billions, abs=0.051)
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
-def test_presets_count_alike_in_both_descriptions(architecture: Any) -> None:
-    model = PUBLISHED[architecture.name]
-    assert parameters(model) == architecture.parameters
-    # The runtime's count takes norms and biases for matrices, as 6·N does.
-    assert training_flops(model, 2048) == pytest.approx(flops_per_token(architecture, 2048), rel=2e-3)
+def test_presets_count_alike_by_part_and_as_a_whole(architecture: Architecture) -> None:
+    mixtures = architecture.count_mixtures(0, architecture.layers)
+    dense, mixed = layer_counts(architecture, False), layer_counts(architecture, True)
+    layers = (architecture.layers - mixtures) * dense.total + mixtures * mixed.total
+    tables = embedding_parameters(architecture)
+    tables += 0 if architecture.tie_embeddings else output_parameters(architecture)
+    assert tables + layers + architecture.norm_parameters == architecture.parameters
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.2-1b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"])
+def test_flops_are_six_per_parameter_and_the_attention_term(name: str) -> None:
+    """6·N + 12·L·d·s (arXiv 2204.02311, appendix B): N without look-ups, and without norms and biases."""
+    model = published(name)
+    lookups = model.positions * model.hidden_size + (0 if model.tie_embeddings else output_parameters(model))
+    multiplied = model.active_parameters - lookups
+    heads = model.heads * (model.key_size + model.value_size) / 2
+    expected = 6 * multiplied + 12 * model.layers * heads * 2048
+    assert training_flops(model, 2048) == pytest.approx(expected, rel=1e-4)
+    attention = training_flops(model, 4097) - training_flops(model, 1)
+    assert attention == pytest.approx(12 * model.layers * heads * 4096, rel=1e-9)
+
+
+def test_a_tied_embedding_multiplies_once_as_the_output() -> None:
+    tied = published("llama-3.2-1b")
+    assert training_flops(tied, 8) == training_flops(tied.model_copy(update={"tie_embeddings": False}), 8)
+
+
+def test_adapters_leave_out_the_gradients_of_frozen_matrices() -> None:
+    model, lora = published("llama-2-7b"), LoraSpec(rank=8)
+    adapters, whole = adapter_parameters(lora, model), training_flops(model, 2048)
+    frozen = sum(layer_counts(model, False).matrices for _ in range(32)) + output_parameters(model)
+    assert training_flops(model, 2048, lora=lora) == whole - 2 * frozen + 6 * adapters
 
 
 def test_every_family_is_checked() -> None:
@@ -90,7 +119,7 @@ def test_every_family_is_checked() -> None:
     [("mixtral-8x7b", 12.9), ("deepseek-v3", 37.6), ("deepseek-v2", 21.4), ("qwen3-30b-a3b", 3.35)],
 )
 def test_mixtures_use_a_part_of_their_parameters(name: str, billions: float) -> None:
-    assert parameters(published(name), active=True) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert published(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_an_unknown_family_names_the_nearest() -> None:
@@ -204,7 +233,7 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inn
 )
 def test_a_configuration_is_the_family_it_describes(config: dict[str, Any], name: str) -> None:
     found = published_architecture(config)
-    assert parameters(found) == parameters(published(name))
+    assert found.parameters == published(name).parameters
     assert found.sliding_window == 0
 
 
@@ -277,7 +306,7 @@ def test_dense_layers_between_mixtures_are_refused() -> None:
 def test_what_is_published_and_not_built_is_counted_and_refused(
     config: dict[str, Any], count: int, reason: str
 ) -> None:
-    assert parameters(published_architecture(config)) == count
+    assert published_architecture(config).parameters == count
     with pytest.raises(ConfigError, match=reason):
         architecture_from_config(config)
 

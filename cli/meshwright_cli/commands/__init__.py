@@ -1,1 +1,1 @@
-"""The smaller commands of `meshwright`, one module each."""
+"""The smaller commands of `meshwright`, one per module."""

@@ -9,5 +9,8 @@ from meshwright.crd.generated_files import CRD_FILE, generated_files
 
 @click.command()
 def crd() -> None:
-    """Print the CustomResourceDefinition, as in `meshwright crd | kubectl apply --server-side -f -`."""
+    """Print the CustomResourceDefinition.
+
+    To install it, run `meshwright crd | kubectl apply --server-side -f -`.
+    """
     click.echo(generated_files()[CRD_FILE], nl=False)

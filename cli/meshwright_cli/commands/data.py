@@ -1,4 +1,4 @@
-"""`meshwright data`: tokenize text once for all runs, verify what was written, look at it."""
+"""`meshwright data`: tokenize text once for all runs, and verify or show the tokens."""
 
 from __future__ import annotations
 
@@ -30,40 +30,48 @@ _OPTIONS = {
     "tokenizer": "--tokenizer",
     "tokenizerFile": "--tokenizer-file",
     "onCorruptRecord": "--skip-corrupt",
-    "uri": "the folder",
+    "uri": "the directory",
 }
-"""What the command calls the fields of a job."""
+"""The command's options for the fields of a job."""
 
 
 @click.group()
 def data() -> None:
-    """Prepare and check training data."""
+    """Tokenize training text, and verify or show tokens."""
 
 
 @data.command("tokenize")
 @click.argument("source")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--pattern", default="**/*", show_default=True, help="Glob of the files, relative to SOURCE.")
+@click.option("--pattern", default="**/*", show_default=True, help="Pattern of the files, relative to SOURCE.")
 @click.option(
     "--format",
     "kind",
     type=click.Choice([f.value for f in DataFormat if f not in (DataFormat.TOKENS, DataFormat.PROMPT_COMPLETION)]),
     default=DataFormat.TEXT.value,
     show_default=True,
-    help="How documents lie in the files.",
+    help="Format of the input files.",
 )
-@click.option("--field", default="text", show_default=True, help="Field or column that holds the text.")
+@click.option("--field", default="text", show_default=True, help="Field or column that contains the text.")
 @click.option(
     "--tokenizer",
     "kind_of_tokenizer",
     type=click.Choice([t.value for t in Tokenizer]),
     default=Tokenizer.BYTE.value,
     show_default=True,
-    help="How text becomes tokens.",
+    help="Tokenizer to use.",
 )
-@click.option("--tokenizer-file", type=click.Path(path_type=Path), help="tokenizer.json or SentencePiece model.")
-@click.option("--skip-corrupt", is_flag=True, help="Count and leave out records that cannot be read.")
-@click.option("--shard-tokens", type=click.IntRange(1), default=SHARD_TOKENS, show_default=True, help="Tokens a shard.")
+@click.option(
+    "--tokenizer-file", type=click.Path(path_type=Path), help="Path of a tokenizer.json or a SentencePiece model."
+)
+@click.option("--skip-corrupt", is_flag=True, help="Skip and count records that cannot be read.")
+@click.option(
+    "--shard-tokens",
+    type=click.IntRange(1),
+    default=SHARD_TOKENS,
+    show_default=True,
+    help="Number of tokens per shard.",
+)
 def tokenize_command(
     source: str,
     target: Path,
@@ -75,9 +83,10 @@ def tokenize_command(
     skip_corrupt: bool,
     shard_tokens: int,
 ) -> None:
-    """Write the tokens of SOURCE, a folder or a URI, to the new folder TARGET.
+    """Tokenize a directory or URI into token shards.
 
-    TARGET is what `data.format: Tokens` reads.
+    Reads the text files of SOURCE and writes shards to the new directory TARGET. A job reads TARGET with
+    `data.format: Tokens`.
     """
     console = Console(stderr=True)
     with _errors():
@@ -101,26 +110,38 @@ def tokenize_command(
 @data.command("verify")
 @click.argument("folder")
 def verify_command(folder: str) -> None:
-    """Read every shard of FOLDER, a path or a URI, and compare it with what was written."""
+    """Verify the checksums of all token shards.
+
+    FOLDER is a directory or a URI with token shards. Exits with 1 if a shard is damaged.
+    """
     with _errors():
         manifest, problems = verify(open_folder(folder))
     if problems:
         raise click.ClickException("\n  ".join([f"{len(problems)} shards are damaged:", *problems]))
-    click.echo(f"whole: {_summary(manifest)}")
+    click.echo(f"intact: {_summary(manifest)}")
 
 
 @data.command("show")
 @click.argument("folder")
-@click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="First token.")
-@click.option("--count", type=click.IntRange(1), default=_SHOWN_TOKENS, show_default=True, help="How many.")
-@click.option("--tokenizer-file", type=click.Path(path_type=Path), help="What wrote the tokens; bytes need none.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="Position of the first token.")
+@click.option("--count", type=click.IntRange(1), default=_SHOWN_TOKENS, show_default=True, help="Number of tokens.")
+@click.option(
+    "--tokenizer-file",
+    type=click.Path(path_type=Path),
+    help="Path of the tokenizer that wrote the tokens. Not needed for bytes.",
+)
+@click.option(
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
+)
 def show_command(folder: str, start: int, count: int, tokenizer_file: Path | None, output: str) -> None:
-    """Print what the tokens of FOLDER say."""
+    """Print tokens as text.
+
+    FOLDER is a directory or a URI with token shards.
+    """
     with _errors():
         shards = TokenShards(open_folder(folder))
         if start >= len(shards):
-            raise click.ClickException(f"--start {start} is behind the last of {len(shards)} tokens")
+            raise click.ClickException(f"--start must be less than the number of tokens ({len(shards)}), got {start}")
         tokens = shards.tokens(start, min(len(shards), start + count)).tolist()
         if output == "json":
             click.echo(json.dumps({**shards.manifest.wire(), "start": start, "tokens": tokens}))
@@ -130,13 +151,15 @@ def show_command(folder: str, start: int, count: int, tokenizer_file: Path | Non
         )
         tokenizer = open_tokenizer(kind, tokenizer_file)
     if tokenizer.identity != shards.manifest.tokenizer:
-        raise click.ClickException(f"--tokenizer-file is not what wrote these tokens (`{shards.manifest.tokenizer}`)")
+        raise click.ClickException(
+            f"--tokenizer-file: must be the tokenizer that wrote these tokens (`{shards.manifest.tokenizer}`)"
+        )
     click.echo(_summary(shards.manifest))
     click.echo(tokenizer.decode(tokens))
 
 
 def _summary(manifest: TokensManifest) -> str:
-    skipped = f", {manifest.skipped:,} records left out" if manifest.skipped else ""
+    skipped = f", {manifest.skipped:,} records skipped" if manifest.skipped else ""
     return (
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of a vocabulary of {manifest.vocabulary:,} in "
         f"{len(manifest.shards)} shards ({manifest.dtype}){skipped}"
@@ -145,19 +168,19 @@ def _summary(manifest: TokensManifest) -> str:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Ends the command with one line about what cannot be read or written."""
+    """Exit with a one-line message if something cannot be read or written."""
     try:
         yield
     except DataError as error:
         raise click.ClickException(_as_options(str(error))) from None
     except OSError as error:
-        # A full disk is told without a name.
+        # The error for a full disk has no file name.
         where = f"{error.filename}: " if error.filename is not None else "reading or writing failed: "
         raise click.ClickException(f"{where}{error.strerror or error}") from None
 
 
 def _as_options(message: str) -> str:
-    """A message that names fields of a job, for somebody who types options."""
+    """A message about fields of a job, with the command's options in place of the fields."""
 
     def option(field: re.Match[str]) -> str:
         name, value = field["name"], field["value"]
@@ -169,7 +192,7 @@ def _as_options(message: str) -> str:
 
 
 def _relative_name(folder: Folder, file: Path | None) -> str | None:
-    """What a folder calls a file, if the file is in it: the tokenizer's own is no text."""
+    """The path of a file in a directory, if it is there: the tokenizer's own file is not read as text."""
     root = folder.local("")
     if file is None or root is None:
         return None
@@ -179,7 +202,7 @@ def _relative_name(folder: Folder, file: Path | None) -> str | None:
 
 def _print_skipped(console: Console, skipped: SkippedRecords) -> None:
     for example in skipped.examples:
-        console.print(f"left out: {example}", markup=False, emoji=False, highlight=False)
+        console.print(f"skipped: {example}", markup=False, emoji=False, highlight=False)
     if skipped.count > len(skipped.examples):
         console.print(f"and {skipped.count - len(skipped.examples)} more")
 

@@ -1,4 +1,4 @@
-"""`meshwright model`: a published configuration as the explicit fields of a job."""
+"""`meshwright model`: prints a published configuration as fields of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 import yaml
 
-from meshwright.models.counts import parameters
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import (
     architecture_from_json,
@@ -20,9 +19,10 @@ from meshwright.models.huggingface.reader import (
 @click.command()
 @click.argument("config", type=click.Path(exists=True, path_type=Path))
 def model(config: Path) -> None:
-    """Print the `model:` fields of a job for a Hugging Face CONFIG: a `config.json`, or the folder that holds one.
+    """Print the fields of a job's model for a Hugging Face config.json.
 
-    What the runtime would build inexactly is refused, with the reason. Nothing is downloaded.
+    CONFIG is a `config.json`, or the directory that contains one. Models that the runtime cannot reproduce exactly are
+    rejected, with the reason. Nothing is downloaded.
     """
     path = config / "config.json" if config.is_dir() else config
     try:
@@ -33,14 +33,14 @@ def model(config: Path) -> None:
         found = architecture_from_json(text)
     except ConfigError as error:
         raise click.ClickException(f"{path}: {error}{_counted(text)}") from None
-    click.echo(f"# {parameters(found):,} parameters")
+    click.echo(f"# {found.parameters:,} parameters")
     fields = to_model_spec(found).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     click.echo(yaml.safe_dump({"model": fields}, sort_keys=False), nl=False)
 
 
 def _counted(text: str) -> str:
-    """What is known of a model that is described but not built."""
+    """The parameter count of a model that the runtime does not support, if the planner supports it."""
     try:
-        return f" (it has {parameters(published_architecture(parse_config(text))):,} parameters)"
+        return f" (it has {published_architecture(parse_config(text)).parameters:,} parameters)"
     except ConfigError:
         return ""

@@ -1,4 +1,4 @@
-"""What proves that a demo went well, and what it lacks when it did not. Pure."""
+"""Checks that a demo succeeded, and lists what is missing if it did not. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright_cli.demo.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """What the manifest of the last checkpoint says: the trained model's own record."""
+    """The training state in the manifest of the last checkpoint."""
 
     step: int
     samples: int
@@ -19,7 +19,7 @@ class CheckpointRecord:
 
 
 def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord | None, samples: int) -> list[str]:
-    """Each claim of the demo that the cluster and the checkpoint do not bear out; empty when all of them hold.
+    """Each claim of the demo that the cluster or the checkpoint contradicts. Empty if all are true.
 
     Args:
         end: the job at the end.
@@ -36,8 +36,8 @@ def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord |
         problems.append("there is no checkpoint")
     elif (record.step, record.samples) != (end.total_steps, samples):
         problems.append(
-            f"the last checkpoint is of step {record.step} and {record.samples} samples, "
-            f"not of step {end.total_steps} and {samples}"
+            f"the last checkpoint has step {record.step} and {record.samples} samples, "
+            f"expected step {end.total_steps} and {samples} samples"
         )
     if fault is not None:
         problems += failed_recovery_checks(end, fault)
@@ -45,14 +45,14 @@ def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord |
 
 
 def failed_recovery_checks(end: Snapshot, fault: Fault) -> list[str]:
-    """What a real loss and a real recovery leave behind, and is missing."""
+    """Evidence of a lost worker and of the recovery that is missing."""
     if fault.deleted_pod is None:
-        return ["no worker was lost: the job ended before half of its steps were seen"]
+        return ["no worker was deleted: the job finished before half of its steps were observed"]
     problems = []
     if fault.recovered_at is None or fault.replacement is None:
-        problems.append(f"no new generation trained after {fault.deleted_pod.name} was deleted")
+        problems.append(f"no new mesh generation trained after {fault.deleted_pod.name} was deleted")
     if end.generation <= fault.generation:
         problems.append(f"the mesh generation is still {end.generation}")
     if end.status.restart_count < 1:
-        problems.append("the status counts no restart")
+        problems.append("`status.restarts` counts no restart")
     return problems

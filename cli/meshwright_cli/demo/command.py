@@ -1,4 +1,4 @@
-"""`meshwright demo`: options, signals and exit codes around one session."""
+"""`meshwright demo`: options, signals and exit codes of a session."""
 
 from __future__ import annotations
 
@@ -38,19 +38,21 @@ EXAMPLE = Path(__file__).with_name("stdlib-lm.yaml")
     type=click.Path(path_type=Path, file_okay=False),
     default=Path(".demo"),
     show_default=True,
-    help="Where checkpoints, logs and the kubeconfig are kept; an earlier demo's files there are replaced.",
+    help="Directory for checkpoints, logs and the kubeconfig. Replaces the files of an earlier demo.",
 )
 @click.option(
     "--manifest",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     default=None,
-    help="Job to train instead of the example; it must fit 8 GPUs in 4 nodes and save checkpoints.",
+    help="Manifest of the job to train. It must fit on 4 nodes with 2 GPUs each, and save checkpoints.",
 )
 @click.option("--no-fault", is_flag=True, help="Do not delete a worker pod midway.")
-@click.option("--keep-running", is_flag=True, help="Leave the cluster up after the end, until Ctrl-C.")
-@click.option("--timeout", type=click.IntRange(min=1), default=900, show_default=True, help="Seconds for the job.")
+@click.option("--keep-running", is_flag=True, help="Keep the cluster running after the end, until Ctrl-C.")
+@click.option(
+    "--timeout", type=click.IntRange(min=1), default=900, show_default=True, help="Timeout of the job in seconds."
+)
 def demo(directory: Path, manifest: Path | None, no_fault: bool, keep_running: bool, timeout: int) -> None:
-    """Train a language model on the embedded cluster, lose a worker midway, finish.
+    """Train a language model on the embedded cluster, with a fault midway.
 
     Ends with exit code 0 only when the job completed and, unless --no-fault is given, really recovered from the loss.
     """
@@ -65,12 +67,12 @@ def demo(directory: Path, manifest: Path | None, no_fault: bool, keep_running: b
 
 
 async def run_until_signal(options: Options, console: Console) -> int:
-    """Run the session, or cancel it at the first SIGINT, SIGTERM or SIGHUP; the exit code."""
+    """Run the session, or cancel it at the first SIGINT, SIGTERM or SIGHUP. Returns the exit code."""
     received: list[signal.Signals] = []
     task = asyncio.ensure_future(run(options, console))
 
     def cancel(number: signal.Signals) -> None:
-        if not received:  # later ones would only interrupt the tidying up
+        if not received:  # later signals would only interrupt the cleanup
             received.append(number)
             task.cancel()
 
@@ -81,10 +83,10 @@ async def run_until_signal(options: Options, console: Console) -> int:
         await task
     except asyncio.CancelledError:
         number = received[0] if received else signal.SIGTERM
-        console.print(f"stopped by {number.name}; everything the demo started is gone", highlight=False)
+        console.print(f"stopped by {number.name}; stopped everything that the demo started", highlight=False)
         return 128 + number
     except EXPECTED as error:
-        console.print(f"\n[bold red]the demo failed[/bold red]; files are in {options.directory}", highlight=False)
+        console.print(f"\n[bold red]the demo failed[/bold red]; its files are in {options.directory}", highlight=False)
         console.print(f"{type(error).__name__}: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0

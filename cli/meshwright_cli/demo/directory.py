@@ -1,4 +1,4 @@
-"""Where a demo keeps its files: kept afterwards for a look, replaced by the next demo, never anybody else's."""
+"""The directory of a demo. The files remain after the demo; the next demo replaces them, and only them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MARKER = ".meshwright-demo"
 
 
 class DirectoryError(Exception):
-    """The directory cannot be used. The message says why and what to do."""
+    """The directory cannot be used. The message has the reason and what to do."""
 
 
 @contextmanager
 def demo_directory(path: Path) -> Iterator[Path]:
-    """An empty directory that is this demo's alone while the context lasts.
+    """An empty directory that no other demo can use while the context lasts.
 
     What an earlier demo left there is deleted. A marker file says that the directory belongs to demos, and a lock on it
     keeps a second one out.
@@ -30,21 +30,27 @@ def demo_directory(path: Path) -> Iterator[Path]:
         path.mkdir(parents=True, exist_ok=True)
         marker = path / MARKER
         if not marker.exists() and any(path.iterdir()):
-            raise DirectoryError(f"{path} holds files that no demo made; name another with --directory")
+            raise DirectoryError(
+                f"{path} contains files that are not from a demo: choose another directory with --directory"
+            )
         with marker.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                message = f"another demo runs in {path}; wait for it, or name another with --directory"
+                message = (
+                    f"another demo is running in {path}: wait for it, or choose another directory with --directory"
+                )
                 raise DirectoryError(message) from None
             clear(path)
             yield path
     except PermissionError as error:
-        raise DirectoryError(f"{error.filename or path} cannot be written; name another with --directory") from error
+        raise DirectoryError(
+            f"{error.filename or path} cannot be written: choose another directory with --directory"
+        ) from error
 
 
 def clear(path: Path) -> None:
-    """Delete everything in it but the marker."""
+    """Delete everything in the directory except the marker."""
     for entry in path.iterdir():
         if entry.name == MARKER:
             continue

@@ -1,4 +1,4 @@
-"""Where a demo is shown: a live picture in a terminal, plain lines everywhere else."""
+"""Displays of a demo: a live view in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright_cli.demo.text import clock
 
 
 class Display(Protocol):
-    """What the demo tells its story to. A context manager."""
+    """Displays messages and the state of the job. A context manager."""
 
     def __enter__(self) -> Self: ...
 
@@ -28,14 +28,14 @@ class Display(Protocol):
     ) -> None: ...
 
     def announce(self, text: str) -> None:
-        """Tell what the demo itself does."""
+        """Display what the demo does."""
 
     def show(self, now: Snapshot, curve: LossCurve) -> None:
-        """Show the job as it is now."""
+        """Display the state of the job."""
 
 
 class LiveDisplay:
-    """A picture that is redrawn in place; what is said scrolls by above it."""
+    """A live view that is redrawn in place, with messages above it."""
 
     def __init__(self, console: Console, hint: str) -> None:
         self._console = console
@@ -53,17 +53,17 @@ class LiveDisplay:
         self._live.stop()
 
     def announce(self, text: str) -> None:
-        """One line above the picture."""
+        """Print a message above the live view."""
         self._console.print(Text.assemble((f"[{clock(time.monotonic() - self._started):>5}] ", "dim"), (text, "bold")))
 
     def show(self, now: Snapshot, curve: LossCurve) -> None:
-        """Draw the picture again."""
+        """Redraw the live view."""
         elapsed = time.monotonic() - self._started
         self._live.update(render_live_view(now, curve, elapsed, datetime.now(UTC), self._hint), refresh=True)
 
 
 class LineDisplay:
-    """Plain lines, one after the other."""
+    """Plain lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -79,11 +79,11 @@ class LineDisplay:
         return None
 
     def announce(self, text: str) -> None:
-        """One line."""
+        """Print a message."""
         self._line(f"[{clock(time.monotonic() - self._started):>5}] {text}")
 
     def show(self, now: Snapshot, curve: LossCurve) -> None:
-        """The lines that are new."""
+        """Print what has changed."""
         for line in self._writer.lines(now, time.monotonic() - self._started):
             self._line(line)
 
@@ -92,7 +92,7 @@ class LineDisplay:
 
 
 def choose_display(console: Console, hint: str) -> Display:
-    """The live picture where the output is a terminal of some size, plain lines otherwise."""
+    """A live view if the output is a terminal that is large enough, else plain lines."""
     if console.is_terminal and not console.is_dumb_terminal and console.height >= 20:
         return LiveDisplay(console, hint)
     return LineDisplay(console)

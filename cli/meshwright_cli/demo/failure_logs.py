@@ -1,4 +1,4 @@
-"""What to show when a demo fails: the ends of the logs that may say why."""
+"""The last log lines of every component, shown if a demo fails."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ async def logs(client: ApiClient, namespace: str, now: Snapshot, directory: Path
 
 
 def section(title: str, text: str) -> str:
-    """One log under its name."""
+    """A log with its title."""
     return f"--- {title}\n{text or '(empty)'}"

@@ -1,4 +1,4 @@
-"""The fault of the demo: one worker pod is deleted midway, and what came of it is kept as evidence."""
+"""The fault of the demo: it deletes one worker pod midway and records the recovery as evidence."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from meshwright_local.kube.resources import PODS
 
 @dataclass(slots=True)
 class Fault:
-    """A worker pod deleted as `kubectl delete pod` does, and how the job came back."""
+    """A worker pod that is deleted as with `kubectl delete pod`, and the recovery of the job."""
 
     deleted_pod: PodView | None = None
     generation: int = 0
     """Mesh generation when the pod was deleted."""
     step: int = 0
-    """Last step seen before it."""
+    """Last step observed before the deletion."""
     deleted_at: float = 0.0
-    """Moment of the deletion (monotonic seconds)."""
+    """Time of the deletion (monotonic seconds)."""
     recovered_at: float | None = None
-    """Moment at which every rank of a newer generation was seen training (monotonic seconds)."""
+    """Time at which every rank of a newer generation was first observed training (monotonic seconds)."""
     replacement: PodView | None = None
     resumed_after: int | None = None
-    """Step after which the new generation began."""
+    """Step after which the new generation resumed."""
 
     @property
     def repeated_steps(self) -> int | None:
-        """Steps that were seen finished before the fault and had to be run again; None while it is not known."""
+        """Steps that finished before the fault and were repeated. None until this is known."""
         return None if self.resumed_after is None else max(0, self.step - self.resumed_after)
 
     def due(self, now: Snapshot) -> bool:
-        """Whether to strike: half of the steps are done and every rank trains."""
+        """Whether to delete the pod: half of the steps are done and every rank is training."""
         halfway = now.total_steps > 0 and 2 * now.step >= now.total_steps
         return self.deleted_pod is None and halfway and all_ranks_train(now) and bool(now.pods)
 
     async def inject(self, client: ApiClient, namespace: str, now: Snapshot) -> PodView:
-        """Delete the pod of the last worker, gracefully, and say which it was."""
+        """Delete the pod of the last worker gracefully, and return it."""
         target = now.pods[-1]
         self.deleted_pod, self.generation, self.step, self.deleted_at = (
             target,
@@ -51,7 +51,7 @@ class Fault:
         return target
 
     def observe(self, now: Snapshot) -> bool:
-        """Take a look at the job; true at the moment when the recovery is seen to be over."""
+        """Observe the job. Returns true once, when the recovery has finished."""
         if self.deleted_pod is None:
             return False
         self.step = max(self.step, now.step) if now.generation == self.generation else self.step
@@ -67,11 +67,11 @@ class Fault:
 
     @property
     def seconds(self) -> float | None:
-        """From the deletion until every rank trained again; None while it is not so."""
+        """Seconds from the deletion until every rank trained again. None until then."""
         return None if self.recovered_at is None else self.recovered_at - self.deleted_at
 
 
 def all_ranks_train(now: Snapshot) -> bool:
-    """Whether every rank trains (or has finished)."""
+    """Whether every rank is training or has finished."""
     ready, _, world = now.status.ready_ranks.partition("/")
     return now.holds(conditions.COMPLETE) or (now.holds(conditions.READY) and ready == world != "")

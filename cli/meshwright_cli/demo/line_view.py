@@ -1,4 +1,4 @@
-"""The job as plain lines, for pipes and the logs of continuous integration. Pure: what is new since the last look."""
+"""The job as plain lines, for pipes and CI logs. Pure: returns what is new since the last call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROGRESS_INTERVAL_SECONDS = 5.0
 
 @dataclass(slots=True)
 class LineWriter:
-    """Remembers what was told: each event once, progress when something changed and at most every few seconds."""
+    """Prints each event once, and progress after a change, at most every few seconds."""
 
     printed_events: set[tuple[str, str]] = field(default_factory=set)
     printed_progress: str = ""
@@ -33,7 +33,7 @@ class LineWriter:
 
 
 def progress(now: Snapshot) -> str:
-    """Where the job stands, in one line."""
+    """The progress of the job in one line."""
     status = now.status
     parts = [f"{now.state:<12}", f"ranks {status.ready_ranks or '-'}", f"generation {now.generation}"]
     if now.total_steps:

@@ -1,4 +1,4 @@
-"""The job as a live picture in a terminal. Pure: a snapshot in, a rich renderable out."""
+"""The job as a live view in a terminal. Pure: turns a snapshot into a rich renderable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POD_STYLES = {"Running": "green", "Completed": "cyan", "Terminating": "yellow", 
 
 
 def render_live_view(now: Snapshot, curve: LossCurve, elapsed: float, moment: datetime, hint: str) -> RenderableType:
-    """The whole view.
+    """The complete view.
 
     Args:
         now: the job.
@@ -59,7 +59,7 @@ def numbers(now: Snapshot, curve: LossCurve, moment: datetime) -> Table:
 
 
 def restarts(now: Snapshot) -> str:
-    """Restarts of all causes, with the causes."""
+    """The number of restarts, in total and by cause."""
     causes = ", ".join(f"{restart.cause} {restart.count}" for restart in now.status.restarts)
     return f"{now.status.restart_count}{f' ({causes})' if causes else ''}"
 
@@ -71,7 +71,7 @@ def checkpoint(now: Snapshot, moment: datetime) -> str:
 
 
 def progress(now: Snapshot) -> Table:
-    """Steps as a bar with the estimated time to the end."""
+    """A progress bar of steps with the estimated remaining time."""
     grid = Table.grid(padding=(0, 2))
     total = now.total_steps
     eta = now.status.eta_seconds

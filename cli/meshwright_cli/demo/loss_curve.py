@@ -1,4 +1,4 @@
-"""The loss as it was seen over a run, and a small drawing of it."""
+"""The observed loss of a run, and a sparkline of it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(slots=True)
 class LossCurve:
-    """Loss by step. A step that is run again after a fault replaces what was seen before."""
+    """Loss by step. A step that is repeated after a fault replaces the previous value."""
 
     by_step: dict[int, float] = field(default_factory=dict)
 
     def add(self, step: int, loss: float) -> None:
-        """Take one observation."""
+        """Record one observation."""
         self.by_step[step] = loss
 
     @property
     def first(self) -> tuple[int, float] | None:
-        """The earliest step seen, with its loss."""
+        """The first observed step, with its loss."""
         return min(self.by_step.items(), default=None)
 
     @property
     def last(self) -> tuple[int, float] | None:
-        """The latest step seen, with its loss."""
+        """The last observed step, with its loss."""
         return max(self.by_step.items(), default=None)
 
     def values(self) -> list[float]:
@@ -34,7 +34,7 @@ class LossCurve:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as a line of block characters, at most `width` wide: the mean of each bin between least and greatest."""
+    """Values as a line of block characters, at most `width` wide: the mean of each bin, scaled to the range."""
     if not values or width < 1:
         return ""
     bins = min(width, len(values))

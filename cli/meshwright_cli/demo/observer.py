@@ -1,4 +1,4 @@
-"""Looks at a job through the API server, and at rank 0's metrics for what is newer than the status."""
+"""Observes a job through the API server, and rank 0's metrics for values that are newer than the status."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Observer:
         return now if first is None else replace(now, sample=await self._sample(first, now.generation))
 
     async def resumed_after(self, now: Snapshot) -> int | None:
-        """The step after which rank 0 began this generation, from its pod's log; None where the log does not say."""
+        """The step after which rank 0 started this generation, from its pod's log, or None."""
         for pod in now.pods:
             if pod.worker != 0:
                 continue
@@ -54,10 +54,10 @@ class Observer:
         return None
 
     async def _sample(self, pod: PodView, generation: int) -> Sample | None:
-        """What rank 0's pod says of itself; None while it says nothing of this generation."""
+        """The metrics of rank 0's pod. None until it reports this generation."""
         url = f"http://{pod.address}:{labels.METRICS_PORT}/metrics"
         try:
-            # A session of its own: the API server's credentials are none of a pod's business.
+            # A separate session: a pod must not get the API server's credentials.
             async with aiohttp.ClientSession(timeout=METRICS_TIMEOUT) as session, session.get(url) as response:
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError):
@@ -69,12 +69,12 @@ class Observer:
 
 
 def parse_resumed_step(log: str, generation: int) -> int | None:
-    """The step after which rank 0 began a generation, from an agent's log."""
+    """The step after which rank 0 started a generation, from an agent's log."""
     found = re.search(rf"rank trains rank=0 generation={generation} after-step=(\d+)", log)
     return int(found.group(1)) if found else None
 
 
 def gauge(text: str, name: str) -> float | None:
-    """The value of a metric's first series in Prometheus text format; None where there is none."""
+    """The value of a metric's first series in Prometheus text format, or None."""
     found = re.search(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     return float(found.group(1)) if found else None

@@ -1,4 +1,4 @@
-"""One demo from beginning to end: set up, train, lose a worker, recover, finish, tell."""
+"""One demo: set up, train, delete a worker, recover, finish, and summarize."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ PROMPT = "def "
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for."""
+    """Options of a demo."""
 
     directory: Path
-    """An empty directory for everything the demo makes."""
+    """An empty directory for the files of the demo."""
     manifest: Path
-    """The job and what it needs."""
+    """Manifest of the job and the objects that it needs."""
     fault: bool
     """Whether a worker pod is deleted midway."""
     keep_running: bool
-    """Whether the cluster stays up after the end, until a signal."""
+    """Whether the cluster keeps running after the end, until a signal."""
     seconds: float
-    """Longest time for the job."""
+    """Timeout of the job."""
     shape: setup.Shape = field(default_factory=setup.Shape)
 
 
 class DemoError(Exception):
-    """The demo did not show what it claims. The message says what is missing."""
+    """The demo did not show what it claims. The message lists what is missing."""
 
 
 async def run(options: Options, console: Console) -> None:
-    """Run a demo; everything it started is gone when this returns or raises.
+    """Run a demo, and stop everything that it started.
 
     Raises:
         DemoError: the job did not complete, or the recovery did not happen.
@@ -65,7 +65,7 @@ async def run(options: Options, console: Console) -> None:
     started = time.monotonic()
     items = manifest.read(options.manifest)
     job = only_job(items, options.manifest)
-    hint = f"look from another terminal:  export KUBECONFIG={options.directory}/cluster/kubeconfig"
+    hint = f"to use kubectl in another terminal:  export KUBECONFIG={options.directory}/cluster/kubeconfig"
     async with Programs() as programs:
         with display.choose_display(console, hint) as shown:
             shown.announce(
@@ -91,8 +91,8 @@ async def run(options: Options, console: Console) -> None:
         seconds = time.monotonic() - started
         console.print(summary(DemoResult(end, curve, fault, record, PROMPT, text, seconds)), soft_wrap=True)
         if options.keep_running:
-            console.print(f"\nthe cluster stays up until Ctrl-C; {hint}", soft_wrap=True, highlight=False)
-            with contextlib.suppress(asyncio.CancelledError):  # the expected end: the demo itself went well
+            console.print(f"\nthe cluster runs until Ctrl-C; {hint}", soft_wrap=True, highlight=False)
+            with contextlib.suppress(asyncio.CancelledError):  # the expected end: the demo succeeded
                 await asyncio.Event().wait()
 
 
@@ -123,7 +123,7 @@ async def follow_job(
     curve: LossCurve,
     shown: Display,
 ) -> Snapshot:
-    """Follow the job to its end, and delete a worker pod on the way if there is to be a fault.
+    """Follow the job until it finishes, and delete a worker pod midway if a fault is wanted.
 
     Raises:
         DemoError: it took longer than it may.
@@ -148,7 +148,7 @@ async def follow_job(
 
 
 async def inject_fault(client: ApiClient, observer: Observer, fault: Fault, now: Snapshot, shown: Display) -> None:
-    """Delete the worker pod when it is time; say so, and say when the job is back."""
+    """Delete the worker pod when it is due, and report that and the recovery."""
     if fault.due(now):
         deleted_pod = await fault.inject(client, NAMESPACE, now)
         shown.announce(
@@ -167,18 +167,18 @@ def only_job(items: list[dict[str, Any]], path: Path) -> dict[str, Any]:
     """
     jobs = [item for item in items if item["kind"] == KIND]
     if len(jobs) != 1:
-        raise manifest.ManifestError(f"{path}: must hold exactly one {KIND}, not {len(jobs)}")
+        raise manifest.ManifestError(f"{path}: expected exactly one {KIND}, found {len(jobs)}")
     return jobs[0]
 
 
 def total_samples(job: Mapping[str, Any]) -> int:
-    """Sequences that the whole run consumes: each exactly once, whatever happens to its workers."""
+    """Number of sequences that the run consumes: each exactly once, also after faults."""
     spec: ParallelTrainingJobSpec = parse_spec(job)
     return spec.training.steps * spec.training.global_batch_size if spec.training else 0
 
 
 def read_checkpoint_record(end: Snapshot) -> checks.CheckpointRecord | None:
-    """The manifest of the job's newest checkpoint; None where there is none."""
+    """The manifest of the job's latest checkpoint, or None."""
     if end.status.checkpoint is None:
         return None
     try:
@@ -189,12 +189,12 @@ def read_checkpoint_record(end: Snapshot) -> checks.CheckpointRecord | None:
 
 
 async def generate_text(programs: Programs, end: Snapshot, directory: Path) -> str:
-    """Text that the trained model writes after a prompt."""
+    """Text that the trained model generates after a prompt."""
     if end.status.checkpoint is None:
         return ""
     argv = [sys.executable, "-m", "meshwright_worker.generate", "--checkpoint", end.status.checkpoint.path]
     argv += ["--prompt", PROMPT, "--tokens", "240"]
-    # One thread: more of them only get into each other's way with a model this small.
+    # One thread: a model this small is slower with more.
     env = {"OMP_NUM_THREADS": "1"}
     text = await programs.output("text sampler", argv, directory / "generate.log", env)
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text.rstrip())

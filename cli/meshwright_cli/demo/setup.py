@@ -1,4 +1,4 @@
-"""What a demo runs on: the embedded cluster, the CRD and the operator, each waited for until it is ready."""
+"""Starts the embedded cluster, the CRD and the operator of a demo, and waits until each is ready."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ POLL_SECONDS = 0.1
 
 
 class SetupError(Exception):
-    """A part did not become ready in time. The message says which, with the end of its log."""
+    """A component was not ready in time. The message names it, with the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The simulated cluster."""
+    """The size of the simulated cluster."""
 
     racks: int = 2
     nodes_per_rack: int = 2
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole cluster."""
+        """GPUs of the cluster."""
         return self.racks * self.nodes_per_rack * self.gpus_per_node
 
 
@@ -80,12 +80,12 @@ async def install_crd(client: ApiClient) -> None:
                     return
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
-        raise SetupError(f"the API server did not establish {definition['metadata']['name']}") from None
+        raise SetupError(f"the API server has not established {definition['metadata']['name']}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where an operator on this machine listens. A restarted one must listen where its workers know it."""
+    """Ports of an operator on this machine. It must keep them when it restarts, because its workers know them."""
 
     coordinator: int = field(default_factory=free_port)
     metrics: int = field(default_factory=free_port)
@@ -99,7 +99,7 @@ class Ports:
 async def start_operator(
     programs: Programs, directory: Path, kubeconfig: Path, ports: Ports, options: Sequence[str] = ()
 ) -> Program:
-    """Start the operator, with further flags, and wait until it leads and watches.
+    """Start the operator, with further flags, and wait until it holds the Lease and watches.
 
     Raises:
         SetupError: it did not become ready.
@@ -146,7 +146,7 @@ def connect(kubeconfig: Path) -> ApiClient:
 
 
 async def local_checkpoint_path(client: ApiClient, namespace: str, claim: str, path: str) -> Path:
-    """Where on this machine a checkpoint lies that a pod of an embedded node wrote to a claim.
+    """The path on this machine of a checkpoint that a pod of an embedded node wrote to a claim.
 
     Pods with a file system of their own say where they see it; the others, whose paths are rewritten, say where it is.
     """

@@ -1,4 +1,4 @@
-"""One look at the job: its status, its pods and its events, parsed from raw objects. Pure."""
+"""A snapshot of the job: status, pods and events, parsed from raw objects. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What rank 0 itself says of its training at this moment, finer than the status that is written every 10 s."""
+    """Progress from rank 0's metrics. They are newer than the status, which is written every 10 s."""
 
     step: int
     loss: float
@@ -22,7 +22,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A worker pod in a few words."""
+    """The main properties of a worker pod."""
 
     worker: int
     name: str
@@ -37,20 +37,20 @@ class EventView:
 
     uid: str
     time: str
-    """RFC 3339, as the cluster wrote it."""
+    """RFC 3339, as in the event."""
     warning: bool
     reason: str
     note: str
 
     @property
     def clock(self) -> str:
-        """Only hours, minutes and seconds (UTC)."""
+        """Hours, minutes and seconds (UTC)."""
         return self.time[11:19]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The job at one moment."""
+    """The job at one time."""
 
     name: str
     uid: str
@@ -72,7 +72,7 @@ class Snapshot:
         return ready.message if ready else ""
 
     def holds(self, condition: str) -> bool:
-        """Whether a condition stands at True."""
+        """Whether a condition is True."""
         return conditions.is_true(self.status.conditions, condition)
 
     @property
@@ -82,19 +82,19 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """Last finished step: rank 0's own word where there is one, since it is newer."""
+        """Last completed step, from rank 0's metrics if available, because they are newer."""
         return self.sample.step if self.sample else self.status.step or 0
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last finished step."""
+        """Loss of the last completed step."""
         if self.sample:
             return self.sample.loss
         return float(self.status.loss) if self.status.loss else None
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run; 0 while unknown."""
+        """Number of steps of the run; 0 while unknown."""
         return self.status.total_steps or 0
 
 
@@ -111,7 +111,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
 
 
 def pod_state(pod: Mapping[str, Any]) -> str:
-    """The word `kubectl get pods` would show."""
+    """The status that `kubectl get pods` shows."""
     if "deletionTimestamp" in pod["metadata"]:
         return "Terminating"
     for container in pod.get("status", {}).get("containerStatuses", []):
@@ -124,7 +124,7 @@ def pod_state(pod: Mapping[str, Any]) -> str:
 
 
 def event_view(event: Mapping[str, Any]) -> EventView:
-    """An event in the core group's form, which shows events of either API."""
+    """An event from an object of the core group, which has the events of both APIs."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     return EventView(
@@ -139,7 +139,7 @@ def event_view(event: Mapping[str, Any]) -> EventView:
 def snapshot(
     job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
 ) -> Snapshot:
-    """The job at one moment, from raw objects; pods by worker, events about this very job by time."""
+    """A snapshot from raw objects, with pods by worker, and the events about this object by time."""
     uid = job["metadata"]["uid"]
     mine = [event_view(event) for event in events if (event.get("involvedObject") or {}).get("uid") == uid]
     return Snapshot(

@@ -1,4 +1,4 @@
-"""The end of a demo in a page. Pure: facts in, a rich renderable out."""
+"""The summary of a demo. Pure: turns facts into a rich renderable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECOVERED = "Recovered"
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What there is to tell when the job is over."""
+    """The facts for the summary."""
 
     end: Snapshot
     curve: LossCurve
@@ -27,13 +27,13 @@ class DemoResult:
     record: CheckpointRecord | None
     prompt: str
     text: str
-    """What the trained model wrote after the prompt."""
+    """Text that the trained model generated after the prompt."""
     seconds: float
-    """The whole demo."""
+    """Duration of the demo."""
 
 
 def summary(result: DemoResult) -> RenderableType:
-    """The page. Its lines are as long as they are: a path that is cut short is of no use."""
+    """The summary. Lines are not cut, because a truncated path is useless."""
     parts: list[RenderableType] = [Text()]
     parts += [Text.assemble((f"{name:<12}", "dim"), text) for name, text in rows(result)]
     plan, placement = result.end.status.plan, result.end.status.placement
@@ -66,7 +66,7 @@ def rows(result: DemoResult) -> list[tuple[str, str]]:
 
 
 def fault_rows(end: Snapshot, fault: Fault) -> list[tuple[str, str]]:
-    """What was lost, how long it took to come back and where the time went."""
+    """The deleted pod, the duration of the recovery, and its phases."""
     if fault.deleted_pod is None:
         return []
     out = [("fault", f"pod {fault.deleted_pod.name} on {fault.deleted_pod.node} deleted near step {fault.step}")]
@@ -74,9 +74,9 @@ def fault_rows(end: Snapshot, fault: Fault) -> list[tuple[str, str]]:
         out.append(("recovery", f"{fault.seconds:.1f} s, with {fault.replacement.name} on {fault.replacement.node}"))
     if fault.resumed_after is not None:
         reruns = (
-            f"{fault.repeated_steps} finished steps were run again"
+            f"{fault.repeated_steps} completed steps were repeated"
             if fault.repeated_steps
-            else "no finished step was run again"
+            else "no completed step was repeated"
         )
         out.append(("", f"resumed after step {fault.resumed_after}: {reruns}"))
     return out + [("", event.note) for event in end.events if event.reason == RECOVERED]

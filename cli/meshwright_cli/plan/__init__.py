@@ -1,1 +1,1 @@
-"""`meshwright plan`: the operator's own planning and placing, without a cluster."""
+"""`meshwright plan`: the operator's planning and placement, without a cluster."""

@@ -21,32 +21,36 @@ from meshwright_cli.plan.report_text import lines
 
 KIND = "ParallelTrainingJob"
 ASSUMED_GPUS = 64
-"""GPUs of the cluster that is assumed when none is described."""
+"""GPUs of the assumed cluster."""
 
 
 @click.command()
-@click.option("-f", "--filename", required=True, type=click.Path(path_type=Path), help="Manifest with the job.")
+@click.option(
+    "-f", "--filename", required=True, type=click.Path(path_type=Path), help="Manifest that contains the job."
+)
 @click.option(
     "--inventory",
     type=click.Path(path_type=Path),
-    help="Nodes: a saved `kubectl get nodes -o json`, or a list of {name, gpus, free, product, labels, count}.",
+    help="Nodes: the output of `kubectl get nodes -o json`, or a list of {name, gpus, free, product, labels, count}.",
 )
 @click.option(
-    "--gpus", type=click.IntRange(1, 1_000_000), help=f"Without an inventory: GPUs to assume ({ASSUMED_GPUS})."
+    "--gpus",
+    type=click.IntRange(1, 1_000_000),
+    help=f"Number of GPUs to assume if --inventory is not given (default: {ASSUMED_GPUS}).",
 )
-@click.option("--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="Without an inventory: their product.")
+@click.option("--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="Product of the assumed GPUs.")
 @click.option(
     "--objective",
     type=click.Choice([o.value for o in Objective]),
     default=Objective.TIME.value,
     show_default=True,
-    help="What the whole-cluster search looks for.",
+    help="Objective of the search over all degrees.",
 )
+@click.option("--every-technique", is_flag=True, help="Also search techniques that this runtime does not implement.")
+@click.option("--what-if", is_flag=True, help="Also estimate the step time on better hardware.")
 @click.option(
-    "--every-technique", is_flag=True, help="Look among all techniques of the field, not only this runtime's."
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
-@click.option("--what-if", is_flag=True, help="Also say what a better cluster would give.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def plan(
     filename: Path,
     inventory: Path | None,
@@ -57,10 +61,10 @@ def plan(
     what_if: bool,
     output: str,
 ) -> None:
-    """Plan and place a job without a cluster: layout, placement, estimates, alternatives and reasons.
+    """Plan and place a job without a cluster, and explain the result.
 
-    Prints what the operator itself would do with the job on these nodes. Exits with 1 when the job cannot be planned,
-    with 3 when it can, but has no room now.
+    Prints the layout and placement that the operator would choose on these nodes, with estimates, alternatives and
+    reasons. Exits with 1 if the job cannot be planned, and with 3 if it can, but does not fit on the free GPUs now.
     """
     job = _job(filename)
     resource = _gpu_resource(job)
@@ -80,7 +84,7 @@ def plan(
         click.echo(json.dumps(document(found), indent=2))
     else:
         if inventory is None:
-            click.echo(f"No inventory given: {gpus or ASSUMED_GPUS} free {gpu} are assumed.\n", err=True)
+            click.echo(f"No --inventory given: assuming {gpus or ASSUMED_GPUS} free {gpu}.\n", err=True)
         for line in lines(found):
             click.echo(line)
     if found.placement is None:
@@ -91,22 +95,22 @@ def _job(filename: Path) -> dict[str, Any]:
     """The only job of a manifest.
 
     Raises:
-        click.ClickException: the file cannot be read or holds no job, or several.
+        click.ClickException: the file cannot be read, or does not contain exactly one job.
     """
     try:
         documents = list(yaml.safe_load_all(filename.read_text()))
     except OSError as error:
         raise click.ClickException(f"{filename}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise click.ClickException(f"{filename}: no valid YAML: {error}") from error
+        raise click.ClickException(f"{filename}: not valid YAML: {error}") from error
     jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
     if len(jobs) != 1:
-        raise click.ClickException(f"{filename}: there must be one {KIND}, and there are {len(jobs)}")
+        raise click.ClickException(f"{filename}: expected exactly one {KIND}, found {len(jobs)}")
     return jobs[0]
 
 
 def _workers(job: dict[str, Any]) -> dict[str, Any]:
-    """`spec.workers` as it stands; empty where there is nothing that could be read."""
+    """`spec.workers`, or an empty dictionary if it is missing or invalid."""
     spec = job.get("spec")
     workers = spec.get("workers") if isinstance(spec, dict) else None
     return workers if isinstance(workers, dict) else {}
@@ -118,7 +122,7 @@ def _gpu_resource(job: dict[str, Any]) -> str:
 
 
 def _node_selector(job: dict[str, Any]) -> dict[str, str]:
-    """What the job asks of its nodes: a cluster that is assumed has it."""
+    """The job's node selector. Nodes of an assumed cluster have these labels."""
     selector = _workers(job).get("nodeSelector")
     return {str(k): str(v) for k, v in selector.items()} if isinstance(selector, dict) else {}
 
@@ -126,25 +130,25 @@ def _node_selector(job: dict[str, Any]) -> dict[str, str]:
 def _nodes(
     inventory: Path | None, gpus: int | None, gpu: str, resource: str, labels: dict[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Nodes and pods of the file, or of the cluster that is assumed.
+    """Nodes and pods of the file, or of the assumed cluster.
 
     Raises:
-        click.ClickException: the file describes no nodes, or the GPU is not known.
+        click.ClickException: the file does not describe nodes, or the GPU product is unknown.
     """
     if inventory is not None:
         if gpus is not None:
-            raise click.ClickException("--gpus is for when there is no --inventory: leave one of them out")
+            raise click.ClickException("--gpus cannot be used with --inventory: leave one of them out")
         try:
             return read_nodes(inventory, resource)
         except InventoryFileError as error:
             raise click.ClickException(str(error)) from error
     accelerator_spec = accelerator(gpu)
     if accelerator_spec is None:
-        raise click.ClickException(f"--gpu: `{gpu}` is not known. Known are: {', '.join(ACCELERATORS)}")
+        raise click.ClickException(f"--gpu: unknown product `{gpu}`: use one of {', '.join(ACCELERATORS)}")
     full_nodes, rest = divmod(gpus or ASSUMED_GPUS, accelerator_spec.node)
     if full_nodes > MAX_NODES:
         raise click.ClickException(
-            f"--gpus: {gpus} is more than {MAX_NODES} nodes of {accelerator_spec.node} `{gpu}`: lower it"
+            f"--gpus: must be at most {MAX_NODES} nodes of {accelerator_spec.node} `{gpu}`, got {gpus}"
         )
     entries = (
         [NodeEntry(name="node", gpus=accelerator_spec.node, product=gpu, count=full_nodes, labels=labels)]

@@ -1,9 +1,9 @@
-"""Nodes from a file: a saved `kubectl get nodes -o json`, or a short list written by hand.
+"""Reads nodes from a file: the output of `kubectl get nodes -o json`, or a short list.
 
     - {name: node-1, gpus: 8, free: 6, labels: {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}}
     - {name: node-2, gpus: 8, count: 31, product: NVIDIA-H100-80GB-HBM3}
 
-Both become raw Node objects (and a pod for GPUs that are taken), so that the planner reads them as it reads a cluster.
+Both become raw Node objects, and a pod for GPUs in use, so that the planner reads them like those of a cluster.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from meshwright.api.parsing import field_path
 
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 UNLIMITED = {"cpu": "100000", "memory": "1Pi", "pods": "10000"}
-"""What a node that is described by its GPUs alone has of everything else."""
+"""Other resources of a node whose entry gives only its GPUs."""
 MAX_NODES = 100_000
-"""Of one entry."""
+"""Largest number of nodes of one entry."""
 
 
 class InventoryFileError(ValueError):
-    """A file that describes no nodes. The message names the file, the entry and the field."""
+    """The file does not describe nodes. The message names the file, the entry and the field."""
 
 
 class NodeEntry(BaseModel):
-    """One node, or `count` alike, of a list written by hand."""
+    """A node, or `count` equal nodes, in a list."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -37,17 +37,17 @@ class NodeEntry(BaseModel):
     gpus: Annotated[int, Field(ge=0, le=1024)]
     """GPUs of the node."""
     free: Annotated[int | None, Field(ge=0, le=1024, alias="freeGpus")] = None
-    """GPUs that nothing uses; all of them when left out."""
+    """GPUs that are not in use (default: all)."""
     labels: dict[str, str] = {}
     product: str | None = None
     """Short for the label `nvidia.com/gpu.product`."""
     count: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
-    """So many such nodes, named `NAME-0`, `NAME-1` and on."""
+    """Number of equal nodes, named `NAME-0`, `NAME-1` and so on."""
 
     @model_validator(mode="after")
     def _check_free_gpus(self) -> NodeEntry:
         if self.free is not None and self.free > self.gpus:
-            raise ValueError(f"free is {self.free}, more than its {self.gpus} gpus")
+            raise ValueError(f"free must be at most gpus ({self.gpus}), got {self.free}")
         return self
 
 
@@ -55,26 +55,26 @@ def read_nodes(path: Path, gpu_resource: str) -> tuple[list[dict[str, Any]], lis
     """(Node objects, Pod objects) of a file.
 
     Raises:
-        InventoryFileError: it cannot be read, or describes no nodes.
+        InventoryFileError: it cannot be read, or does not describe nodes.
     """
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InventoryFileError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InventoryFileError(f"{path}: neither YAML nor JSON: {error}") from error
+        raise InventoryFileError(f"{path}: neither valid YAML nor valid JSON: {error}") from error
     if isinstance(content, Mapping) and content.get("kind") == "Node":
         return [dict(content)], []
     if isinstance(content, Mapping) and isinstance(content.get("items"), list):
         items = [item for item in content["items"] if isinstance(item, dict)]
         return [i for i in items if i.get("kind") in (None, "Node")], [i for i in items if i.get("kind") == "Pod"]
     if not isinstance(content, list):
-        raise InventoryFileError(f"{path}: neither a list of nodes nor what `kubectl get nodes -o json` prints")
+        raise InventoryFileError(f"{path}: must be a list of nodes, or the output of `kubectl get nodes -o json`")
     return _from_list(path, content, gpu_resource)
 
 
 def nodes_of(entry: NodeEntry, gpu_resource: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """(Node object, Pod object that takes what is not free) of one entry."""
+    """Pairs of a Node object and a Pod object that uses the GPUs that are not free."""
     labels = dict(entry.labels)
     if entry.product:
         labels.setdefault(PRODUCT_LABEL, entry.product)
@@ -104,7 +104,7 @@ def _from_list(path: Path, content: list[Any], gpu_resource: str) -> tuple[list[
         for node, pod in nodes_of(entry, gpu_resource):
             name = node["metadata"]["name"]
             if name in names:
-                raise InventoryFileError(f"{path}: node {number}: name: `{name}` is there twice")
+                raise InventoryFileError(f"{path}: node {number}: name: `{name}` must be unique")
             names.add(name)
             nodes.append(node)
             pods += [pod] if pod else []

@@ -1,4 +1,4 @@
-"""The answer to `meshwright plan`: what the operator would do with this job on these nodes, and what it would not."""
+"""The report of `meshwright plan`: what the operator would do with a job on these nodes, and the alternatives."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from meshwright.planner.search.spec_request import apply_strategy, search_reques
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 
 MAX_NAMED = 8
-"""Nodes to free that are named."""
+"""Largest number of nodes to free that a message names."""
 QUICK_EFFORT = 50_000
-"""Search for a placement that only serves to compare."""
+"""Search effort for a placement that is only compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What a job would get."""
+    """Plan, placement and alternatives of one job."""
 
     spec: ParallelTrainingJobSpec
     inventory: Inventory
     plan: Plan
     placement: Placement | None
     pending: str
-    """Why it would wait, what fits now, and which nodes to free; empty when it is placed."""
+    """Why the job would wait, what fits now, and which nodes to free. Empty if it is placed."""
     fragmentation_cost: float = 0.0
-    """What the placement costs more than on the same nodes with nothing else on them."""
+    """Cost of the placement minus its cost on the same nodes without other pods."""
     ideal_estimate: Estimate | None = None
-    """The plan's estimate with each group as close as domains allow; `plan.estimate` is on the nodes it got."""
+    """The plan's estimate if each group were as close as domains allow, without a placement."""
     rejected: tuple[RejectedAlternative, ...] = ()
-    """The plan with one decision changed, and why that was not taken."""
+    """The plan with one decision changed, and why that was rejected."""
     whole_cluster: SearchResult | None = None
-    """The best layout if the whole cluster were the job's and every degree free."""
+    """The best layout for all GPUs of the cluster, with every degree free."""
     what_if: tuple[WhatIf, ...] = ()
     proposal: ParallelTrainingJobSpec | None = None
-    """The job in the layout of `whole_cluster`; None where other runtimes' techniques were allowed."""
+    """The job in the layout of `whole_cluster`. None if techniques of other runtimes were allowed."""
 
     @property
     def gpus(self) -> int:
@@ -74,19 +74,19 @@ def plan_report(
     every_technique: bool = False,
     with_what_if: bool = False,
 ) -> PlanReport:
-    """Plan, place, and look around.
+    """Plan and place a job, and compare alternatives.
 
     Args:
         job: a ParallelTrainingJob object.
         nodes: raw Node objects.
-        pods: raw Pod objects that take room on them.
-        objective: of the look around; the plan itself is the operator's.
-        every_technique: look around among all techniques of the field, not only those of this runtime.
-        with_what_if: also ask what a better cluster would give.
+        pods: raw Pod objects that use their resources.
+        objective: of the search over all degrees. The plan itself does not depend on it.
+        every_technique: also search techniques that this runtime does not implement.
+        with_what_if: also estimate the step time on better hardware.
 
     Raises:
-        InvalidSpecError: the job does not fit the schema.
-        PlanError: the job contradicts itself, or no layout fits this cluster's GPUs.
+        InvalidSpecError: the job violates the schema.
+        PlanError: the job's fields contradict each other, or no layout fits the cluster's GPUs.
     """
     spec = parse_spec(job)
     inventory = Inventory.from_objects(
@@ -130,7 +130,7 @@ def _nodes_to_free(plan: Plan, inventory: Inventory) -> str:
     if found is None:
         return ""
     more = f" and {len(found.nodes) - MAX_NAMED} more" if len(found.nodes) > MAX_NAMED else ""
-    return f"freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would make room"
+    return f"freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would be enough"
 
 
 def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: CostModel | None) -> float:
@@ -144,7 +144,7 @@ def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: 
 def _lost(
     spec: ParallelTrainingJobSpec, plan: Plan, ideal_estimate: Estimate, cost_model: CostModel, techniques: Techniques
 ) -> tuple[RejectedAlternative, ...]:
-    """What else there was, as `ideal_estimate` was: neither it nor the others placed."""
+    """The alternatives to the plan. Like `ideal_estimate`, they are estimated without a placement."""
     chosen = Candidate(
         plan.strategy,
         ideal_estimate,
@@ -163,7 +163,7 @@ def _lost(
 
 
 def _pins_of(spec: ParallelTrainingJobSpec) -> Pins:
-    """What the job states itself: nothing else is worth comparing it with."""
+    """The choices that the job sets. Alternatives keep them."""
     requested = spec.parallelism
     again = spec.training.activation_checkpointing if spec.training is not None else None
     return Pins(

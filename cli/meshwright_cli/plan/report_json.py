@@ -1,4 +1,4 @@
-"""The answer as JSON: everything the text says, for programs."""
+"""The report of `meshwright plan` as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright_cli.plan.report import PlanReport
 
 
 def document(plan_report: PlanReport) -> dict[str, Any]:
-    """Plan and placement as they would stand in a job's status, with estimates, alternatives and reasons."""
+    """Plan and placement as in a job's status, with estimates, alternatives and reasons."""
     plan, placement, whole_cluster = plan_report.plan, plan_report.placement, plan_report.whole_cluster
     return {
         "plan": _plan(plan),
@@ -58,7 +58,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _changes(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
-    """What to write into the job's spec to get the layout."""
+    """The fields to set in the job's spec to get the layout."""
     fields: dict[str, Any] = spec.model_dump(
         mode="json", by_alias=True, exclude_none=True, include={"replicas", "parallelism"}
     )

@@ -1,4 +1,4 @@
-"""The answer for people."""
+"""The report of `meshwright plan` as text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshwright.planner.units import GIB, format_bytes
 from meshwright_cli.plan.report import PlanReport
 
 MAX_DRAWN = 64
-"""Nodes of a placement that is drawn node by node."""
+"""Largest number of nodes that are drawn one by one."""
 NEGLIGIBLE_SHARE = 0.01
-"""Part of a placement's cost that is not worth a line."""
+"""Fraction of a placement's cost that is not reported."""
 
 
 def lines(plan_report: PlanReport) -> Iterator[str]:
-    """The whole text, line by line."""
+    """The lines of the report."""
     plan = plan_report.plan
     workers = len(plan.workers)
     yield f"Plan: {plan.summary}, {_count(plan.strategy.micro_batches, 'micro-batch', 'es')} per replica and step"
@@ -35,7 +35,7 @@ def lines(plan_report: PlanReport) -> Iterator[str]:
     yield from _whole_cluster(plan_report)
     if plan_report.what_if:
         yield ""
-        yield "With a better cluster"
+        yield "With better hardware"
         yield from (f"  - {one.sentence}" for one in plan_report.what_if)
     if plan_report.inventory.warnings:
         yield ""
@@ -57,17 +57,17 @@ def _estimate(plan_report: PlanReport) -> Iterator[str]:
 def _placement(plan_report: PlanReport) -> Iterator[str]:
     placement = plan_report.placement
     if placement is None:
-        yield "Placement: none now"
+        yield "Placement: does not fit now"
         yield f"  {plan_report.pending}"
         return
-    quality = "proved best" if placement.gap == 0 else f"at most {placement.gap:.1%} above the best possible"
+    quality = "proved optimal" if placement.gap == 0 else f"at most {placement.gap:.1%} above the lower bound"
     plan = plan_report.plan.to_status()
     status = placement.to_status("job", {})
     yield f"Placement: cost {placement.cost:g}, {quality}"
     yield f"  {summary_line(plan, status)}"
     if plan_report.fragmentation_cost > NEGLIGIBLE_SHARE * placement.cost:
         yield (
-            f"  what others hold on these nodes makes {plan_report.fragmentation_cost / placement.cost:.0%} of the cost"
+            f"  {plan_report.fragmentation_cost / placement.cost:.0%} of the cost is due to other pods on these nodes"
         )
     if len(set(placement.nodes.values())) <= MAX_DRAWN:
         gpus = {node.name: node.capacity.gpus for node in plan_report.inventory.nodes.values()}
@@ -83,7 +83,7 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
         return
     best = whole_cluster.best
     yield ""
-    yield f"With {plan_report.gpus} GPUs to use, `replicas` and every degree free"
+    yield f"With all {plan_report.gpus} GPUs, and `replicas` and every degree free"
     yield (
         f"  {best.summary}: {best.seconds:.3g} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {best.estimate.mfu:.0%}, {best.estimate.memory.total / GIB:.1f} GiB"
@@ -91,7 +91,7 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
     yield from (f"  - {reason}" for reason in reasons(whole_cluster))
     others = [one for one in whole_cluster.alternatives if one is not best][:5]
     if others:
-        yield "  other good ones (time, GPUs, after a lost node)"
+        yield "  other good layouts (step time, GPUs, step time after a lost node)"
         for one in others:
             after = one.seconds_after_node_loss
             left = f"{after:.3g} s" if after < float("inf") else "stops"

@@ -1,4 +1,4 @@
-"""`meshwright local node` and `meshwright local chaos`: break the cluster on purpose, and mend it.
+"""`meshwright local node` and `meshwright local chaos`: inject faults into the cluster, and end them.
 
 Nodes and processes are broken by the cluster's own process (see control.py); requests and watches by the rules of the
 embedded API server's `/debug/chaos`, which this module only writes and reads.
@@ -36,7 +36,7 @@ _EFFECTS = {
 
 
 def default_directory() -> Path:
-    """Where `meshwright local` keeps its cluster: the user's state directory."""
+    """The default directory of `meshwright local`, in the user's state directory."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "meshwright" / "cluster"
 
@@ -51,10 +51,10 @@ directory_option = click.option(
 
 
 def running_directory(directory: Path) -> Path:
-    """The directory, if a cluster runs in it."""
+    """The directory, if a cluster is running in it."""
     directory = directory.resolve()
     if daemon_pid(directory) is None:
-        raise click.ClickException(f"no cluster runs in {directory}: start one with `meshwright local up`")
+        raise click.ClickException(f"no cluster is running in {directory}: start one with `meshwright local up`")
     return directory
 
 
@@ -68,14 +68,14 @@ def _send_command(directory: Path, **order: str) -> None:
 @click.command()
 @click.argument("action", type=click.Choice(control_socket.NODE_ACTIONS))
 @click.argument("name")
-@click.option("--rack", default="rack0", show_default=True, help="Of a node to add.")
+@click.option("--rack", default="rack0", show_default=True, help="Rack of the node to add.")
 @directory_option
 def node(action: str, name: str, rack: str, directory: Path) -> None:
-    """Let a simulated node fail and come back, or add and remove one.
+    """Fail, recover, add or remove a simulated node.
 
-    partition: it falls silent, its processes go on. power-off: its processes are killed and nobody is told. recover:
-    it comes back after either. add, remove: until `meshwright local down`. For the rest there is kubectl: get nodes,
-    cordon, drain, taint.
+    partition: the node's API requests stop, its processes keep running. power-off: its processes are killed. recover:
+    ends a partition or a power-off. add, remove: add or remove a node until `meshwright local down`. To cordon, drain
+    or taint a node, use kubectl.
     """
     _send_command(directory, action=action, node=name, rack=rack)
     click.echo(f"{name}: {action}")
@@ -83,13 +83,13 @@ def node(action: str, name: str, rack: str, directory: Path) -> None:
 
 @click.group()
 def chaos() -> None:
-    """Break requests, watches and processes on purpose."""
+    """Inject faults into requests, watches and processes."""
 
 
 @chaos.command("list")
 @directory_option
 def list_rules(directory: Path) -> None:
-    """Print the rules in force, one JSON object a line."""
+    """Print all rules, one JSON object per line."""
     for rule in _rules(directory):
         click.echo(json.dumps(rule))
 
@@ -104,24 +104,26 @@ def clear(directory: Path) -> None:
 @chaos.command()
 @click.argument("effect", type=click.Choice(list(_EFFECTS)))
 @click.argument("details", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--match", "matches", multiple=True, metavar="KEY=VALUE", help="Which requests; all when left out.")
+@click.option(
+    "--match", "matches", multiple=True, metavar="KEY=VALUE", help="Requests that the rule affects (default: all)."
+)
 @directory_option
 def add(effect: str, details: tuple[str, ...], matches: tuple[str, ...], directory: Path) -> None:
-    """Add a rule: requests that match have the effect.
+    """Add a rule for the effect of matching requests.
 
     \b
-    answer code=429 retryAfter=1 reason=... message=...   an error, and the request is not carried out
-    delay seconds=2                                       the request is carried out later
-    drop-watches                                          open watches end
-    delay-events seconds=2                                watches lag behind
-    half-open                                             watches stay connected and silent
-    stale revisions=20                                    reads answer from the past
-    lost-answer                                           carried out, and the connection closed
+    answer code=429 retryAfter=1 reason=... message=...   an error; the request is not executed
+    delay seconds=2                                       the request is executed later
+    drop-watches                                          open watches are closed
+    delay-events seconds=2                                watches deliver changes later
+    half-open                                             watches stay open and deliver nothing
+    stale revisions=20                                    reads return an earlier state
+    lost-answer                                           executed, but the connection is closed
 
     \b
     --match verbs=list,watch    resource=pods    namespace=...    name=...    subresource=status
     --match userAgent=...       probability=0.5  count=3
-    """  # noqa: D301 - click takes the escape as "leave these lines as they are"
+    """  # noqa: D301 - the escape tells click to keep the line breaks
     rule = {"match": _pairs(matches), "effect": {"type": _EFFECTS[effect], **_pairs(details)}}
     _request(directory, "PUT", [*_rules(directory), rule])
     click.echo(json.dumps(rule))
@@ -129,22 +131,25 @@ def add(effect: str, details: tuple[str, ...], matches: tuple[str, ...], directo
 
 @chaos.command()
 @click.argument("pod")
-@click.option("--namespace", "-n", default="default", show_default=True)
-@click.option("--container", "-c", default="", help="[default: the first]")
+@click.option("--namespace", "-n", default="default", show_default=True, help="Namespace of the pod.")
+@click.option("--container", "-c", default="", help="Name of the container.  [default: the first]")
 @directory_option
 def kill(pod: str, namespace: str, container: str, directory: Path) -> None:
-    """Kill the main process of a pod's container, as an accident would; its restart policy decides what follows."""
+    """Kill the main process of a container.
+
+    The restart policy of the pod decides what happens next.
+    """
     _send_command(directory, action="kill", namespace=namespace, pod=pod, container=container)
     click.echo(f"{namespace}/{pod}: killed")
 
 
 def _pairs(words: tuple[str, ...]) -> Object:
-    """`key=value` words as JSON; numbers become numbers. What a key may be and mean is the server's to check."""
+    """`key=value` words as JSON, with numbers as numbers. The server validates the keys."""
     pairs: Object = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise click.UsageError(f"{word!r}: write it as KEY=VALUE")
+            raise click.UsageError(f"expected KEY=VALUE, got {word!r}")
         value: Any = text
         with contextlib.suppress(ValueError):
             value = float(text) if "." in text else int(text)
@@ -167,5 +172,7 @@ def _request(directory: Path, method: str, body: Any = None) -> Any:
         return asyncio.run(ask())
     except REQUEST_ERRORS as error:
         if isinstance(error, ApiError) and error.status == 404:
-            raise click.ClickException(f"{connection.url} has no chaos switches: it is no embedded cluster") from error
+            raise click.ClickException(
+                f"{connection.url} does not support fault injection: it is not an embedded cluster"
+            ) from error
         raise click.ClickException(f"{connection.url}: {error}") from error

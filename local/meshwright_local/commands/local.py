@@ -1,4 +1,4 @@
-"""`meshwright local`: a cluster on this machine, up, down and looked at."""
+"""`meshwright local`: starts, stops and shows a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STOP_SECONDS = 30.0
 
 @click.group()
 def local() -> None:
-    """A Kubernetes cluster on this machine, with simulated GPU nodes and without containers."""
+    """Run a Kubernetes cluster on this machine, with simulated GPU nodes and without containers."""
 
 
 local.add_command(faults.node)
@@ -44,13 +44,13 @@ local.add_command(faults.chaos)
 @directory_option
 @cluster_options
 def up(directory: Path, provider: str, with_nodes: bool, existing: Path | None, **numbers: Any) -> None:
-    """Start the cluster in the background and wait until it is ready."""
+    """Start the cluster in the background, and wait until it is ready."""
     directory = directory.resolve()
     provider_of(provider, directory, 0, existing, with_nodes)
     if daemon_pid(directory) is not None:
-        raise click.ClickException(f"a cluster runs in {directory} already: see `meshwright local status`")
+        raise click.ClickException(f"a cluster is already running in {directory}: see `meshwright local status`")
     directory.mkdir(parents=True, exist_ok=True)
-    # One that was killed leaves it behind.
+    # A daemon that was killed leaves the file behind.
     (directory / READY_FILE).unlink(missing_ok=True)
     arguments = [f"--directory={directory}", f"--provider={provider}", *(["--with-nodes"] if with_nodes else [])]
     arguments += [f"--existing={existing.resolve()}"] if existing else []
@@ -76,18 +76,18 @@ def _start(directory: Path, arguments: list[str]) -> None:
         if daemon.poll() is not None or time.monotonic() > deadline:
             daemon.kill()
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-            raise click.ClickException(f"the cluster did not start; the end of {log}:\n{tail}")
+            raise click.ClickException(f"the cluster did not start; the last lines of {log}:\n{tail}")
         time.sleep(0.05)
 
 
 @local.command()
 @directory_option
 def down(directory: Path) -> None:
-    """Stop the cluster; its objects, volumes and logs stay in the directory."""
+    """Stop the cluster. Its objects, volumes and logs stay in the directory."""
     directory = directory.resolve()
     pid = daemon_pid(directory)
     if pid is None:
-        click.echo(f"no cluster runs in {directory}")
+        click.echo(f"no cluster is running in {directory}")
         return
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_SECONDS
@@ -108,7 +108,7 @@ def kubeconfig(directory: Path) -> None:
 @local.command()
 @directory_option
 def status(directory: Path) -> None:
-    """Show nodes, what they have and what runs on them."""
+    """Show the nodes with their GPUs and pods."""
     connection = Connection.from_kubeconfig(running_directory(directory) / "kubeconfig")
     nodes, pods = _list_nodes_and_pods(connection)
     console = Console()
@@ -124,7 +124,7 @@ def _list_nodes_and_pods(connection: Connection) -> tuple[list[Object], list[Obj
     try:
         return asyncio.run(fetch())
     except REQUEST_ERRORS as error:
-        raise click.ClickException(f"{connection.url} does not answer: {error}") from error
+        raise click.ClickException(f"{connection.url} does not respond: {error}") from error
 
 
 def _table(nodes: list[Object], pods: list[Object]) -> Table:

@@ -12,7 +12,7 @@ from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
-from meshwright.models.counts import layer_counts, parameters
+from meshwright.models.counts import layer_counts
 from meshwright.models.presets import published
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
@@ -163,8 +163,8 @@ def test_stages_hold_every_parameter_once(model: Architecture, tensor: int, pipe
         assert experts == pytest.approx(untied.count_mixtures(0, untied.layers) * layer_counts(untied, True).experts)
     dense = sum(part.dense for part in held)
     if tensor == 1:
-        assert dense + experts == pytest.approx(parameters(untied))
-    assert dense * tensor + experts >= parameters(untied)
+        assert dense + experts == pytest.approx(untied.parameters)
+    assert dense * tensor + experts >= untied.parameters
 
 
 @given(models, st.sampled_from([2, 4, 8]), st.integers(1, 4))
@@ -243,7 +243,7 @@ def test_gathered_keys_and_values_take_room() -> None:
 
 def test_fp8_keeps_copies_of_weights() -> None:
     half, eight = (worst_stage(work(), Strategy(fp8=fp8), FRAMEWORKS["megatron-core"]) for fp8 in (False, True))
-    assert eight.buffers - half.buffers == 2 * parameters(SEVEN)
+    assert eight.buffers - half.buffers == 2 * SEVEN.parameters
     assert eight.activations < half.activations
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
+from meshwright_worker.distributed.collectives import flatten_tensors, unflatten_into
 
 _AVERAGES = ("running_mean", "running_var")
 

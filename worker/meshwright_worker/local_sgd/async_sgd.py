@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.training import OptimizerSpec
+from meshwright_worker.distributed.collectives import flatten_tensors, unflatten_into
 from meshwright_worker.distributed.device import use_device
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
 from meshwright_worker.local_sgd.bounded_staleness import Event, ReplayOrder, StalenessGate
 from meshwright_worker.local_sgd.outer_optimizer import local_tensors

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.api.training import OuterSpec
-from meshwright_worker.distributed.collectives import all_reduce_on
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
+from meshwright_worker.distributed.collectives import all_reduce_on, flatten_tensors, unflatten_into
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
 from meshwright_worker.local_sgd.outer_optimizer import local_tensors
 from meshwright_worker.local_sgd.parameter_averaging import any_island_stops

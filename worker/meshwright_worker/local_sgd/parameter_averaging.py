@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.distributed.collectives import all_reduce_on
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
+from meshwright_worker.distributed.collectives import all_reduce_on, flatten_tensors, unflatten_into
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
 from meshwright_worker.local_sgd.outer_optimizer import local_tensors
 from meshwright_worker.optimizers.optimizer import Optimizer

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten_into
+from meshwright_worker.distributed.collectives import flatten_tensors, unflatten_into
 from meshwright_worker.local_sgd.bounded_staleness import Event, ReplayOrder, StalenessGate
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.parallel.shards import ParameterShard

@@ -18,11 +18,7 @@ import torch
 
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.models.model_flops import (
-    forward_flops_per_token,
-    recomputed_flops_per_token,
-    trained_flops_per_token,
-)
+from meshwright.models.counts import forward_pass_flops, recomputed_layers_flops, training_flops
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manager import CheckpointManager
@@ -266,9 +262,9 @@ def step_flops(
         # FLOPs per token are linear in the row's length, so rows of different lengths count as rows of this mean
         # length.
         tokens, length = token_counts.tokens, round(token_counts.squares / max(1, token_counts.tokens))
-    model = trained_flops_per_token(architecture, length, lora)
-    recomputed = forward_flops_per_token(architecture, length, lora) if rematerializes else 0
+    model = training_flops(architecture, length, lora=lora)
+    recomputed = forward_pass_flops(architecture, length, lora) if rematerializes else 0.0
     if training.checkpointing in _RECOMPUTES_LAYERS:
-        recomputed += recomputed_flops_per_token(architecture, length, lora)
+        recomputed += recomputed_layers_flops(architecture, length, lora)
     gpu = accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return StepFlops(float(tokens * model), float(tokens * (model + recomputed)), gpu.half * ranks if gpu else None)
+    return StepFlops(tokens * model, tokens * (model + recomputed), gpu.half * ranks if gpu else None)

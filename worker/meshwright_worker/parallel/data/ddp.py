@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.data_parallel import DataParallelSpec, GradientCompression
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten
+from meshwright_worker.distributed.collectives import flatten_tensors, unflatten
 from meshwright_worker.distributed.mesh import EXPERT_REPLICA, REPLICA, Mesh
 from meshwright_worker.parallel.data.compression.build import build_compressor
 from meshwright_worker.parallel.data.compression.compressor import Reduction

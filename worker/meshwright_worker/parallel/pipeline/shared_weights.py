@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.schedules.pipeline_layout import PipelineLayout
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten
+from meshwright_worker.distributed.collectives import flatten_tensors, unflatten
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.shards import ParameterShard
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.distributed.flat_tensors import flatten_tensors, unflatten
+from meshwright_worker.distributed.collectives import flatten_tensors, unflatten
 from meshwright_worker.parallel.data.compression.compressor import ErrorFeedback, Reduction
 
 
