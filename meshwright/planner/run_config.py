@@ -24,8 +24,9 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     """
     command = spec.runtime.command
     if command is not None:
-        shared = _shared_fields(spec, strategy, strategy.schedule)
-        return CommandRun(**shared, checkpoint=spec.checkpoint, command=command)
+        return CommandRun(
+            **_shared_fields(spec, strategy, strategy.schedule), checkpoint=spec.checkpoint, command=command
+        )
     if architecture is None or spec.data is None or spec.training is None:
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
     checkpoint = spec.checkpoint
