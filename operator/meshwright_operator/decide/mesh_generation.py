@@ -88,5 +88,5 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
         master_address=address,
         master_port=int(port),
         members=members,
-        run=observed.plan.run_config(observed.spec),
+        run=observed.run,
     )
