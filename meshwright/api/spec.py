@@ -31,6 +31,10 @@ class RuntimeSpec(ApiModel):
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
 
 
+DEFAULT_CHECKPOINT_INTERVAL = 100
+"""Steps between checkpoints where `checkpoint.everySteps` is left out."""
+
+
 class CheckpointSpec(ApiModel):
     """Where and how often checkpoints are saved."""
 
@@ -44,7 +48,7 @@ class CheckpointSpec(ApiModel):
     @property
     def interval(self) -> int:
         """Steps between checkpoints. The schema has no default, because the field must be absent with a command."""
-        return 100 if self.every_steps is None else self.every_steps
+        return DEFAULT_CHECKPOINT_INTERVAL if self.every_steps is None else self.every_steps
 
     @property
     def retained(self) -> int:

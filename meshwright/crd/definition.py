@@ -11,6 +11,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.crd.structural_schema import Schema, structural_schema
 from meshwright.rules.transition import TRANSITIONS
 from meshwright.rules.validation import SPEC_RULES
+from meshwright.schedules.schedule import registered
 
 NAME = f"{labels.PLURAL}.{labels.GROUP}"
 
@@ -69,6 +70,7 @@ def custom_resource_definition() -> dict[str, Any]:
 
 def _root_schema() -> Schema:
     spec = structural_schema(ParallelTrainingJobSpec)
+    spec["properties"]["parallelism"]["properties"]["schedule"]["enum"] = [kind.order.value for kind in registered()]
     spec["x-kubernetes-validations"] = [
         {
             "rule": rule.cel,

@@ -6,7 +6,7 @@ GPT's feed-forward layer no gate, and the experts of a mixture, shared ones too,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshwright.api.lora import LoraSpec, LoraTarget
@@ -39,16 +39,6 @@ def adapter_parameters(lora: LoraSpec, model: Architecture) -> int:
     )
 
 
-def missing_adapter_problem(lora: LoraSpec, model: Architecture) -> str | None:
-    """Why a layer would have nothing to train: what it has instead; None where every layer has an adapter."""
-    for mixture in _kinds(model):
-        if not adapted_matrices(lora, model, mixture=mixture):
-            targets_by_kind = _names(matrix.target for matrix in _matrices(model, mixture=mixture))
-            kind = " with a mixture of experts" if mixture else ""
-            return f"layers{kind} have none of {_names(lora.targets)} to adapt: name at least one of {targets_by_kind}"
-    return None
-
-
 def skipped_targets(lora: LoraSpec, model: Architecture) -> str | None:
     """Which of the named matrices get no adapter, and where; None where every layer has them all."""
     targets_by_kind = {
@@ -64,20 +54,34 @@ def skipped_targets(lora: LoraSpec, model: Architecture) -> str | None:
     return f"`training.lora.targets`: no adapter {' and '.join(found)}" if found else None
 
 
-def _matrices(model: Architecture, *, mixture: bool) -> Iterator[Matrix]:
+def layer_targets(*, latent: bool, gated: bool, mixture: bool) -> set[LoraTarget]:
+    """The matrices that a layer has.
+
+    Args:
+        latent: whether attention is latent.
+        gated: whether the feed-forward layer has a gate.
+        mixture: whether a mixture of experts stands in place of the feed-forward layer.
+    """
+    targets = {LoraTarget.QUERY, LoraTarget.OUTPUT}
+    targets |= set() if latent else {LoraTarget.KEY, LoraTarget.VALUE}
+    feed_forward = {LoraTarget.UP, LoraTarget.DOWN} | ({LoraTarget.GATE} if gated else set())
+    return targets if mixture else targets | feed_forward
+
+
+def _matrices(model: Architecture, *, mixture: bool) -> list[Matrix]:
     hidden, width, latent = model.hidden_size, model.intermediate_size, model.latent
     queries = latent.query_rank or hidden if latent is not None else hidden
-    yield Matrix(LoraTarget.QUERY, queries, model.heads * model.key_size)
-    if latent is None:
-        yield Matrix(LoraTarget.KEY, hidden, model.kv_heads * model.head_size)
-        yield Matrix(LoraTarget.VALUE, hidden, model.kv_heads * model.value_size)
-    yield Matrix(LoraTarget.OUTPUT, model.heads * model.value_size, hidden)
-    if mixture:
-        return
-    if model.gated:
-        yield Matrix(LoraTarget.GATE, hidden, width)
-    yield Matrix(LoraTarget.UP, hidden, width)
-    yield Matrix(LoraTarget.DOWN, width, hidden)
+    matrices = (
+        Matrix(LoraTarget.QUERY, queries, model.heads * model.key_size),
+        Matrix(LoraTarget.KEY, hidden, model.kv_heads * model.head_size),
+        Matrix(LoraTarget.VALUE, hidden, model.kv_heads * model.value_size),
+        Matrix(LoraTarget.OUTPUT, model.heads * model.value_size, hidden),
+        Matrix(LoraTarget.GATE, hidden, width),
+        Matrix(LoraTarget.UP, hidden, width),
+        Matrix(LoraTarget.DOWN, width, hidden),
+    )
+    targets = layer_targets(latent=latent is not None, gated=model.gated, mixture=mixture)
+    return [matrix for matrix in matrices if matrix.target in targets]
 
 
 def _kinds(model: Architecture) -> dict[bool, int]:

@@ -1,16 +1,19 @@
-"""Rules on how a sequence is shared."""
+"""Rules on how a sequence is shared, and on what needs whole sequences."""
 
 from __future__ import annotations
 
 from meshwright.api.parallelism import ContextMethod
-from meshwright.rules.facts import Facts
+from meshwright.rules.facts import Facts, sequence_unit
 from meshwright.rules.rule import Rule
+from meshwright.sequence_sharding import SequenceSharding
 
 _TENSOR = "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
 _UNIT = f"(self.parallelism.sequence ? {_TENSOR} : 1)"
 _ULYSSES = "(has(self.parallelism.ulysses) ? self.parallelism.ulysses : 1)"
-_HEAD_EXCHANGE_RANKS = (
-    f"(self.parallelism.contextMethod == 'Ulysses' ? self.parallelism.context : {_ULYSSES}) * {_TENSOR}"
+_RING_GROUP = f"(self.parallelism.contextMethod == 'RingUlysses' ? {_ULYSSES} : 1)"
+_MIN_LENGTH = (
+    "(self.parallelism.contextMethod in ['Ring', 'Ulysses'] ? self.parallelism.context"
+    f" : 2 * (self.parallelism.context / {_RING_GROUP}) * (({_RING_GROUP} + 1) / 2)) * {_UNIT}"
 )
 _KV_HEADS = "(has(self.model.kvHeads) ? self.model.kvHeads : self.model.heads)"
 
@@ -31,12 +34,18 @@ def head_exchange_ranks(method: ContextMethod, context: int, ulysses: int | None
 
 def _sequence_long_enough(facts: Facts) -> bool:
     p = facts.parallelism
-    unit = (p.tensor or 1) if p.sequence else 1
-    return (
-        p.context_or_default == 1
-        or facts.training is None
-        or facts.training.sequence_length >= 2 * p.context_or_default * unit
-    )
+    if p.context_or_default == 1 or facts.training is None:
+        return True
+    inner = (p.ulysses or 1) if p.context_method is ContextMethod.RING_ULYSSES else 1
+    sharding = SequenceSharding(p.context_method, p.context_or_default, sequence_unit(p), inner)
+    return facts.training.sequence_length >= sharding.min_length
+
+
+def _sequence_splits_evenly(facts: Facts) -> bool:
+    context, training = facts.parallelism.context_or_default, facts.training
+    if context == 1 or training is None or facts.model is None or facts.model.mixture is None:
+        return True
+    return training.sequence_length % (context * sequence_unit(facts.parallelism)) == 0
 
 
 def _ulysses_divides_context(facts: Facts) -> bool:
@@ -46,22 +55,47 @@ def _ulysses_divides_context(facts: Facts) -> bool:
     return p.context_method is ContextMethod.RING_ULYSSES and p.context_or_default % p.ulysses == 0
 
 
-def _heads_exchange(facts: Facts) -> bool:
+def _heads_exchange(facts: Facts, method: ContextMethod) -> bool:
     p, model = facts.parallelism, facts.model
-    if model is None or model.heads is None:
+    if p.context_method is not method or model is None or model.heads is None:
         return True
-    ranks = head_exchange_ranks(p.context_method, p.context_or_default, p.ulysses)
+    ranks = head_exchange_ranks(method, p.context_or_default, p.ulysses)
     return ranks == 1 or heads_divide(model.heads, model.kv_heads or model.heads, p.tensor or 1, ranks)
+
+
+def _heads_exchange_cel(method: ContextMethod, ranks: str) -> str:
+    group = f"({ranks} * {_TENSOR})"
+    return (
+        f"!has(self.model) || !has(self.model.heads) || self.parallelism.contextMethod != '{method}' || {ranks} == 1"
+        f" || (self.model.heads % {group} == 0 && ({_KV_HEADS} % {group} == 0 || {group} % {_KV_HEADS} == 0))"
+    )
+
+
+def _attention_dropout_sees_whole_rows(facts: Facts) -> bool:
+    dropout = facts.training is not None and facts.training.attention_dropout > 0
+    return not dropout or facts.parallelism.context_or_default == 1
+
+
+def _capacity_counts_whole_rows(facts: Facts) -> bool:
+    mixture = facts.model.mixture if facts.model is not None else None
+    return mixture is None or mixture.capacity_factor is None or facts.parallelism.context_or_default == 1
 
 
 CONTEXT_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.context",
-        "times 2, and times `parallelism.tensor` when `parallelism.sequence` is true, must be at most "
-        "`training.sequenceLength`: every rank gets two parts of a row",
-        f"self.parallelism.context == 1 || !has(self.training)"
-        f" || self.training.sequenceLength >= 2 * self.parallelism.context * {_UNIT}",
+        "needs a longer `training.sequenceLength`: at least two tokens for each rank of a context group, one with "
+        "`Ring` and `Ulysses`, times `parallelism.tensor` with `sequence: true`",
+        f"self.parallelism.context == 1 || !has(self.training) || self.training.sequenceLength >= {_MIN_LENGTH}",
         _sequence_long_enough,
+    ),
+    Rule(
+        "training.sequenceLength",
+        "must be divisible by `parallelism.context`, times `parallelism.tensor` with `sequence: true`, where the model "
+        "has a `mixture`, whose balance is counted by sequence",
+        "self.parallelism.context == 1 || !has(self.training) || !has(self.model) || !has(self.model.mixture)"
+        f" || self.training.sequenceLength % (self.parallelism.context * {_UNIT}) == 0",
+        _sequence_splits_evenly,
     ),
     Rule(
         "parallelism.ulysses",
@@ -71,13 +105,31 @@ CONTEXT_RULES: tuple[Rule[Facts], ...] = (
         _ulysses_divides_context,
     ),
     Rule(
-        "parallelism.contextMethod",
-        "exchanges heads: the ranks that do (`parallelism.ulysses`, or with `Ulysses` `parallelism.context`) times "
-        "`parallelism.tensor` must divide `model.heads`, and divide `model.kvHeads` or be a multiple of it",
-        "!has(self.model) || !has(self.model.heads)"
-        f" || (self.parallelism.contextMethod == 'Ulysses' ? self.parallelism.context : {_ULYSSES}) == 1"
-        f" || (self.model.heads % ({_HEAD_EXCHANGE_RANKS}) == 0"
-        f" && ({_KV_HEADS} % ({_HEAD_EXCHANGE_RANKS}) == 0 || ({_HEAD_EXCHANGE_RANKS}) % {_KV_HEADS} == 0))",
-        _heads_exchange,
+        "parallelism.context",
+        "times `parallelism.tensor` must divide `model.heads` with `contextMethod: Ulysses`, which exchanges heads, "
+        "and divide `model.kvHeads` or be a multiple of it; or use `RingZigZag`",
+        _heads_exchange_cel(ContextMethod.ULYSSES, "self.parallelism.context"),
+        lambda facts: _heads_exchange(facts, ContextMethod.ULYSSES),
+    ),
+    Rule(
+        "parallelism.ulysses",
+        "times `parallelism.tensor` must divide `model.heads`: heads are exchanged; and divide `model.kvHeads` or be "
+        "a multiple of it; or use `contextMethod: RingZigZag`",
+        _heads_exchange_cel(ContextMethod.RING_ULYSSES, _ULYSSES),
+        lambda facts: _heads_exchange(facts, ContextMethod.RING_ULYSSES),
+    ),
+    Rule(
+        "training.attentionDropout",
+        "needs `parallelism.context: 1`: ranks that share a sequence keep no attention probabilities; set it to 0 and "
+        "use `training.dropout`",
+        "!has(self.training) || self.training.attentionDropout == 0.0 || self.parallelism.context == 1",
+        _attention_dropout_sees_whole_rows,
+    ),
+    Rule(
+        "model.mixture.capacityFactor",
+        "needs `parallelism.context: 1`: which tokens come first is not known where ranks hold parts of a sequence",
+        "!has(self.model) || !has(self.model.mixture) || !has(self.model.mixture.capacityFactor)"
+        " || self.parallelism.context == 1",
+        _capacity_counts_whole_rows,
     ),
 )

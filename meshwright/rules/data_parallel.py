@@ -1,13 +1,31 @@
-"""Rules on how replicas are kept equal."""
+"""Rules on how replicas are kept equal, and on islands of replicas."""
 
 from __future__ import annotations
 
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
-from meshwright.rules.facts import Facts
-from meshwright.rules.rule import Rule, divides
+from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.api.precision import Precision
+from meshwright.api.spec import DEFAULT_CHECKPOINT_INTERVAL
+from meshwright.api.training import OptimizerName, OptimizerOffload, OuterMethod, OuterSpec
+from meshwright.rules.facts import Facts, islands, shard_ranks
+from meshwright.rules.rule import Rule, divides, schedule_is_not, schedule_names
+from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineScheduleKind
 
 _DATA = "self.parallelism.dataParallel"
 _STAGE = "self.parallelism.zeroStage"
+_NO_OUTER_OR = "!has(self.training) || !has(self.training.outer) || "
+_ISLANDS = (
+    "(!has(self.training) || !has(self.training.outer) ? 1"
+    " : has(self.training.outer.islands) ? self.training.outer.islands : self.replicas)"
+)
+_IS_ZERO = f"(has({_DATA}.strategy) && {_DATA}.strategy == 'ZeRO')"
+_FLAT_SHARDS = f"(({_STAGE} == 1 || {_IS_ZERO}) && self.replicas * self.parallelism.context > 1)"
+_HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
+
+
+def _bidirectional(kind: PipelineScheduleKind) -> bool:
+    return kind.bidirectional
 
 
 def _stage_of_strategy(facts: Facts) -> bool:
@@ -36,9 +54,24 @@ def _sharded(facts: Facts) -> bool:
     return facts.parallelism.data_parallel.shard_size is None or facts.parallelism.zero_stage > 0
 
 
-def _resharded(facts: Facts) -> bool:
-    size = facts.parallelism.data_parallel.reshard_size
-    return size is None or (facts.parallelism.zero_stage == 3 and divides(size, facts.replicas))
+def _shard_size_divides(facts: Facts) -> bool:
+    return divides(facts.parallelism.data_parallel.shard_size, facts.replicas // islands(facts))
+
+
+def _reshards_parameters(facts: Facts) -> bool:
+    return facts.parallelism.data_parallel.reshard_size is None or facts.parallelism.zero_stage == 3
+
+
+def _reshard_size_divides(facts: Facts) -> bool:
+    data = facts.parallelism.data_parallel
+    return divides(data.reshard_size, data.shard_size or facts.replicas)
+
+
+def _reshards_alone(facts: Facts) -> bool:
+    # torch makes a group for every layer inside each replica group alone: their names would clash between groups.
+    p = facts.parallelism
+    alone = all((degree or 1) == 1 for degree in (p.tensor, p.pipeline, p.context)) and _outer(facts) is None
+    return p.data_parallel.reshard_size is None or alone
 
 
 def _compressed(facts: Facts) -> bool:
@@ -52,14 +85,80 @@ def _command_owns_replicas(facts: Facts) -> bool:
     return facts.runtime.command is None or (not set_here and data.compression is GradientCompression.NONE)
 
 
+def _has_flat_shards(facts: Facts) -> bool:
+    return data_parallel_engine(facts.parallelism) is DataParallelEngine.FLAT and shard_ranks(facts) > 1
+
+
+def _flat_shards_of_whole_experts(facts: Facts) -> bool:
+    p, mixed = facts.parallelism, facts.model is not None and facts.model.mixture is not None
+    split = mixed and ((p.expert or 1) > 1 or (p.tensor or 1) > 1)
+    return not split or not _has_flat_shards(facts)
+
+
+def _flat_shards_of_one_table(facts: Facts) -> bool:
+    tied = facts.model is not None and bool(facts.model.tie_embeddings) and (facts.parallelism.pipeline or 1) > 1
+    return not tied or not _has_flat_shards(facts)
+
+
+def _flat_shards_in_one_direction(facts: Facts) -> bool:
+    p = facts.parallelism
+    both_ways = (p.pipeline or 1) > 1 and kind_of(p.order).bidirectional
+    return not both_ways or not _has_flat_shards(facts)
+
+
+def _flat_shards_of_adamw(facts: Facts) -> bool:
+    muon = facts.training is not None and facts.training.optimizer.name is OptimizerName.MUON
+    return not muon or not _has_flat_shards(facts)
+
+
+def _flat_shards_of_masters(facts: Facts) -> bool:
+    return facts.training is None or facts.training.master_weights or not _has_flat_shards(facts)
+
+
+def _parameters_are_sharded(facts: Facts) -> bool:
+    if facts.training is None or not facts.training.parameter_offload:
+        return True
+    # Islands share no shards: each needs somebody to share with.
+    company = facts.parallelism.context is None or shard_ranks(facts) > islands(facts)
+    return company and data_parallel_engine(facts.parallelism) is DataParallelEngine.FSDP
+
+
+def _outer(facts: Facts) -> OuterSpec | None:
+    return facts.training.outer if facts.training is not None else None
+
+
 def _islands_split(facts: Facts) -> bool:
-    outer = facts.training.outer if facts.training is not None else None
-    return outer is None or outer.islands is None or divides(outer.islands, facts.replicas)
+    return _outer(facts) is None or (islands(facts) > 1 and facts.replicas % islands(facts) == 0)
 
 
 def _rounds_fit_checkpoints(facts: Facts) -> bool:
-    outer = facts.training.outer if facts.training is not None else None
+    outer = _outer(facts)
     return outer is None or facts.checkpoint is None or facts.checkpoint.interval % outer.every_steps == 0
+
+
+def _islands_round_alike(facts: Facts) -> bool:
+    training = facts.training
+    if training is None or training.outer is None:
+        return True
+    return training.precision is not Precision.FP16 and training.fp8 is None and training.master_weights
+
+
+def _islands_use_adamw(facts: Facts) -> bool:
+    training = facts.training
+    if training is None or training.outer is None:
+        return True
+    optimizer = training.optimizer
+    return optimizer.name is OptimizerName.ADAMW and optimizer.offload is OptimizerOffload.NONE
+
+
+def _islands_have_files(facts: Facts) -> bool:
+    outer, data = _outer(facts), facts.data
+    if outer is None or outer.method is not OuterMethod.FED_AVG or data is None:
+        return True
+    return data.claim_name is not None and not data.mixture
+
+
+_FSDP_INSTEAD = "use `parallelism.dataParallel.strategy: FSDP` with `parallelism.zeroStage` 2 or 3"
 
 
 REPLICA_RULES: tuple[Rule[Facts], ...] = (
@@ -78,21 +177,37 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.dataParallel.shardSize",
-        "needs `parallelism.zeroStage` 1, 2 or 3: without shards there is nothing to share",
+        "needs `zeroStage` 1, 2 or 3: without shards there is nothing to share",
         f"!has({_DATA}.shardSize) || {_STAGE} > 0",
         _sharded,
     ),
     Rule(
         "parallelism.dataParallel.shardSize",
-        "must divide `replicas`",
-        f"!has({_DATA}.shardSize) || self.replicas % {_DATA}.shardSize == 0",
-        lambda facts: divides(facts.parallelism.data_parallel.shard_size, facts.replicas),
+        "must divide `replicas`, or the replicas of an island with `training.outer`",
+        f"!has({_DATA}.shardSize) || (self.replicas / {_ISLANDS}) % {_DATA}.shardSize == 0",
+        _shard_size_divides,
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",
-        "needs `parallelism.zeroStage: 3` and must divide `replicas`",
-        f"!has({_DATA}.reshardSize) || ({_STAGE} == 3 && self.replicas % {_DATA}.reshardSize == 0)",
-        _resharded,
+        "needs `parallelism.zeroStage: 3`: other stages do not reshard",
+        f"!has({_DATA}.reshardSize) || {_STAGE} == 3",
+        _reshards_parameters,
+    ),
+    Rule(
+        "parallelism.dataParallel.reshardSize",
+        "must divide `replicas`, or `parallelism.dataParallel.shardSize` where that is set",
+        f"!has({_DATA}.reshardSize)"
+        f" || (has({_DATA}.shardSize) ? {_DATA}.shardSize : self.replicas) % {_DATA}.reshardSize == 0",
+        _reshard_size_divides,
+    ),
+    Rule(
+        "parallelism.dataParallel.reshardSize",
+        "needs `parallelism.tensor: 1`, `parallelism.pipeline: 1`, `parallelism.context: 1` and no `training.outer`: "
+        "torch names its groups by layer alone",
+        f"!has({_DATA}.reshardSize) || ((!has(self.parallelism.tensor) || self.parallelism.tensor == 1)"
+        " && (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1) && self.parallelism.context == 1"
+        " && (!has(self.training) || !has(self.training.outer)))",
+        _reshards_alone,
     ),
     Rule(
         "parallelism.dataParallel.compression",
@@ -108,18 +223,88 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         _command_owns_replicas,
     ),
     Rule(
+        "parallelism.zeroStage",
+        f"does not go with a `model.mixture` whose experts are split over ranks where shards are flat (1, or "
+        f"`dataParallel.strategy: ZeRO`): {_FSDP_INSTEAD}",
+        f"!{_FLAT_SHARDS} || !has(self.model) || !has(self.model.mixture)"
+        " || ((!has(self.parallelism.expert) || self.parallelism.expert == 1)"
+        " && (!has(self.parallelism.tensor) || self.parallelism.tensor == 1))",
+        _flat_shards_of_whole_experts,
+    ),
+    Rule(
+        "parallelism.zeroStage",
+        f"does not go with `model.tieEmbeddings` in a pipeline where shards are flat (1, or "
+        f"`dataParallel.strategy: ZeRO`): {_FSDP_INSTEAD}",
+        f"!{_FLAT_SHARDS} || !has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
+        f" || !({_HAS_PIPELINE})",
+        _flat_shards_of_one_table,
+    ),
+    Rule(
+        "parallelism.zeroStage",
+        lambda: (
+            f"does not go with `parallelism.schedule` {schedule_names(_bidirectional)} where shards are flat (1, or "
+            f"`dataParallel.strategy: ZeRO`): {_FSDP_INSTEAD}"
+        ),
+        lambda: f"!{_FLAT_SHARDS} || !({_HAS_PIPELINE}) || {schedule_is_not(_bidirectional)}",
+        _flat_shards_in_one_direction,
+    ),
+    Rule(
+        "parallelism.zeroStage",
+        f"does not go with `training.optimizer.name: Muon` where shards are flat (1, or `dataParallel.strategy: "
+        f"ZeRO`) and cut matrices anywhere: {_FSDP_INSTEAD}",
+        f"!{_FLAT_SHARDS} || !has(self.training) || self.training.optimizer.name != 'Muon'",
+        _flat_shards_of_adamw,
+    ),
+    Rule(
+        "parallelism.zeroStage",
+        f"does not go with `training.masterWeights: false` where shards are flat (1, or `dataParallel.strategy: "
+        f"ZeRO`) and rounding goes by an element's place: {_FSDP_INSTEAD}",
+        f"!{_FLAT_SHARDS} || !has(self.training) || self.training.masterWeights",
+        _flat_shards_of_masters,
+    ),
+    Rule(
+        "training.parameterOffload",
+        "needs `parallelism.zeroStage: 3`, or 2 without `dataParallel.strategy: ZeRO`, and `replicas` times "
+        "`parallelism.context` of at least 2, with `training.outer` on each island: only FSDP gathers a layer at a "
+        "time from the shards of several ranks",
+        f"!has(self.training) || !self.training.parameterOffload || ({_STAGE} >= 2 && !{_IS_ZERO}"
+        f" && (!has(self.parallelism.context) || self.replicas * self.parallelism.context > {_ISLANDS}))",
+        _parameters_are_sharded,
+    ),
+    Rule(
         "training.outer.islands",
-        "must divide `replicas`: every island has the same number of them",
-        "!has(self.training) || !has(self.training.outer) || !has(self.training.outer.islands)"
-        " || self.replicas % self.training.outer.islands == 0",
+        "must be at least 2 and divide `replicas`, which stands for it where it is left out: every island has the same "
+        "number of them",
+        f"{_NO_OUTER_OR}({_ISLANDS} > 1 && self.replicas % {_ISLANDS} == 0)",
         _islands_split,
     ),
     Rule(
         "training.outer.everySteps",
-        "must divide `checkpoint.everySteps`, 100 when that is left out: islands are equal after a round alone",
-        "!has(self.training) || !has(self.training.outer) || !has(self.checkpoint)"
-        " || (has(self.checkpoint.everySteps) ? self.checkpoint.everySteps : 100)"
+        f"must divide `checkpoint.everySteps`, {DEFAULT_CHECKPOINT_INTERVAL} when that is left out: islands are equal "
+        "after a round alone",
+        f"{_NO_OUTER_OR}!has(self.checkpoint)"
+        f" || (has(self.checkpoint.everySteps) ? self.checkpoint.everySteps : {DEFAULT_CHECKPOINT_INTERVAL})"
         " % self.training.outer.everySteps == 0",
         _rounds_fit_checkpoints,
+    ),
+    Rule(
+        "training.outer",
+        "needs `training.precision` fp32, bf16 or fp64 with `masterWeights: true` and no `fp8`: scales and rounding "
+        "would differ between islands",
+        f"{_NO_OUTER_OR}(self.training.precision != 'fp16' && !has(self.training.fp8) && self.training.masterWeights)",
+        _islands_round_alike,
+    ),
+    Rule(
+        "training.outer",
+        "needs `training.optimizer.name: AdamW` and `training.optimizer.offload: None`",
+        None,
+        _islands_use_adamw,
+    ),
+    Rule(
+        "training.outer.method",
+        "may be `FedAvg` with `data.claimName` and without `data.mixture` alone: each island has files of its own, in "
+        "the folders `island-0`, `island-1`, ... of the volume",
+        None,
+        _islands_have_files,
     ),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from meshwright.api.data import Packing
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
-from meshwright.api.training import OptimizerName, OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload
 from meshwright.rules.facts import Facts
-from meshwright.rules.rule import Rule
+from meshwright.rules.rule import Rule, schedule_is
+from meshwright.schedules.registry import kind_of
 
 
 def _masters_unless_bf16(facts: Facts) -> bool:
@@ -50,6 +52,36 @@ def _fp8_without_lora(facts: Facts) -> bool:
 def _rowwise_is_dynamic(facts: Facts) -> bool:
     fp8 = facts.training.fp8 if facts.training is not None else None
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
+
+
+def _selective_layers_are_whole(facts: Facts) -> bool:
+    """What breaks the graph of a compiled layer, in which `Selective` is decided."""
+    training, p = facts.training, facts.parallelism
+    if training is None or not training.compile:
+        return True
+    if training.activation_checkpointing is not ActivationCheckpointing.SELECTIVE:
+        return True
+    in_pieces = (
+        (p.tensor or 1) > 1
+        or p.context_or_default > 1
+        or (facts.data is not None and facts.data.packing is Packing.DOCUMENTS)
+        or (facts.model is not None and facts.model.mixture is not None)
+        or (training.fp8 is not None and training.fp8.update is Fp8Update.DELAYED)
+        or ((p.pipeline or 1) > 1 and not kind_of(p.order).whole_backward)
+    )
+    return not in_pieces
+
+
+def _selective_layers_are_whole_cel() -> str:
+    return (
+        "!has(self.training) || !self.training.compile || !has(self.training.activationCheckpointing)"
+        " || self.training.activationCheckpointing != 'Selective'"
+        " || ((!has(self.parallelism.tensor) || self.parallelism.tensor == 1) && self.parallelism.context == 1"
+        " && (!has(self.data) || self.data.packing != 'Documents') && (!has(self.model) || !has(self.model.mixture))"
+        " && (!has(self.training.fp8) || self.training.fp8.update != 'Delayed')"
+        " && (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1"
+        f" || {schedule_is(lambda kind: kind.whole_backward)}))"
+    )
 
 
 MEMORY_RULES: tuple[Rule[Facts], ...] = (
@@ -103,5 +135,14 @@ MEMORY_RULES: tuple[Rule[Facts], ...] = (
         "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
         " || self.training.fp8.update == 'Dynamic'",
         _rowwise_is_dynamic,
+    ),
+    Rule(
+        "training.activationCheckpointing",
+        "may not be `Selective` with `training.compile: true` and `parallelism.tensor` or `parallelism.context` above "
+        "1, `data.packing: Documents`, a `model.mixture`, `training.fp8.update: Delayed`, or a pipeline whose "
+        "`parallelism.schedule` splits backward passes or never drains: a layer is then compiled in pieces, which "
+        "compute every matrix product again; use `Full` or `None`, or `compile: false`",
+        _selective_layers_are_whole_cel,
+        _selective_layers_are_whole,
     ),
 )

@@ -65,6 +65,17 @@ def _swiglu(facts: Facts) -> bool:
     return model.gated is not False and not model.biases and model.activation in (None, Activation.SILU)
 
 
+def _fp8_experts_see_whole_rows(facts: Facts) -> bool:
+    fp8 = facts.training is not None and facts.training.fp8 is not None
+    expert, context = facts.parallelism.expert or 1, facts.parallelism.context_or_default
+    return not fp8 or expert % context == 0 or context % expert == 0
+
+
+def _experts_stay_on_an_island(facts: Facts) -> bool:
+    outer = facts.training.outer if facts.training is not None else None
+    return outer is None or (facts.parallelism.expert or 1) == 1
+
+
 def _router_has_gradient(mixture: MixtureSpec) -> bool:
     return mixture.per_token > 1 or not mixture.renormalize or mixture.router is not Router.SOFTMAX
 
@@ -117,7 +128,7 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.mixture",
-        "excludes `model.gated: false`, `model.biases` and every `model.activation` but `SiLU`: experts are SwiGLU",
+        "excludes `gated: false`, `biases: true` and every `activation` but `SiLU`: experts are SwiGLU",
         _NO_MIXTURE_OR
         + "((!has(self.model.gated) || self.model.gated) && (!has(self.model.biases) || !self.model.biases)"
         " && (!has(self.model.activation) || self.model.activation == 'SiLU'))",
@@ -165,5 +176,28 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
         "self.parallelism.expertTensor"
         " || (self.parallelism.sequence && (!has(self.training) || !has(self.training.fp8)))",
         _whole_experts_allowed,
+    ),
+    Rule(
+        "parallelism.expert",
+        "must divide `parallelism.context`, or be a multiple of it, with `training.fp8`, whose scales are of whole "
+        "sequences",
+        "!has(self.parallelism.expert) || !has(self.training) || !has(self.training.fp8)"
+        " || self.parallelism.expert % self.parallelism.context == 0"
+        " || self.parallelism.context % self.parallelism.expert == 0",
+        _fp8_experts_see_whole_rows,
+    ),
+    Rule(
+        "parallelism.expert",
+        "cannot be combined with `training.outer`: experts would span islands",
+        "!has(self.parallelism.expert) || self.parallelism.expert == 1 || !has(self.training)"
+        " || !has(self.training.outer)",
+        _experts_stay_on_an_island,
+    ),
+    Rule(
+        "parallelism.expert",
+        "cannot be combined with `parallelism.dataParallel.shardSize`: remove one",
+        "!has(self.parallelism.expert) || self.parallelism.expert == 1"
+        " || !has(self.parallelism.dataParallel.shardSize)",
+        lambda facts: (facts.parallelism.expert or 1) == 1 or facts.parallelism.data_parallel.shard_size is None,
     ),
 )

@@ -76,8 +76,12 @@ def _positions_suffice(facts: Facts) -> bool:
     return not rows or facts.training is None or rows >= facts.training.sequence_length
 
 
-def _twice(number: int | None) -> int | None:
-    return None if number is None else 2 * number
+def _heads_have_even_widths(facts: Facts) -> bool:
+    model = _model(facts)
+    heads, hidden = model.heads, model.hidden_size
+    if heads is None or hidden is None or model.head_size not in (None, hidden // heads):
+        return True
+    return hidden % (2 * heads) == 0
 
 
 MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
@@ -123,13 +127,12 @@ MODEL_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.hiddenSize",
-        "must be divisible by twice `model.heads` unless `model.headSize` is given: a head has an even width, since "
-        "rotary positions turn pairs",
-        "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize) || has(self.model.headSize)"
+        "must be divisible by twice `model.heads` unless another `headSize` than their quotient is given: a head has "
+        "an even width, since rotary positions turn pairs",
+        "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize)"
+        " || (has(self.model.headSize) && self.model.headSize != self.model.hiddenSize / self.model.heads)"
         " || self.model.hiddenSize % (2 * self.model.heads) == 0",
-        lambda facts: (
-            _model(facts).head_size is not None or divides(_twice(_model(facts).heads), _model(facts).hidden_size)
-        ),
+        _heads_have_even_widths,
     ),
     Rule(
         "model.headSize",

@@ -1,12 +1,97 @@
-"""What to write instead of a number that does not work."""
+"""A broken rule in numbers: the values that it is about, and what to write instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules.facts import Facts, ResolvedFacts
+from meshwright.rules.rule import Rule
+
+_PATH = re.compile(r"`((?:model|data|training|parallelism|checkpoint)\.[A-Za-z0-9.]+|replicas)`")
+_SPAN = 2048
+"""How far from a value another one is searched for."""
 
 
-def nearest(value: int, is_valid: Callable[[int], bool], limit: int) -> str:
-    """The closest values at or below and above `value` that work, among 1 to `limit`, as text for a message."""
-    below = next((n for n in range(min(value, limit), 0, -1) if is_valid(n)), None)
+def nearest(value: int, is_valid: Callable[[int], bool], limit: int, least: int = 1) -> str:
+    """The closest values at or below and above `value` that work, among `least` to `limit`, as text for a message."""
+    below = next((n for n in range(min(value, limit), least - 1, -1) if is_valid(n)), None)
     above = next((n for n in range(value + 1, limit + 1) if is_valid(n)), None)
     return ", ".join(str(n) for n in (below, above) if n is not None) or "none"
+
+
+def sentence(broken: Rule[Facts], facts: ResolvedFacts, rules: Sequence[Rule[Facts]]) -> str:
+    """What is wrong: field, value and message, with the values of the other fields and the nearest values that work.
+
+    Args:
+        broken: a rule that does not hold.
+        facts: what it does not hold for.
+        rules: every rule; the nearest values break none of them that blames this field, or that holds now.
+    """
+    subject = "" if broken.message.startswith("`") else f"`{broken.field}` "
+    text = _PATH.sub(lambda match: _with_value(match[1], facts), subject + broken.message)
+    values = _nearest_values(broken.field, facts, rules)
+    return f"{text}; nearest: {values}" if values else text
+
+
+def _with_value(path: str, facts: ResolvedFacts) -> str:
+    value = _value_at(facts, path)
+    if not isinstance(value, bool | int | float | str):
+        return f"`{path}`"
+    return f"`{path}: {str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _nearest_values(path: str, facts: ResolvedFacts, rules: Sequence[Rule[Facts]]) -> str:
+    value, bounds = _value_at(facts, path), _bounds(path)
+    if bounds is None or not isinstance(value, int) or isinstance(value, bool):
+        return ""
+    checked = [rule for rule in rules if rule.field == path or rule.holds(facts)]
+
+    def works(number: int) -> bool:
+        changed = _changed(facts, path.split("."), number)
+        return all(rule.holds(changed) for rule in checked)
+
+    least, most = max(bounds[0], value - _SPAN), min(bounds[1], value + _SPAN)
+    return "" if (values := nearest(value, works, most, least)) == "none" else values
+
+
+def _value_at(facts: ResolvedFacts, path: str) -> object:
+    holder: object = facts
+    for part in path.split("."):
+        holder = getattr(holder, _attribute(part), None)
+    return holder
+
+
+def _changed(holder: Any, path: list[str], value: int) -> Any:
+    """A copy of the facts, or of a part of them, with another value at a path."""
+    name = _attribute(path[0])
+    new = value if len(path) == 1 else _changed(getattr(holder, name), path[1:], value)
+    return holder.model_copy(update={name: new}) if isinstance(holder, BaseModel) else replace(holder, **{name: new})
+
+
+def _attribute(name: str) -> str:
+    """The attribute for a name on the wire."""
+    return re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", name)
+
+
+@cache
+def _bounds(path: str) -> tuple[int, int] | None:
+    """The least and the largest value that the schema allows at a path; None for what is no number."""
+    root = ParallelTrainingJobSpec.model_json_schema(by_alias=True)
+    part = root
+    for name in path.split("."):
+        part = part["properties"][name]
+        options = [option for option in part.get("anyOf", [part]) if option.get("type") != "null"]
+        part = options[0]
+        if "$ref" in part:
+            part = root["$defs"][part["$ref"].rsplit("/", 1)[-1]]
+    if part.get("type") != "integer":
+        return None
+    values = part.get("enum") or [part["minimum"], part["maximum"]]
+    return min(values), max(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule, divides
-from meshwright.schedules.registry import cel_list, kind_of, schedules_where
 
 MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024
@@ -15,11 +14,6 @@ _WORLD_SIZE = (
     " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.parallelism.context * self.replicas"
 )
 _WORLD_SIZE_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
-
-
-_NEEDS_NO_MICRO_BATCH_PER_STAGE = schedules_where(lambda kind: kind.micro_batches_per_rank == 0)
-_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES = f"self.parallelism.schedule in {cel_list(_NEEDS_NO_MICRO_BATCH_PER_STAGE)}"
-_ASYNCHRONOUS = cel_list(schedules_where(lambda kind: kind.asynchronous))
 
 
 def least_world_size(facts: Facts) -> int:
@@ -67,28 +61,6 @@ def _feed_forward_splits(facts: Facts) -> bool:
 
 def _vocabulary_splits(facts: Facts) -> bool:
     return facts.model is None or divides(facts.parallelism.tensor, facts.model.vocab_size)
-
-
-def _stages_have_micro_batches(facts: Facts) -> bool:
-    count, pipeline = facts.parallelism.micro_batches, facts.parallelism.pipeline
-    return (
-        kind_of(facts.parallelism.order).micro_batches_per_rank == 0
-        or count is None
-        or pipeline is None
-        or count >= pipeline
-    )
-
-
-def _stages_have_sequences(facts: Facts) -> bool:
-    if facts.training is None or kind_of(facts.parallelism.order).micro_batches_per_rank == 0:
-        return True
-    return facts.training.global_batch_size >= facts.replicas * (facts.parallelism.pipeline or 1)
-
-
-def _tied_on_one_stage(facts: Facts) -> bool:
-    tied = facts.model is not None and bool(facts.model.tie_embeddings)
-    one_stage = (facts.parallelism.pipeline or 1) == 1
-    return not tied or one_stage or not kind_of(facts.parallelism.order).asynchronous
 
 
 def _sequence_splits(facts: Facts) -> bool:
@@ -165,14 +137,14 @@ PARALLELISM_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `training.sequenceLength` when `parallelism.sequence` is true: change one of the three",
+        "must divide `training.sequenceLength` with `sequence: true`: change one of the three",
         "!has(self.parallelism.tensor) || !has(self.training) || !self.parallelism.sequence"
         " || self.training.sequenceLength % self.parallelism.tensor == 0",
         _sequence_splits,
     ),
     Rule(
         "parallelism.tensorOverlap",
-        "needs `parallelism.tensor` of at least 2 and `parallelism.sequence: true`, whose collectives it takes apart",
+        "needs `tensor` of at least 2 and `parallelism.sequence: true`, whose collectives it takes apart",
         "!self.parallelism.tensorOverlap || (self.parallelism.sequence && has(self.parallelism.tensor)"
         " && self.parallelism.tensor > 1)",
         _tensor_overlap_has_collectives,
@@ -184,28 +156,5 @@ PARALLELISM_RULES: tuple[Rule[Facts], ...] = (
         "!self.parallelism.tensorOverlap || !has(self.training)"
         " || (!has(self.training.fp8) && !has(self.training.lora))",
         _tensor_overlap_has_plain_products,
-    ),
-    Rule(
-        "parallelism.microBatches",
-        "must be at least `parallelism.pipeline`: with fewer some stage always waits; only `schedule: Naive` may",
-        f"{_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES} || !has(self.parallelism.microBatches) || "
-        "!has(self.parallelism.pipeline)"
-        " || self.parallelism.microBatches >= self.parallelism.pipeline",
-        _stages_have_micro_batches,
-    ),
-    Rule(
-        "parallelism.pipeline",
-        "times `replicas` must be at most `training.globalBatchSize`: every stage needs a micro-batch of its replica",
-        f"{_ALLOWS_FEWER_MICRO_BATCHES_THAN_STAGES} || !has(self.training) || self.training.globalBatchSize"
-        " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)",
-        _stages_have_sequences,
-    ),
-    Rule(
-        "model.tieEmbeddings",
-        "needs `parallelism.pipeline: 1` with `PipeDream` and `PipeDream2BW`: the ends would have different weights",
-        "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
-        f" || !(self.parallelism.schedule in {_ASYNCHRONOUS})"
-        " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1",
-        _tied_on_one_stage,
     ),
 )

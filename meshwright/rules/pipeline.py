@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from meshwright.api.precision import Precision
 from meshwright.rules.facts import Facts
-from meshwright.rules.rule import Rule
-from meshwright.schedules.pipeline_layout import stages_per_rank
-from meshwright.schedules.registry import cel_list, kind_of, schedules_where
+from meshwright.rules.rule import Rule, schedule_is, schedule_is_not, schedule_names
+from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES, stages_per_rank
+from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind
-
-_SCHEDULE = "self.parallelism.schedule"
-
-
-def _is_one_of(condition: Callable[[PipelineScheduleKind], bool]) -> str:
-    """In CEL, that the schedule meets a condition, which one does at least."""
-    orders = schedules_where(condition)
-    return f"{_SCHEDULE} == {orders[0].value!r}" if len(orders) == 1 else f"{_SCHEDULE} in {cel_list(orders)}"
-
-
-def _is_none_of(condition: Callable[[PipelineScheduleKind], bool]) -> str:
-    """In CEL, that the schedule does not meet a condition."""
-    orders = schedules_where(condition)
-    return f"{_SCHEDULE} != {orders[0].value!r}" if len(orders) == 1 else f"!({_SCHEDULE} in {cel_list(orders)})"
-
 
 _HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
 _HAS_MICRO_BATCHES = f"{_HAS_PIPELINE} && has(self.parallelism.microBatches)"
+
+
+def _has_virtual_stages(kind: PipelineScheduleKind) -> bool:
+    return kind.virtual_stages
+
+
+def _takes_limit(kind: PipelineScheduleKind) -> bool:
+    return kind.takes_activation_limit
+
+
+def _takes_rounds(kind: PipelineScheduleKind) -> bool:
+    return kind.whole_rounds
+
+
+def _is_even(kind: PipelineScheduleKind) -> bool:
+    return kind.even
+
+
+def _takes_one(kind: PipelineScheduleKind) -> bool:
+    return kind.single_micro_batch
+
+
+def _is_asynchronous(kind: PipelineScheduleKind) -> bool:
+    return kind.asynchronous
+
+
+def _takes_fewer(kind: PipelineScheduleKind) -> bool:
+    return kind.micro_batches_per_rank == 0
 
 
 def _ranks(facts: Facts) -> int:
@@ -70,15 +85,59 @@ def _micro_batches_fill_rounds(facts: Facts) -> bool:
     return not _kind(facts).whole_rounds or p.micro_batches is None or p.micro_batches % ranks == 0
 
 
-def _dual_pipe_ranks_even(facts: Facts) -> bool:
+def _ranks_even(facts: Facts) -> bool:
     return not _kind(facts).even or _ranks(facts) == 1 or _ranks(facts) % 2 == 0
 
 
-def _dual_pipe_micro_batches(facts: Facts) -> bool:
-    count, ranks, kind = facts.parallelism.micro_batches, _ranks(facts), _kind(facts)
-    if ranks == 1 or count is None or kind.micro_batches_per_rank < 2:
+def _stages_have_micro_batches(facts: Facts) -> bool:
+    count, ranks = facts.parallelism.micro_batches, _ranks(facts)
+    return count is None or count >= min(1, _kind(facts).micro_batches_per_rank) * ranks
+
+
+def _stages_have_sequences(facts: Facts) -> bool:
+    if facts.training is None or _kind(facts).micro_batches_per_rank == 0:
         return True
-    return (not kind.even or count % 2 == 0) and count >= 2 * ranks
+    return facts.training.global_batch_size >= facts.replicas * _ranks(facts)
+
+
+def _ranks_have_micro_batches(facts: Facts) -> bool:
+    count, ranks, kind = facts.parallelism.micro_batches, _ranks(facts), _kind(facts)
+    if ranks == 1 or count is None:
+        return True
+    return (not kind.even or count % 2 == 0) and count >= _multiple(kind) * ranks
+
+
+def _multiple(kind: PipelineScheduleKind) -> int:
+    """The micro-batches for each rank of a schedule that needs several; 0 for others."""
+    return kind.micro_batches_per_rank if kind.micro_batches_per_rank > 1 else 0
+
+
+def _multiples() -> dict[int, Callable[[PipelineScheduleKind], bool]]:
+    """For each such number, whether a schedule needs so many."""
+    counts = sorted({_multiple(kind_of(order)) for order in schedules_where(lambda kind: _multiple(kind) > 0)})
+    return {count: partial(_has_multiple, count) for count in counts}
+
+
+def _has_multiple(count: int, kind: PipelineScheduleKind) -> bool:
+    return _multiple(kind) == count
+
+
+def _multiples_text() -> str:
+    lists = (
+        f"{'twice' if count == 2 else f'{count} times'} `parallelism.pipeline` with {schedule_names(condition)}"
+        for count, condition in _multiples().items()
+    )
+    return f"must be at least {', '.join(lists)}, and even with {schedule_names(_is_even)}"
+
+
+def _multiples_cel() -> str:
+    factor = "0"
+    for count, condition in _multiples().items():
+        factor = f"({schedule_is(condition)} ? {count} : {factor})"
+    return (
+        f"!({_HAS_MICRO_BATCHES}) || (self.parallelism.microBatches >= {factor} * self.parallelism.pipeline"
+        f" && ({schedule_is_not(_is_even)} || self.parallelism.microBatches % 2 == 0))"
+    )
 
 
 def _pipedream_one_micro_batch(facts: Facts) -> bool:
@@ -105,31 +164,87 @@ def _asynchronous_without_zero(facts: Facts) -> bool:
     return not _kind(facts).asynchronous or facts.parallelism.zero_stage == 0
 
 
-_STAGES_CEL = (
-    "(self.parallelism.pipeline == 1 ? 1 : self.parallelism.pipeline"
-    f" * ({_is_one_of(lambda kind: kind.virtual_stages)}"
-    " ? (has(self.parallelism.virtualStages) ? self.parallelism.virtualStages : 2)"
-    f" : ({_is_one_of(lambda kind: kind.v_shaped)} ? 2 : 1)))"
-)
+def _tied_on_one_stage(facts: Facts) -> bool:
+    tied = facts.model is not None and bool(facts.model.tie_embeddings)
+    one_stage = _ranks(facts) == 1
+    return not tied or one_stage or not _kind(facts).asynchronous
+
+
+def _asynchronous_without_scales(facts: Facts) -> bool:
+    if facts.training is None or _ranks(facts) == 1 or not _kind(facts).asynchronous:
+        return True
+    return facts.training.precision is not Precision.FP16 and facts.training.fp8 is None
+
+
+def _asynchronous_without_islands(facts: Facts) -> bool:
+    islands = facts.training is not None and facts.training.outer is not None
+    return not islands or _ranks(facts) == 1 or not _kind(facts).asynchronous
+
+
+def _stages_cel() -> str:
+    """The number of stages, where `pipeline` is given."""
+    return (
+        "(self.parallelism.pipeline == 1 ? 1 : self.parallelism.pipeline"
+        f" * ({schedule_is(_has_virtual_stages)}"
+        f" ? (has(self.parallelism.virtualStages) ? self.parallelism.virtualStages : {DEFAULT_VIRTUAL_STAGES})"
+        f" : ({schedule_is(lambda kind: kind.v_shaped)} ? 2 : 1)))"
+    )
+
 
 PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
+        "parallelism.microBatches",
+        "must be at least `parallelism.pipeline`: with fewer some stage always waits; only `schedule: Naive` may",
+        lambda: (
+            f"{schedule_is(_takes_fewer)} || !has(self.parallelism.microBatches) || !has(self.parallelism.pipeline)"
+            " || self.parallelism.microBatches >= self.parallelism.pipeline"
+        ),
+        _stages_have_micro_batches,
+    ),
+    Rule(
+        "parallelism.pipeline",
+        "times `replicas` must be at most `training.globalBatchSize`: every stage needs a micro-batch of its replica",
+        lambda: (
+            f"{schedule_is(_takes_fewer)} || !has(self.training) || self.training.globalBatchSize"
+            " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)"
+        ),
+        _stages_have_sequences,
+    ),
+    Rule(
+        "model.tieEmbeddings",
+        lambda: (
+            f"needs `parallelism.pipeline: 1` with {schedule_names(_is_asynchronous)}: the ends would have different "
+            "weights"
+        ),
+        lambda: (
+            "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
+            f" || {schedule_is_not(_is_asynchronous)}"
+            " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1"
+        ),
+        _tied_on_one_stage,
+    ),
+    Rule(
         "parallelism.virtualStages",
-        "needs `schedule: Interleaved1F1B` or `LoopedBFS`: leave it out with others",
-        f"!has(self.parallelism.virtualStages) || {_is_one_of(lambda kind: kind.virtual_stages)}",
+        lambda: f"needs `parallelism.schedule` {schedule_names(_has_virtual_stages, 'or')}: leave it out with others",
+        lambda: f"!has(self.parallelism.virtualStages) || {schedule_is(_has_virtual_stages)}",
         _virtual_stages_belong,
     ),
     Rule(
         "parallelism.activationLimit",
-        "needs `schedule: Automatic`: the memory of other schedules follows from their order",
-        f"!has(self.parallelism.activationLimit) || {_is_one_of(lambda kind: kind.takes_activation_limit)}",
+        lambda: (
+            f"needs `parallelism.schedule` {schedule_names(_takes_limit, 'or')}: the memory of other schedules follows "
+            "from their order"
+        ),
+        lambda: f"!has(self.parallelism.activationLimit) || {schedule_is(_takes_limit)}",
         _activation_limit_belongs,
     ),
     Rule(
         "parallelism.layerSplit",
         "must have an entry for every stage, and needs `parallelism.pipeline`",
-        "!has(self.parallelism.layerSplit) || (has(self.parallelism.pipeline)"
-        f" && self.parallelism.layerSplit.size() == {_STAGES_CEL})",
+        lambda: (
+            "!has(self.parallelism.layerSplit) || (has(self.parallelism.pipeline)"
+            f" && self.parallelism.layerSplit.size() == {_stages_cel()})"
+        ),
         _layer_split_covers_stages,
     ),
     Rule(
@@ -142,61 +257,101 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.pipeline",
         "times the stages of a rank must be at most `model.layers`: each stage needs at least one layer",
-        "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
-        f" || self.model.layers >= {_STAGES_CEL}",
+        lambda: (
+            "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
+            f" || self.model.layers >= {_stages_cel()}"
+        ),
         _stages_have_layers,
     ),
     Rule(
         "parallelism.microBatches",
-        "must be a multiple of `parallelism.pipeline` with `Interleaved1F1B`, which takes whole rounds of its ranks",
-        f"{_is_none_of(lambda kind: kind.whole_rounds)} || !({_HAS_MICRO_BATCHES})"
-        " || self.parallelism.microBatches % self.parallelism.pipeline == 0",
+        lambda: (
+            f"must be a multiple of `parallelism.pipeline` with {schedule_names(_takes_rounds)}, which takes whole "
+            "rounds of its ranks"
+        ),
+        lambda: (
+            f"{schedule_is_not(_takes_rounds)} || !({_HAS_MICRO_BATCHES})"
+            " || self.parallelism.microBatches % self.parallelism.pipeline == 0"
+        ),
         _micro_batches_fill_rounds,
     ),
     Rule(
         "parallelism.pipeline",
-        "must be even with `DualPipe`, whose two directions meet in the middle; or use `DualPipeV`",
-        f"{_is_none_of(lambda kind: kind.even)} || !({_HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
-        _dual_pipe_ranks_even,
+        lambda: (
+            f"must be even with {schedule_names(_is_even)}, whose two directions meet in the middle; or use `DualPipeV`"
+        ),
+        lambda: f"{schedule_is_not(_is_even)} || !({_HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
+        _ranks_even,
     ),
     Rule(
         "parallelism.microBatches",
-        "must be at least twice `parallelism.pipeline` with `DualPipe` and `DualPipeV`, and even with `DualPipe`",
-        f"{_is_none_of(lambda kind: kind.micro_batches_per_rank > 1)} || !({_HAS_MICRO_BATCHES})"
-        " || (self.parallelism.microBatches >= 2 * self.parallelism.pipeline"
-        f" && ({_is_none_of(lambda kind: kind.even)} || self.parallelism.microBatches % 2 == 0))",
-        _dual_pipe_micro_batches,
+        _multiples_text,
+        _multiples_cel,
+        _ranks_have_micro_batches,
     ),
     Rule(
         "parallelism.microBatches",
-        "must be 1 with `PipeDream`, which updates weights after each; use `PipeDream2BW` for several",
-        f"{_is_none_of(lambda kind: kind.single_micro_batch)} || !({_HAS_MICRO_BATCHES})"
-        " || self.parallelism.microBatches == 1",
+        lambda: (
+            f"must be 1 with {schedule_names(_takes_one)}, which updates weights after each; use `PipeDream2BW` for "
+            "several"
+        ),
+        lambda: f"{schedule_is_not(_takes_one)} || !({_HAS_MICRO_BATCHES}) || self.parallelism.microBatches == 1",
         _pipedream_one_micro_batch,
     ),
     Rule(
         "training.optimizer.gradientClip",
-        "must be 0 with `PipeDream` and `PipeDream2BW`: no moment exists when a step's gradients are known everywhere",
-        f"{_is_none_of(lambda kind: kind.asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
-        " || self.training.optimizer.gradientClip == 0.0",
+        lambda: (
+            f"must be 0 with {schedule_names(_is_asynchronous)}: no moment exists when a step's gradients are known "
+            "everywhere"
+        ),
+        lambda: (
+            f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            " || self.training.optimizer.gradientClip == 0.0"
+        ),
         _asynchronous_without_clipping,
     ),
     Rule(
         "parallelism.zeroStage",
-        "must be 0 with `PipeDream` and `PipeDream2BW`: they keep several versions of a stage's weights",
-        f"{_is_none_of(lambda kind: kind.asynchronous)} || self.parallelism.zeroStage == 0",
+        lambda: f"must be 0 with {schedule_names(_is_asynchronous)}: they keep several versions of a stage's weights",
+        lambda: f"{schedule_is_not(_is_asynchronous)} || self.parallelism.zeroStage == 0",
         _asynchronous_without_zero,
     ),
     Rule(
         "model.mixture",
-        "needs another `parallelism.schedule` than `PipeDream` and `PipeDream2BW`: which have no common step",
-        f"{_is_none_of(lambda kind: kind.asynchronous)} || !has(self.model) || !has(self.model.mixture)",
+        lambda: (
+            f"needs another `parallelism.schedule` than {schedule_names(_is_asynchronous)}, which have no common step"
+        ),
+        lambda: f"{schedule_is_not(_is_asynchronous)} || !has(self.model) || !has(self.model.mixture)",
         _asynchronous_without_mixture,
     ),
     Rule(
         "parallelism.rematerialize",
-        "must be false with `PipeDream` and `PipeDream2BW`",
-        f"{_is_none_of(lambda kind: kind.asynchronous)} || !self.parallelism.rematerialize",
+        lambda: f"must be false with {schedule_names(_is_asynchronous)}: weights change before its use",
+        lambda: f"{schedule_is_not(_is_asynchronous)} || !self.parallelism.rematerialize",
         _asynchronous_without_rematerialization,
+    ),
+    Rule(
+        "training.precision",
+        lambda: (
+            f"may not be fp16, nor `training.fp8` be set, with {schedule_names(_is_asynchronous)}: their scales follow "
+            "from a common step"
+        ),
+        lambda: (
+            f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            " || (self.training.precision != 'fp16' && !has(self.training.fp8))"
+        ),
+        _asynchronous_without_scales,
+    ),
+    Rule(
+        "training.outer",
+        lambda: (
+            f"needs another `parallelism.schedule` than {schedule_names(_is_asynchronous)}: islands meet between "
+            "steps, which they have none of"
+        ),
+        lambda: (
+            f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            " || !has(self.training.outer)"
+        ),
+        _asynchronous_without_islands,
     ),
 )

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from meshwright.schedules.registry import schedules_where
+from meshwright.schedules.schedule import PipelineScheduleKind
+
 Subject = TypeVar("Subject", contravariant=True)
 
 UNTIL_CHOSEN = {"self.parallelism.context": "1", "self.parallelism.schedule": "'1F1B'"}
@@ -21,8 +24,9 @@ class Rule(Generic[Subject]):
     """The field to blame: a path below `spec`."""
     text: str | Callable[[], str]
     """What must hold, and the fix. A function where it names pipeline schedules: one may register later."""
-    condition: str | Callable[[], str]
-    """The condition in CEL over `self`, the spec with its defaults; a function for the same reason."""
+    condition: str | Callable[[], str] | None
+    """The condition in CEL over `self`, the spec with its defaults; a function for the same reason. None for a rule
+    that only a resolved run has to hold."""
     holds: Callable[[Subject], bool]
     """The same condition in Python."""
 
@@ -34,6 +38,8 @@ class Rule(Generic[Subject]):
     @property
     def cel(self) -> str:
         """The condition for the API server, which reads what stands for a field where that is left out."""
+        if self.condition is None:
+            return "true"
         cel = self.condition if isinstance(self.condition, str) else self.condition()
         for field, default in UNTIL_CHOSEN.items():
             read = rf"(?<!has\(){re.escape(field)}\b"
@@ -44,3 +50,22 @@ class Rule(Generic[Subject]):
 def divides(divisor: int | None, number: int | None) -> bool:
     """Whether `number` is a multiple of `divisor`; so when either is not given."""
     return divisor is None or number is None or number % divisor == 0
+
+
+def schedule_is(condition: Callable[[PipelineScheduleKind], bool]) -> str:
+    """In CEL, that the schedule is one of those that meet a condition."""
+    orders = [order.value for order in schedules_where(condition)]
+    field = "self.parallelism.schedule"
+    return f"{field} == {orders[0]!r}" if len(orders) == 1 else f"{field} in {orders!r}"
+
+
+def schedule_is_not(condition: Callable[[PipelineScheduleKind], bool]) -> str:
+    """In CEL, that the schedule is none of those that meet a condition."""
+    text = schedule_is(condition)
+    return text.replace(" == ", " != ") if " == " in text else f"!({text})"
+
+
+def schedule_names(condition: Callable[[PipelineScheduleKind], bool], last: str = "and") -> str:
+    """The schedules that meet a condition, as text for a message."""
+    *names, name = (f"`{order.value}`" for order in schedules_where(condition))
+    return f"{', '.join(names)} {last} {name}" if names else name

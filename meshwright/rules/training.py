@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.api.lora import LoraTarget
+from meshwright.models.lora import layer_targets
 from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
@@ -36,13 +36,10 @@ def _every_layer_is_adapted(facts: Facts) -> bool:
     model, training = facts.model, facts.training
     if model is None or training is None or training.lora is None:
         return True
-    there = {LoraTarget.QUERY, LoraTarget.OUTPUT}
-    if model.latent is None:
-        there |= {LoraTarget.KEY, LoraTarget.VALUE}
-    if model.mixture is None:
-        there |= {LoraTarget.UP, LoraTarget.DOWN}
-        there |= set() if model.gated is False else {LoraTarget.GATE}
-    return not there.isdisjoint(training.lora.targets)
+    in_every_layer = layer_targets(
+        latent=model.latent is not None, gated=model.gated is not False, mixture=model.mixture is not None
+    )
+    return not in_every_layer.isdisjoint(training.lora.targets)
 
 
 TRAINING_RULES: tuple[Rule[Facts], ...] = (

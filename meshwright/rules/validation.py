@@ -2,7 +2,9 @@
 
 - The CRD carries the CEL of `SPEC_RULES` (`x-kubernetes-validations` of `spec`), and `check_spec` runs the same
   conditions in Python, for objects that never passed admission. A test feeds both languages the same specs.
-- `FACT_RULES` are those of them on what is run: a resolved run is asked for them too.
+- `FACT_RULES` are those on what is run. `run_problems` checks a resolved run: the planner asks before pods exist, each
+  rank again before any group forms, since a mismatch found inside a collective would show as a hang of all of them.
+  A rule without CEL is left to these two.
 - A search asks per candidate: `is_allowed(facts)` stops at the first broken rule, `broken_rules(facts)` returns all of
   them. `facts` is a spec, or `ResolvedFacts(replicas, parallelism, model, data, training, ...)` with the degrees of the
   candidate in `parallelism`; None stays open. For many candidates that differ in a few fields alone,
@@ -19,13 +21,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
-from meshwright.rules.facts import Facts
+from meshwright.rules.facts import Facts, facts_of_run
 from meshwright.rules.memory import MEMORY_RULES
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
+from meshwright.rules.nearest import sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
 from meshwright.rules.recovery import POLICY_RULES
@@ -52,7 +56,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
 SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *RUNTIME_RULES,
     *MODEL_FORM_RULES,
-    *FACT_RULES,
+    *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
     *VOLUMES_RULES,
     *POLICY_RULES,
@@ -82,6 +86,14 @@ def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec
     return [Problem(t.field, t.message) for t in TRANSITIONS if not t.holds(running, wanted)]
 
 
+def run_problems(run: NativeRun) -> list[str]:
+    """Why ranks would refuse a run of this runtime: each sentence names field, value and what would do; none if they
+    would not. What only files or devices can tell is not among them.
+    """
+    facts = facts_of_run(run)
+    return [sentence(rule, facts, FACT_RULES) for rule in broken_rules(facts)]
+
+
 def broken_rules(facts: Facts) -> list[Rule[Facts]]:
     """The rules that these facts break, in the order of the table; a rule whose facts are open holds."""
     return [rule for rule in FACT_RULES if not rule.holds(facts)]
@@ -100,4 +112,8 @@ def rules_on(facts: Facts, fields: Sequence[str]) -> tuple[Rule[Facts], ...]:
         fields: `replicas`, or a part and a field of it on the wire, such as `parallelism.tensor`.
     """
     changed = set(fields)
-    return tuple(rule for rule in FACT_RULES if not rule.holds(facts) or changed & set(_READ.findall(rule.cel)))
+    return tuple(
+        rule
+        for rule in FACT_RULES
+        if rule.condition is None or not rule.holds(facts) or changed & set(_READ.findall(rule.cel))
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import meshwright.schedules.automatic
 import meshwright.schedules.classic
@@ -20,11 +20,6 @@ kind_of = registered_kind
 def schedules_where(condition: Callable[[PipelineScheduleKind], bool]) -> tuple[PipelineSchedule, ...]:
     """The schedules that meet a condition, in the order of the API's values."""
     return tuple(kind.order for kind in registered() if condition(kind))
-
-
-def cel_list(orders: Iterable[PipelineSchedule]) -> str:
-    """Schedules as a list in CEL."""
-    return f"[{', '.join(repr(order.value) for order in orders)}]"
 
 
 NAMES = tuple(kind.short_name for kind in registered() if kind.own_order)

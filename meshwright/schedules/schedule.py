@@ -199,6 +199,11 @@ def register(kind: type[PipelineScheduleKind]) -> None:
     _KINDS[kind.order] = kind()
 
 
+def unregister(kind: type[PipelineScheduleKind]) -> None:
+    """Forgets a schedule that is registered."""
+    del _KINDS[kind.order]
+
+
 def registered() -> tuple[PipelineScheduleKind, ...]:
     """The registered schedules in the order of the API's values, those from outside of this package last."""
     declared = [order for order in PipelineSchedule if order in _KINDS]

@@ -6,9 +6,13 @@ import pytest
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
+from meshwright.api.parallelism import ParallelismSpec
 from meshwright.models.architecture import Architecture, not_buildable
-from meshwright.models.mixture import capacity, feed_forward_parameters, mixture_layers, mixture_problems
+from meshwright.models.mixture import capacity, feed_forward_parameters, mixture_layers
 from meshwright.models.presets import PRESETS, PUBLISHED, UnknownModelError, resolve
+from meshwright.rules.facts import ResolvedFacts
+from meshwright.rules.mixture import MIXTURE_RULES
+from meshwright.rules.model import MODEL_RULES
 
 # Sums of the published checkpoints' tensors.
 COUNTS = {
@@ -138,7 +142,8 @@ def test_deepseek_v3s_mixtures_are_those_of_its_paper() -> None:
 @pytest.mark.parametrize("architecture", [m for m in PRESETS.values() if m.mixture], ids=lambda a: a.name)
 def test_a_presets_mixture_does_not_contradict_itself(architecture: Architecture) -> None:
     assert architecture.mixture is not None
-    assert list(mixture_problems(architecture.mixture, architecture.layers)) == []
+    facts = ResolvedFacts(1, ParallelismSpec(), architecture, None, None)
+    assert [rule.message for rule in (*MODEL_RULES, *MIXTURE_RULES) if not rule.holds(facts)] == []
 
 
 def test_what_the_planner_knows_and_the_runtime_does_not_build_is_refused_with_the_reason() -> None:

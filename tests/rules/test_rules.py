@@ -67,6 +67,15 @@ def mixture(**fields: Any) -> dict[str, Any]:
     return {"model.mixture": {"experts": 8, "perToken": 2, "intermediateSize": 64, **fields}}
 
 
+def shards(**fields: Any) -> dict[str, Any]:
+    """`parallelism.dataParallel` with these fields."""
+    return {f"parallelism.dataParallel.{name}": value for name, value in fields.items()}
+
+
+ISLANDS = {"training.outer": {"method": "DiLoCo"}}
+ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
+ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
+SELECTIVE = {"training.activationCheckpointing": "Selective", "training.compile": True}
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
@@ -101,6 +110,73 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         "training.outer.everySteps",
         {"training.outer": {"method": "DiLoCo", "everySteps": 30}, "checkpoint": {"claimName": "c"}},
     ),
+    ("parallelism.dataParallel.shardSize", {**ISLANDS, "parallelism.zeroStage": 1, **shards(shardSize=2)}),
+    ("parallelism.dataParallel.reshardSize", {"parallelism.zeroStage": 3, **shards(reshardSize=2)}),
+    (
+        "parallelism.dataParallel.reshardSize",
+        {**ONE_STAGE, "parallelism.context": 2, "parallelism.zeroStage": 3, **shards(reshardSize=2)},
+    ),
+    (
+        "parallelism.dataParallel.reshardSize",
+        {**ONE_STAGE, **ISLANDS, "parallelism.zeroStage": 3, **shards(reshardSize=2)},
+    ),
+    (
+        "parallelism.dataParallel.reshardSize",
+        {**ONE_STAGE, "replicas": 8, "parallelism.zeroStage": 3, **shards(shardSize=2, reshardSize=4)},
+    ),
+    ("parallelism.zeroStage", {**mixture(), "parallelism.zeroStage": 1}),
+    ("parallelism.zeroStage", {**mixture(), "parallelism.zeroStage": 2, **shards(strategy="ZeRO")}),
+    (
+        "parallelism.zeroStage",
+        {**mixture(), "parallelism.tensor": 1, "parallelism.expert": 2, "parallelism.zeroStage": 1},
+    ),
+    ("parallelism.zeroStage", {"model.tieEmbeddings": True, "parallelism.zeroStage": 1}),
+    ("parallelism.zeroStage", {"parallelism.schedule": "DualPipe", "parallelism.zeroStage": 1}),
+    ("parallelism.zeroStage", {"training.optimizer.name": "Muon", "parallelism.zeroStage": 1}),
+    ("parallelism.zeroStage", {**ROUNDED, "parallelism.zeroStage": 1}),
+    ("training.parameterOffload", {"training.parameterOffload": True}),
+    ("training.parameterOffload", {"training.parameterOffload": True, "parallelism.zeroStage": 1}),
+    (
+        "training.parameterOffload",
+        {"training.parameterOffload": True, "parallelism.zeroStage": 2, **shards(strategy="ZeRO")},
+    ),
+    (
+        "training.parameterOffload",
+        {"training.parameterOffload": True, "parallelism.zeroStage": 3, "replicas": 1, "parallelism.context": 1},
+    ),
+    (
+        "training.parameterOffload",
+        {**ISLANDS, "training.parameterOffload": True, "parallelism.zeroStage": 3, "parallelism.context": 1},
+    ),
+    ("training.outer.islands", {**ISLANDS, "replicas": 1}),
+    ("training.outer", {**ISLANDS, "training.precision": "fp16"}),
+    ("training.outer", {**ISLANDS, "training.fp8": {}}),
+    ("training.outer", {**ISLANDS, **ROUNDED}),
+    ("training.outer", {**ISLANDS, **STALE}),
+    ("training.precision", {**STALE, "training.precision": "fp16"}),
+    ("training.precision", {**STALE, "training.fp8": {}}),
+    ("parallelism.expert", {**mixture(), **ISLANDS, "parallelism.expert": 2}),
+    (
+        "parallelism.expert",
+        {**mixture(), "parallelism.expert": 2, "parallelism.zeroStage": 2, **shards(shardSize=2)},
+    ),
+    (
+        "parallelism.expert",
+        {**mixture(), "replicas": 1, "parallelism.context": 6, "parallelism.expert": 4, "training.fp8": {}},
+    ),
+    ("training.activationCheckpointing", SELECTIVE),
+    ("training.activationCheckpointing", {**SELECTIVE, "parallelism.tensor": 1, "parallelism.context": 2}),
+    (
+        "training.activationCheckpointing",
+        {**SELECTIVE, "parallelism.tensor": 1, "data.packing": "Documents"},
+    ),
+    ("training.activationCheckpointing", {**SELECTIVE, **mixture(), "parallelism.tensor": 1}),
+    (
+        "training.activationCheckpointing",
+        {**SELECTIVE, "parallelism.tensor": 1, "training.fp8": {"update": "Delayed"}},
+    ),
+    ("training.activationCheckpointing", {**SELECTIVE, "parallelism.tensor": 1, "parallelism.schedule": "ZBH1"}),
+    ("model.hiddenSize", {"model.hiddenSize": 130, "model.headSize": 32}),
     ("runtime.command", {"model": None}),
     ("runtime.command", {"data": None}),
     ("runtime.command", {"training": None}),
@@ -236,8 +312,13 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.ulysses", {"parallelism.ulysses": 2}),
     ("parallelism.ulysses", {"parallelism.context": 2, "parallelism.contextMethod": "RingUlysses"}),
     ("parallelism.ulysses", {**MIXED, "parallelism.ulysses": 3}),
-    ("parallelism.contextMethod", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
-    ("parallelism.contextMethod", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
+    ("parallelism.context", {"parallelism.context": 4, "parallelism.contextMethod": "Ulysses"}),
+    ("parallelism.ulysses", {**MIXED, "model.heads": 8, "model.kvHeads": 6, "parallelism.ulysses": 4}),
+    ("parallelism.context", {"parallelism.context": 128, "parallelism.contextMethod": "Ring"}),
+    ("parallelism.context", {**MIXED, "parallelism.context": 54, "parallelism.ulysses": 3}),
+    ("training.sequenceLength", {**mixture(), "parallelism.context": 2, "training.sequenceLength": 126}),
+    ("training.attentionDropout", {"parallelism.context": 2, "training.attentionDropout": 0.1}),
+    ("model.mixture.capacityFactor", {**mixture(capacityFactor=1.25), "parallelism.context": 2}),
     ("data.balance", {"data.balance": True}),
     ("model.preset", {"model": {"preset": "tiny", "mixture": mixture()["model.mixture"]}}),
     ("model.mixture.perToken", mixture(perToken=9)),
@@ -294,7 +375,16 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"workers.tolerations": [{"operator": "Exists"}, {"key": "gpu", "value": "yes"}]}),
     (GOOD, {"checkpoint": {"claimName": "c", "everySteps": 5, "keep": 1}}),
     (GOOD, {"parallelism.dataParallel": {"strategy": "HYBRID_SHARD", "shardSize": 2}, "parallelism.zeroStage": 3}),
-    (GOOD, {"parallelism.dataParallel": {"reshardSize": 2}, "parallelism.zeroStage": 3}),
+    (GOOD, {**ONE_STAGE, "parallelism.zeroStage": 3, **shards(reshardSize=2)}),
+    (GOOD, {"parallelism.tensor": None, "parallelism.pipeline": None, "parallelism.zeroStage": 3}),
+    (GOOD, {"model.headSize": 16, "model.hiddenSize": 130}),
+    (GOOD, {**mixture(), "parallelism.context": 2, "training.sequenceLength": 124}),
+    (GOOD, {**mixture(), "parallelism.tensor": 1, "parallelism.zeroStage": 1}),
+    (GOOD, {"training.parameterOffload": True, "parallelism.zeroStage": 3, "replicas": 1}),
+    (GOOD, {"parallelism.tensor": 1, **SELECTIVE}),
+    (GOOD, {"parallelism.tensor": None, "parallelism.pipeline": None, **SELECTIVE}),
+    (GOOD, {"training.outer": {"method": "FedAvg"}, "data": {"source": "Files", "claimName": "c"}}),
+    (GOOD, {"parallelism.context": 64, "parallelism.contextMethod": "Ring"}),
     (GOOD, {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 2}),
     (GOOD, {"parallelism.dataParallel": {"strategy": "NO_SHARD", "compression": "PowerSGD"}}),
     (GOOD, {"training.outer": {"method": "DiLoCo", "islands": 2}, "checkpoint": {"claimName": "c"}}),

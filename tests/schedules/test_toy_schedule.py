@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,24 +11,33 @@ import torch
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.crd.definition import custom_resource_definition
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import estimate, machine_for
-from meshwright.planner.cost.pipeline_simulation import simulate_pipeline
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.rules.validation import check_spec
 from meshwright.schedules.actions import ActionKind, Schedule, one
 from meshwright.schedules.pipeline_layout import schedule_of
 from meshwright.schedules.registry import generate, kind_of
-from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape, StageTimes
+from meshwright.schedules.schedule import (
+    PipelineScheduleKind,
+    PipelineShape,
+    StageTimes,
+    register,
+    registered,
+    unregister,
+)
 from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts, simulate
 from meshwright.schedules.validate import schedule_problems
+from meshwright_local.apiserver.schema.cel import compile_expression
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import Trained, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import uses_kept_mesh
 from tests.distributed.rank_pool import RankPool
+from tests.planner.cost.pipeline_simulation import simulate_pipeline
 from tests.rules.test_rules import GOOD, changed
 
 
@@ -57,6 +66,22 @@ class LastInFirstOut(PipelineScheduleKind):
 
 
 TOY = LastInFirstOut.order
+# Tests of other modules know this package's schedules alone: the CRD that is generated here has one more.
+unregister(LastInFirstOut)
+
+
+def make_known() -> None:
+    """Registers the schedule unless it is."""
+    if TOY not in {kind.order for kind in registered()}:
+        register(LastInFirstOut)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known() -> Iterator[None]:
+    """The schedule is registered during the tests of this module."""
+    make_known()
+    yield
+    unregister(LastInFirstOut)
 
 
 def job(**parallelism: Any) -> ParallelTrainingJobSpec:
@@ -79,6 +104,23 @@ def test_rules_hold_it_to_its_limits() -> None:
     assert fields == ["parallelism.microBatches"]
     fields = [problem.field for problem in check_spec(job(schedule="LastInFirstOut", virtualStages=2))]
     assert fields == ["parallelism.virtualStages"]
+
+
+def test_admission_takes_a_job_that_names_it() -> None:
+    (version,) = custom_resource_definition()["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    names = schema["properties"]["parallelism"]["properties"]["schedule"]["enum"]
+    assert [name for name in names if name not in list(PipelineSchedule)] == ["LastInFirstOut"]
+    good, few = job(schedule="LastInFirstOut"), job(schedule="LastInFirstOut", microBatches=2)
+    refused = [
+        [
+            rule["fieldPath"]
+            for rule in schema["x-kubernetes-validations"]
+            if compile_expression(rule["rule"]).evaluate({"self": spec.wire()}) is not True
+        ]
+        for spec in (good, few)
+    ]
+    assert refused == [[], [".parallelism.microBatches"]]
 
 
 def test_its_order_runs_and_waits_as_it_says() -> None:
@@ -108,6 +150,7 @@ def test_the_planner_prices_it() -> None:
 @uses_kept_mesh
 def train(task: RankTask, steps: int) -> Trained:
     """What a rank runs: a function of this module, so that ranks know the schedule."""
+    make_known()
     result: Trained = train_on_random_tokens(task, steps)
     return result
 

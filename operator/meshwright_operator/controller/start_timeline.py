@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.api.conditions import READY, is_true
+from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import JobEvent
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 
 CHECKPOINT_NOTE_SECONDS = 60.0
 FIRST_STEP = "first-step"
@@ -65,7 +66,7 @@ class StartTimeline:
             return []
         phases = {phase.name: phase.seconds for phase in received.report.phases}
         trains = FIRST_STEP in phases
-        if decision.observed.spec.runtime.command is not None:
+        if isinstance(decision.observed.run, CommandRun):
             # A command of the user's tells no phases: its ranks run, and that is all there is to see.
             trains = is_true(decision.status.conditions, READY)
         if not trains:

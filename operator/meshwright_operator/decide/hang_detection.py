@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from meshwright.protocol.messages import RankProcess
 from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.agents import ReceivedReport
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.timestamps import seconds_since
 
@@ -66,7 +67,7 @@ class HangRule:
     @property
     def applies(self) -> bool:
         """Whether ranks are watched: a command of the user's reports no steps."""
-        return self.observed.spec.runtime.command is None
+        return isinstance(self.observed.run, NativeRun)
 
     def timeout(self, started: bool) -> float:
         """Seconds without a sign after which a rank hangs. `started`: it has finished a step of this generation."""

@@ -11,8 +11,9 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.run_config import RunConfig
 from meshwright_operator.decide.agents import Agents, ReceivedReport
-from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.kube.pod_info import Pod
 
 
@@ -98,6 +99,11 @@ class Observed:
     """Why `spec` is not the object's but the one that runs."""
     fallback: Observed | None = None
     """The job as it runs, where `spec` is an edit of it that would restart the gang."""
+
+    @property
+    def run(self) -> RunConfig:
+        """What the ranks run. Only those of a `NativeRun` report phases and steps."""
+        return self.plan.run_config(self.spec)
 
     @property
     def mesh(self) -> MeshStatus:

@@ -14,8 +14,9 @@ from meshwright.api.status import MAX_SAFE_INTEGER, CheckpointStatus, Evaluation
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import Evaluation, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.run_config import NativeRun
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, WorkerState
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.timestamps import format_time, parse_time
 
 THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
@@ -24,8 +25,8 @@ THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluat
 
 def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
     """Takes step, loss, evaluation, checkpoint and so on from the last report of rank 0's worker of this generation."""
-    training = observed.spec.training
-    status.total_steps = training.steps if training is not None else None
+    run = observed.run
+    status.total_steps = run.training.steps if isinstance(run, NativeRun) else None
     received = observed.agents.reports.get(rank_zero_worker(observed))
     if received is None or received.report.generation != observed.mesh.generation:
         return

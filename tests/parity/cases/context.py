@@ -65,12 +65,14 @@ CASES += [
     ]
 ]
 CASES += [
-    Case("uneven row x experts", {"context": 2}, {"mixture": "Mixtral", **_UNEVEN}, refused="do: 20, 24"),
-    Case("row too short", {"context": 16}, refused="`parallelism.context: 16` needs `training.sequenceLength: 16`"),
-    Case("row too short", {"context": 6, "tensor": 2}, refused="nearest that fit: 4"),
+    Case("uneven row x experts", {"context": 2}, {"mixture": "Mixtral", **_UNEVEN}, refused="nearest: 20, 22"),
     Case(
-        "heads that do not exchange", {"context": 3, "method": ContextMethod.ULYSSES}, refused="nearest that fit: 2, 4"
+        "row too short",
+        {"context": 16},
+        refused="`parallelism.context: 16` needs a longer `training.sequenceLength: 16`",
     ),
+    Case("row too short", {"context": 6, "tensor": 2}, refused="nearest: 4"),
+    Case("heads that do not exchange", {"context": 3, "method": ContextMethod.ULYSSES}, refused="nearest: 2, 4"),
     Case(
         "heads that do not exchange",
         {"context": 4, "tensor": 2, "method": ContextMethod.ULYSSES},
@@ -79,7 +81,7 @@ CASES += [
     Case(
         "uneven inner degree",
         {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 3},
-        refused="`parallelism.ulysses: 3` must divide `parallelism.context: 4`",
+        refused="and divide `parallelism.context: 4`; nearest: 2, 4",
     ),
     Case("balance without documents", {"data": 2, "balance": True}, refused="`data.packing: Documents`"),
 ]

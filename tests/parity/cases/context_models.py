@@ -55,18 +55,18 @@ CASES += [
         "uneven row x DeepSeek-V3",
         {"context": 2},
         {**LATENT, "mixture": "DeepSeek-V3", "length": 21},
-        refused="whose balance is counted by sequence; nearest that do: 20, 24",
+        refused="whose balance is counted by sequence; nearest: 20, 22",
     ),
     Case(
         "capacity x context x ST-MoE",
         {"context": 2, "method": ContextMethod.ULYSSES},
         {"mixture": "ST-MoE"},
-        refused="`model.mixture.capacityFactor` needs `parallelism.context: 1`",
+        refused="`model.mixture.capacityFactor: 1.25` needs `parallelism.context: 1`",
     ),
     Case(
         "fewer positions than tokens x context",
         {"context": 2, "method": ContextMethod.RING},
         {**GPT, "length": 32},
-        refused="`training.sequenceLength: 32` must be at most `model.positions: 24`",
+        refused="`model.positions: 24` must be at least `training.sequenceLength: 32`",
     ),
 ]

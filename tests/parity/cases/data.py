@@ -63,18 +63,27 @@ CASES += [
 ]
 
 _REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("DDP with shards", {"data": 2, "zero": 3, "replicas": {"strategy": "DDP"}}, "needs `parallelism.zeroStage` 0"),
-    ("ZeRO without a stage", {"data": 2, "replicas": {"strategy": "ZeRO"}}, "needs `parallelism.zeroStage` 1 or 2"),
+    (
+        "DDP with shards",
+        {"data": 2, "zero": 3, "replicas": {"strategy": "DDP"}},
+        "does not go with `parallelism.zeroStage: 3`: DDP",
+    ),
+    (
+        "ZeRO without a stage",
+        {"data": 2, "replicas": {"strategy": "ZeRO"}},
+        "does not go with `parallelism.zeroStage: 0`: DDP",
+    ),
     (
         "HSDP without a size",
         {"data": 4, "zero": 3, "replicas": {"strategy": "HYBRID_SHARD"}},
         "dataParallel.shardSize`",
     ),
-    ("HSDP without shards", {"data": 4, "replicas": {"shard_size": 2}}, "needs `parallelism.zeroStage` 1, 2 or 3"),
+    ("HSDP without shards", {"data": 4, "replicas": {"shard_size": 2}}, "needs `zeroStage` 1, 2 or 3"),
     (
         "HSDP that does not divide",
         {"data": 4, "zero": 3, "replicas": {"shard_size": 3}},
-        "`parallelism.dataParallel.shardSize: 3` must divide `replicas: 4`; nearest: 2, 4",
+        "`parallelism.dataParallel.shardSize: 3` must divide `replicas: 4`, or the replicas of an island with "
+        "`training.outer`; nearest: 2, 4",
     ),
     ("hpZ without ZeRO-3", {"data": 4, "zero": 2, "replicas": {"reshard_size": 2}}, "needs `parallelism.zeroStage: 3`"),
     (
@@ -102,18 +111,18 @@ _REFUSED += [
     (
         "islands that do not divide",
         {"data": 4, "outer": {"method": "DiLoCo", "islands": 3, "every_steps": 3}},
-        "`training.outer.islands: 3` must be at least 2 and divide `replicas: 4`; nearest: 2, 4",
+        "`training.outer.islands: 3` must be at least 2 and divide `replicas: 4`",
     ),
     (
         "one island",
         {"outer": {"method": "LocalSGD", "every_steps": 3}},
-        "`training.outer.islands: 1` must be at least 2",
+        "`training.outer.islands` must be at least 2 and divide `replicas: 1`",
     ),
     (
         "rounds between checkpoints",
         {"data": 2, "every": 6, "outer": {"method": "LocalSGD", "every_steps": 4}},
-        "`training.outer.everySteps: 4` must divide `checkpoint.everySteps: 6`: islands are equal after a round alone; "
-        "nearest: 3, 6",
+        "`training.outer.everySteps: 4` must divide `checkpoint.everySteps: 6`, 100 when that is left out: islands "
+        "are equal after a round alone; nearest: 3, 6",
     ),
     (
         "experts over islands",

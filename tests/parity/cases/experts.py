@@ -108,7 +108,7 @@ CASES = [
     ),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "tensor": 2}, {"mixture": "DeepSeek-V3", **_LATENT}, smoke=True),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "pipeline": 2, "zero": 3}, {"mixture": "DeepSeek-V3", **_LATENT}),
-    Case("experts that are not SwiGLU", {}, {"mixture": "Mixtral", "gated": False}, "`model.mixture` needs"),
+    Case("experts that are not SwiGLU", {}, {"mixture": "Mixtral", "gated": False}, "`model.mixture` excludes"),
     Case("indivisible experts", {"data": 3, "expert": 3}, {"mixture": "Mixtral"}, "`model.mixture.experts: 4`"),
     Case("more spread than replicas", {"data": 2, "expert": 4}, {"mixture": "Mixtral"}, "`parallelism.expert: 4`"),
     Case("experts without a mixture", {"data": 2, "expert": 2}, refused="`parallelism.expert: 2` needs"),
@@ -118,6 +118,6 @@ CASES = [
         {"mixture": "odd widths", "kv_heads": 4},
         "`model.mixture.intermediateSize: 10`",
     ),
-    Case("capacity x context", {"context": 2}, {"mixture": "Switch"}, "`model.mixture.capacityFactor`"),
-    Case("more experts a token than there are", {}, {"mixture": "too many"}, "`model.mixture.perToken`"),
+    Case("capacity x context", {"context": 2}, {"mixture": "Switch"}, "`model.mixture.capacityFactor: 1.0`"),
+    Case("more experts a token than there are", {}, {"mixture": "too many"}, "`model.mixture.perToken: 5`"),
 ]

@@ -69,7 +69,9 @@ CASES += [
     Case("parameter offload", {"data": 2, "zero": 3, "training": {"parameter_offload": True}}, smoke=True),
     Case("parameter offload", {"pipeline": 2, "data": 2, "zero": 2, "training": {"parameter_offload": True}}),
     Case(
-        "parameter offload, one replica", {"training": {"parameter_offload": True}}, refused="`parallelism.zeroStage`"
+        "parameter offload, one replica",
+        {"training": {"parameter_offload": True}},
+        refused="`training.parameterOffload: true` needs `parallelism.zeroStage: 3`",
     ),
     Case(
         "parameter offload, sequence parallelism",
@@ -83,7 +85,7 @@ CASES += [
             "outer": {"method": "DiLoCo", "islands": 2, "every_steps": 1},
             "training": {"parameter_offload": True},
         },
-        refused="of at least 4, not 2",
+        refused="of at least 2, with `training.outer` on each island",
     ),
     # Compiling takes half a minute: one row, and it is in no quick run.
     Case("torch.compile", {"data": 2, "zero": 3, "training": {"compile": True}}, {"layers": 2}, exact=False),

@@ -101,7 +101,17 @@ CASES += [
 CASES += [
     Case("biases without LayerNorm", {}, {"biases": True}, refused="`model.norm: LayerNorm`"),
     Case("fewer positions than tokens", {}, {**GPT, "positions": 8}, refused="`model.positions: 8`"),
-    Case("odd rotary width", {}, {"head_size": 7}, refused="`model.headSize: 7` must be even; nearest: 6, 8"),
-    Case("latent attention with grouped heads", {}, {**LATENT, "kv_heads": 2}, refused="`model.kvHeads: 4`"),
+    Case(
+        "odd rotary width",
+        {},
+        {"head_size": 7},
+        refused="`model.headSize: 7` must be even: rotary positions turn pairs; nearest: 6, 8",
+    ),
+    Case(
+        "latent attention with grouped heads",
+        {},
+        {**LATENT, "kv_heads": 2},
+        refused="`model.latent` excludes `kvHeads` below `heads`",
+    ),
     Case("rotary scaling of learned positions", {}, {**GPT, **LLAMA31}, refused="`model.ropeScaling`"),
 ]

@@ -48,7 +48,7 @@ CASES = [
     _case({}, {"training": {"dropout": 0.1, "attention_dropout": 0.2}}),
 ]
 CASES += [
-    Case(TECHNIQUE, {"parallelism": _ON}, refused="`parallelism.tensor` of at least"),
+    Case(TECHNIQUE, {"parallelism": _ON}, refused="needs `tensor` of at least 2"),
     Case(
         TECHNIQUE,
         {"tensor": 2, "sequence": False, "parallelism": _ON},

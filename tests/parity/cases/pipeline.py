@@ -74,12 +74,20 @@ CASES += [
 ]
 
 _REFUSED: list[tuple[str, Options, str]] = [
-    ("interleaved 1F1B", {"pipeline": 3, "layers": 6}, "multiple of `parallelism.pipeline: 3`; nearest: 3, 6"),
+    ("interleaved 1F1B", {"pipeline": 3, "layers": 6}, "multiple of `parallelism.pipeline: 3` with `Interleaved1F1B`"),
     ("interleaved 1F1B", {"layers": 3}, "at most `model.layers: 3`"),
     ("ZB-V", {"layers": 3}, "at most `model.layers: 3`"),
     ("DualPipe", {"pipeline": 3, "micro_batches": 6}, "`parallelism.pipeline: 3` must be even"),
-    ("DualPipe", {"micro_batches": 2}, "`parallelism.microBatches: 2` must be at least 4"),
-    ("DualPipeV", {"micro_batches": 2}, "`parallelism.microBatches: 2` must be at least 4"),
+    (
+        "DualPipe",
+        {"micro_batches": 2},
+        "`parallelism.microBatches: 2` must be at least twice `parallelism.pipeline: 2`",
+    ),
+    (
+        "DualPipeV",
+        {"micro_batches": 2},
+        "`parallelism.microBatches: 2` must be at least twice `parallelism.pipeline: 2`",
+    ),
 ]
 CASES += [
     Case(
@@ -93,7 +101,7 @@ CASES += [
     Case(f"1F1B with {field}", {"pipeline": 2, "parallelism": {field: value}}, refused=text)
     for field, value, text in (
         ("virtual_stages", 2, "`parallelism.virtualStages: 2` needs `parallelism.schedule`"),
-        ("activation_limit", 2, "`parallelism.activationLimit: 2` needs `parallelism.schedule: Automatic`"),
-        ("layer_split", [1, 1], "`parallelism.layerSplit` must give each of 2 stages its part of `model.layers: 3`"),
+        ("activation_limit", 2, "`parallelism.activationLimit: 2` needs `parallelism.schedule` `Automatic`"),
+        ("layer_split", [1, 1], "`parallelism.layerSplit` must add up to `model.layers: 3`"),
     )
 ]

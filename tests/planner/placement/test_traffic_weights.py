@@ -9,7 +9,6 @@ import pytest
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
-from meshwright.models.counts import parameters
 from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import machine_for
@@ -54,7 +53,7 @@ def test_a_boundary_between_stages_carries_activations_and_their_gradients() -> 
 def test_a_ring_pays_for_all_its_gradients_when_it_is_wholly_scattered() -> None:
     """fp32 gradients of a rank's part of the model, around the ring twice."""
     asked = cost_model("llama-3-8b")
-    whole = 2 * 4 * parameters(published("llama-3-8b")) / 8 * 3 / 4
+    whole = 2 * 4 * published("llama-3-8b").parameters / 8 * 3 / 4
     scattered = 3 * traffic(asked, Layout(8, 1, 4), 1, 8).data
     assert HIDDEN_WEIGHT * whole < scattered < 1.02 * whole
     # Without computation to hide behind, all of it shows.

@@ -16,8 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model import ModelSpec
+from meshwright.api.parallelism import ParallelismSpec
 from meshwright.models.architecture import Architecture
-from meshwright.models.mixture import capacity, mixture_problems
+from meshwright.models.mixture import capacity
+from meshwright.rules.facts import ResolvedFacts
+from meshwright.rules.mixture import MIXTURE_RULES
+from meshwright.rules.model import MODEL_RULES
 from meshwright_worker.agent.metrics import TrainerMetrics
 from meshwright_worker.models import grouped_mm
 from meshwright_worker.models.decoder import DecoderStage
@@ -262,8 +266,11 @@ def test_the_page_names_what_there_is() -> None:
     (example,) = re.findall(r"```yaml[^\n]*\n(.*?)```", page, re.DOTALL)
     model = ModelSpec.model_validate(yaml.safe_load(example)["model"])
     assert model.mixture is not None
-    assert model.layers is not None
-    assert list(mixture_problems(model.mixture, model.layers)) == []
+    assert [
+        rule.message
+        for rule in (*MODEL_RULES, *MIXTURE_RULES)
+        if not rule.holds(ResolvedFacts(1, ParallelismSpec(), model, None, None))
+    ] == []
     exported = {family.name for family in TrainerMetrics("namespace", "job").registry.collect()}
     assert set(re.findall(r"`(ptj_\w+)`", page)) <= exported
     fields = {info.alias for info in MixtureSpec.model_fields.values()}
