@@ -1,9 +1,10 @@
 """Choosing what a spec leaves out: degrees, micro-batches, the pipeline's schedule, activation checkpointing.
 
-A small search that can be explained. A tensor-parallel group talks in every layer but over NVLink; a pipeline talks
-little but idles (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503). So: one stage as long as the
-model fits an NVLink domain, on the fewest tensor-parallel ranks that hold it; only then more stages. That settles how
-many GPUs a replica takes, `replicas` being the user's; among layouts of so many GPUs the cost model picks the fastest.
+This is a small search whose result can be explained. A tensor-parallel group communicates in every layer, but over
+NVLink. A pipeline communicates little, but idles (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503).
+The search therefore uses one stage if the model fits in an NVLink domain, with the fewest tensor-parallel ranks, and
+else more stages. This determines the GPUs of a replica; the user sets `replicas`. Among layouts with that many GPUs the
+cost model chooses the fastest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from meshwright.schedules.registry import kind_of
 MICRO_BATCHES_PER_STAGE = 4
 """Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 MAX_PRICED = 16
-"""Numbers of micro-batches to price for one layout; beyond, they only cost."""
+"""How many numbers of micro-batches are tried for one layout. More cost time and gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,21 @@ class DegreeSearch:
     gpus_per_worker: int
     cluster_limits: ClusterLimits
     cost_model: CostModel | None = None
-    """What tells layouts of as many GPUs apart; without it the order of preference does."""
+    """Ranks layouts with the same number of GPUs. Without it the order of preference does."""
     runnable: Runnable | None = None
-    """What ranks take; without it, whatever can be divided."""
+    """Checks what ranks accept. Without it, everything that divides evenly is accepted."""
 
     def best(self) -> Candidate | None:
-        """The first of `ranked`; None when no GPU holds any candidate."""
+        """The first of `ranked`, or None if no candidate fits on any GPU."""
         return next(iter(self.ranked()), None)
 
     def ranked(self) -> list[Candidate]:
-        """The candidates of fewest GPUs whose every rank finds a GPU that holds it, best first, one for each layout.
+        """The candidates with the fewest GPUs on which every rank fits, best first, one for each layout.
 
-        The best is the first, in order of preference, that takes at most 2 % longer than the fastest; without a price
-        the first in order of preference is the only one. Sequences are shared only where nothing holds without. Where
-        the cluster has too few such GPUs for any candidate, the first that some GPU holds: the placement then says what
-        is short.
+        The best is the first, in order of preference, that takes at most 2 % longer than the fastest. Without a cost
+        model, only the first in order of preference is returned. Context parallelism is used only if nothing fits
+        without it. If the cluster has too few GPUs for all candidates, the first that fits on some GPU is returned: the
+        placement then reports what is missing.
         """
         fallback: list[Candidate] = []
         for context in context_degrees_of_job(self.job):
@@ -100,7 +101,7 @@ class DegreeSearch:
     def smallest_fitting(
         self, context: int, checkpointing: ActivationCheckpointing, world: int | None = None
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """(candidates of the fewest GPUs, or of `world`, that all find room, the first that some GPU holds)."""
+        """(candidates with the fewest GPUs, or with `world`, that fit, the first that fits on some GPU)."""
         fallback: list[Candidate] = []
         fitting_candidates: list[Candidate] = []
         for layout in self.layouts(context, checkpointing):
@@ -120,15 +121,15 @@ class DegreeSearch:
         return fitting_candidates, fallback
 
     def runs(self, one: Candidate) -> bool:
-        """Whether ranks would run a candidate rather than refuse it."""
+        """Whether ranks accept a candidate."""
         return self.runnable is None or self.runnable(one.strategy)
 
     def seconds(self, strategy: Strategy) -> float:
-        """Of a step; 0 without a price."""
+        """Seconds of a step, or 0 without a cost model."""
         return self.cost_model.price(strategy).seconds if self.cost_model is not None else 0.0
 
     def by_time(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The preferred of those that are as good as the fastest, then the others by time."""
+        """The preferred one of those that are about as fast as the fastest, then the others by time."""
         if self.cost_model is None or len(candidates) == 1:
             return candidates
         seconds = {id(one): self.seconds(one.strategy) for one in candidates}
@@ -202,9 +203,9 @@ class DegreeSearch:
         return [one for one in CANDIDATE_SCHEDULES if schedule_allowed(one, asked, layout, self.job.architecture)]
 
     def micro_batch_counts(self, pipeline: int, schedule: PipelineSchedule) -> list[int]:
-        """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy.
+        """Numbers of micro-batches to try: with one stage the smallest first, else enough to keep the stages busy.
 
-        Empty when the schedule can be made for none.
+        Empty if the schedule exists for none.
         """
         batch = self.job.work.global_batch // self.replicas
         requested_count = self.job.parallelism.micro_batches
@@ -239,7 +240,7 @@ class DegreeSearch:
     def fitting_counts(
         self, layout: Layout, schedule: PipelineSchedule, checkpointing: ActivationCheckpointing
     ) -> Iterator[Candidate]:
-        """The layout with each number of micro-batches for which enough GPUs hold it."""
+        """The layout with each number of micro-batches with which it fits on enough GPUs."""
         counts = self.micro_batch_counts(layout.pipeline, schedule)
         if not self._accepted_by_ranks(layout, counts, schedule, checkpointing):
             return
@@ -262,7 +263,7 @@ class DegreeSearch:
     def _accepted_by_ranks(
         self, layout: Layout, counts: list[int], schedule: PipelineSchedule, checkpointing: ActivationCheckpointing
     ) -> bool:
-        """Whether ranks take the layout: what they refuse, they refuse with every number that the schedule takes."""
+        """Whether ranks accept the layout, which does not depend on the number of micro-batches."""
         if not counts or self.runnable is None:
             return bool(counts)
         try:
