@@ -1,11 +1,12 @@
-"""Rank <-> mesh coordinates: the one definition that planner, operator and worker share.
+"""Mapping between ranks and mesh coordinates, which planner, operator and worker share.
 
-The world is `data x pipeline x context x tensor`, tensor innermost. Consecutive ranks form a tensor-parallel group, so
-a worker that holds consecutive ranks keeps the group that talks most on one node; the ranks that share a sequence come
-next, then the stages of a replica; replicas are outermost (the order of Llama 3, arXiv 2407.21783, section 3.3.2).
+A job has `data x pipeline x context x tensor` ranks, with tensor as the innermost dimension. Consecutive ranks form a
+tensor-parallel group, so a worker with consecutive ranks keeps the group that communicates most on one node. The ranks
+that share a sequence come next, then the stages of a replica. Replicas are outermost (the order of Llama 3, arXiv
+2407.21783, section 3.3.2).
 
-Experts add no ranks: they are spread over those that hold the same dense parameters, which are `data x context` of one
-stage (arXiv 2408.04093 calls it folding). Ints only: nothing here knows torch.
+Experts add no ranks. They are spread over ranks with the same dense parameters, which are `data x context` of one stage
+(arXiv 2408.04093 calls it folding). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Layout:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that hold the same dense parameters: those that gradients are summed over and ZeRO shards over."""
+        """Number of ranks with the same dense parameters. Gradients are summed over them, and ZeRO shards over them."""
         return self.data * self.context
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -81,7 +82,7 @@ class Layout:
         return self._groups("tensor")
 
     def context_groups(self) -> list[list[int]]:
-        """Every context-parallel group: ranks that hold slices of the same sequences."""
+        """All context-parallel groups: ranks with slices of the same sequences."""
         return self._groups("context")
 
     def pipeline_groups(self) -> list[list[int]]:
@@ -89,11 +90,11 @@ class Layout:
         return self._groups("pipeline")
 
     def data_groups(self) -> list[list[int]]:
-        """Every data-parallel group: ranks that hold the same shard and see other samples."""
+        """All data-parallel groups: ranks with the same shard and different samples."""
         return self._groups("data")
 
     def shard_groups(self) -> list[list[int]]:
-        """Every group of ranks that hold the same dense parameters, by data and then by context coordinate."""
+        """All groups of ranks with the same dense parameters, by data and then by context coordinate."""
         return [
             [self.rank(d, p, c, t) for d in range(self.data) for c in range(self.context)]
             for p in range(self.pipeline)
@@ -101,12 +102,12 @@ class Layout:
         ]
 
     def expert_groups(self) -> list[list[int]]:
-        """Every expert-parallel group: ranks that hold different experts of the same layers, in the experts' order."""
+        """All expert-parallel groups: ranks with different experts of the same layers, in the experts' order."""
         size = self.expert
         return [group[i : i + size] for group in self.shard_groups() for i in range(0, self.shard_ranks, size)]
 
     def expert_shard_groups(self) -> list[list[int]]:
-        """Every group of ranks that hold the same experts."""
+        """All groups of ranks with the same experts."""
         return [group[i :: self.expert] for group in self.shard_groups() for i in range(self.expert)]
 
     def workers(self, gpus_per_worker: int) -> list[range]:
@@ -129,8 +130,8 @@ class Layout:
 def split_layers(layers: int, stages: int) -> list[range]:
     """The consecutive layers of each pipeline stage; the first stages take the remainder.
 
-    Every layer belongs to exactly one stage, whatever the numbers (a split that silently drops layers is a known
-    fault of other runtimes).
+    Every layer belongs to exactly one stage, for all numbers. (A split that silently drops layers is a known bug of
+    other runtimes.)
 
     Raises:
         ValueError: there are more stages than layers, or fewer than one.

@@ -1,4 +1,4 @@
-"""The base of every API model: camelCase on the wire, unknown fields refused, docstrings become descriptions."""
+"""The base of all API models: camelCase in JSON, unknown fields rejected, docstrings as descriptions."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class ApiModel(BaseModel):
     )
 
     def wire(self) -> dict[str, object]:
-        """The JSON form: camelCase keys, what is unset left out."""
+        """The JSON form, with camelCase keys and without unset fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)

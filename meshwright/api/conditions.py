@@ -1,4 +1,4 @@
-"""Conditions: the names this API promises, and the one way to change a list of them."""
+"""Conditions: their names, and functions to read and change a list of them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
 
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:
-    """The condition of this type, if it was ever set."""
+    """The condition of this type, or None."""
     return next((c for c in conditions if c.type == kind), None)
 
 
 def is_true(conditions: Sequence[Condition], kind: str) -> bool:
-    """Whether the condition of this type stands at True."""
+    """Whether the condition of this type is True."""
     condition = find(conditions, kind)
     return condition is not None and condition.status == "True"
 
 
 def with_condition(conditions: Sequence[Condition], new: Condition) -> list[Condition]:
-    """The list with `new` in the place of its type.
+    """The list with `new` in place of the condition of its type.
 
-    `lastTransitionTime` moves only when `status` changes (Kubernetes API conventions), so the same observation twice
-    gives the same list and nothing is written.
+    `lastTransitionTime` moves only when `status` changes (Kubernetes API conventions), so repeating an
+    observation gives the same list, and nothing is written.
     """
     old = find(conditions, new.type)
     if old is None:

@@ -1,4 +1,4 @@
-"""`spec.parallelism.dataParallel`: how replicas of the model are kept equal."""
+"""`spec.parallelism.dataParallel`: how replicas of the model stay equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Degree = Annotated[int, Field(ge=1, le=65536)]
 
 
 class DataParallelStrategy(StrEnum):
-    """How replicas keep their parameters equal; the names in capitals with underscores are those of torch's FSDP1."""
+    """How replicas stay equal. The names in capitals with underscores are those of torch's FSDP1."""
 
     DDP = "DDP"
     ZERO = "ZeRO"
@@ -26,7 +26,7 @@ class DataParallelStrategy(StrEnum):
 
     @property
     def zero_stages(self) -> tuple[int, ...]:
-        """The values of `zeroStage` that it goes with."""
+        """The values of `zeroStage` that support it."""
         return _ZERO_STAGES[self]
 
 
@@ -43,7 +43,7 @@ _ZERO_STAGES = {
 
 
 class GradientCompression(StrEnum):
-    """What gradients are reduced to before they are summed over replicas."""
+    """How gradients are compressed before they are summed over replicas."""
 
     NONE = "None"
     FP16 = "FP16"
@@ -54,30 +54,30 @@ class GradientCompression(StrEnum):
 
 
 class DataParallelSpec(ApiModel):
-    """How replicas of the model are kept equal."""
+    """How replicas of the model stay equal."""
 
     strategy: DataParallelStrategy | None = None
-    """`DDP` (`zeroStage` 0): gradients are summed in buckets while backward runs. `ZeRO` (1, 2): flat shards, a
+    """`DDP` (`zeroStage` 0): gradients are summed in buckets during the backward pass. `ZeRO` (1, 2): flat shards, a
     reduce-scatter of gradients and an all-gather of updated parameters. `FSDP` (2, 3): FSDP2, layer by layer. Or a
     name of FSDP1: `NO_SHARD` (0), `SHARD_GRAD_OP` (2), `FULL_SHARD` (3), and with `shardSize` `HYBRID_SHARD` (3) and
-    `HYBRID_SHARD_ZERO2` (2). When left out: `DDP`, `ZeRO`, `FSDP`, `FSDP` for `zeroStage` 0 to 3."""
+    `HYBRID_SHARD_ZERO2` (2). Defaults to `DDP`, `ZeRO`, `FSDP`, `FSDP` for `zeroStage` 0 to 3."""
     bucket_elements: Annotated[int, Field(ge=1, le=4294967296)] = 16777216
-    """Gradients that one collective of `DDP` and `ZeRO` sums; a tensor is never cut, so a larger one goes alone."""
+    """Number of gradients that one collective of `DDP` and `ZeRO` sums. A larger tensor is a bucket of its own."""
     overlap: bool = True
-    """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass is done with it; after all
-    backward passes otherwise. `ZeRO` stage 2 always does after each micro-batch, `FSDP` layer by layer."""
+    """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass has computed it, or after all
+    backward passes. `ZeRO` stage 2 always sums after each micro-batch, `FSDP` layer by layer."""
     shard_size: Degree | None = None
-    """Replicas that share one set of shards, each set a copy of the others (HSDP): neighbours, so that gathering
-    stays on fast links. Must divide `replicas`; all of them when left out. Needs `zeroStage` 1 or more."""
+    """Number of neighboring replicas that share one set of shards. Each set is a copy of the others (HSDP), and
+    gathering stays on fast links. Must divide `replicas`. Defaults to all replicas. Needs `zeroStage` 1 or more."""
     reshard_size: Annotated[int, Field(ge=2, le=65536)] | None = None
-    """With `zeroStage: 3`, keep a layer's parameters between forward and backward on every so many neighbours, a
-    secondary copy that backward gathers from (hpZ of ZeRO++, arXiv 2306.10209). Must divide `replicas`; needs
-    `tensor: 1` and `pipeline: 1`."""
+    """Number of neighbors over which a layer's parameters stay sharded between the forward and the backward pass, with
+    `zeroStage: 3`: a second copy that the backward pass gathers from (hpZ of ZeRO++, arXiv 2306.10209). Must divide
+    `replicas`. Needs `tensor: 1` and `pipeline: 1`."""
     compression: GradientCompression = GradientCompression.NONE
-    """What `DDP` sends for a gradient. `FP16`, `BF16`: that format. `Int8`: 8 bits an element with a scale a bucket.
-    `TopK`: the largest elements alone. `PowerSGD`: two thin factors of each matrix (arXiv 1905.13727). The last three
-    add what was left out to the next step's gradient (error feedback)."""
+    """What `DDP` sends for a gradient. `FP16`, `BF16`: that format. `Int8`: 8 bits per element and a scale per
+    bucket. `TopK`: only the largest elements. `PowerSGD`: two thin factors of each matrix (arXiv 1905.13727). The last
+    three add what was left out to the next step's gradient (error feedback)."""
     compression_rank: Annotated[int, Field(ge=1, le=1024)] = 4
     """Columns of the factors of `compression: PowerSGD`."""
     compression_density: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Share of the elements that `compression: TopK` sends."""
+    """Fraction of the elements that `compression: TopK` sends."""

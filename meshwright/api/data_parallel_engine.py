@@ -1,4 +1,4 @@
-"""Which code keeps replicas equal: what the names in the API come down to. Knows no torch."""
+"""The implementation of data parallelism for each name in the API. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshwright.api.parallelism import ParallelismSpec
 
 
 class DataParallelEngine(Enum):
-    """One of three ways."""
+    """An implementation of data parallelism."""
 
     ALL_REDUCE = auto()
-    """Every replica holds everything; gradients are all-reduced (`ddp.py`)."""
+    """Every replica has everything, and gradients are all-reduced (`ddp.py`)."""
     FLAT = auto()
-    """Flat shards of optimizer state, and of gradients, between the steps (`flat.py`)."""
+    """Flat shards of optimizer state and gradients between steps (`zero.py`)."""
     FSDP = auto()
-    """FSDP2, which gathers and frees parameters layer by layer (`zero.py`)."""
+    """FSDP2, which gathers and frees parameters layer by layer (`fsdp.py`)."""
 
 
 _OF_STAGE = {
@@ -28,7 +28,7 @@ _OF_STAGE = {
 
 
 def data_parallel_engine(parallelism: ParallelismSpec) -> DataParallelEngine:
-    """The engine of `dataParallel.strategy`, or of `zeroStage` when it is left out."""
+    """The engine of `dataParallel.strategy`, or of `zeroStage` if it is left out."""
     if parallelism.data_parallel.strategy is DataParallelStrategy.ZERO:
         return DataParallelEngine.FLAT
     return _OF_STAGE[parallelism.zero_stage]

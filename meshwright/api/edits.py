@@ -1,6 +1,6 @@
-"""What an edit of a job that runs does, field by field: the one table that operator, documentation and tests read.
+"""What an edit of a running job does, by field. Operator, documentation and tests read this table.
 
-A field that is not named here restarts the gang: plan, pods and ranks are made from it.
+An edit of a field that is not listed restarts the gang, because plan, pods and ranks depend on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Effect(StrEnum):
     LIVE = "takes effect at once"
     NEXT_START = "takes effect when ranks start next"
     RESTART = "restarts the gang from a checkpoint"
-    REFUSED = "refused once the job has started; `managedBy` always"
+    REFUSED = "rejected once the job has started; `managedBy` always"
 
 
 LIVE = (
@@ -28,10 +28,10 @@ LIVE = (
     "successPolicy",
     "priority",
 )
-"""Read by the operator at each look; no pod and no rank knows them."""
+"""Fields that the operator reads at each reconcile. Pods and ranks do not depend on them."""
 
 NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
-"""Part of what ranks are told when a mesh generation starts."""
+"""Fields that ranks receive when a mesh generation starts."""
 
 REFUSED = (
     "managedBy",
@@ -43,14 +43,14 @@ REFUSED = (
     "training.lora",
     "checkpoint.claimName",
 )
-"""What the rules of `rules/transition.py` guard."""
+"""Fields that the rules of `rules/transition.py` protect."""
 
 FORMER_DEFAULTS = {
     "parallelism.context": 1,
     "parallelism.schedule": "1F1B",
     "training.activationCheckpointing": "None",
 }
-"""Defaults that are chosen by the planner today. Stored objects have them, and mean what a running job has anyway."""
+"""Former defaults of fields that the planner now chooses. Stored objects contain them, with the same meaning."""
 
 
 def effect_of(path: str) -> Effect:
@@ -62,15 +62,15 @@ def effect_of(path: str) -> Effect:
 
 
 def with_live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
-    """`running`, with what takes effect at once as `wanted` has it."""
+    """`running` with the fields of `wanted` that take effect at once."""
     names = {info.alias or name: name for name, info in ParallelTrainingJobSpec.model_fields.items()}
     return running.model_copy(update={names[entry]: getattr(wanted, names[entry]) for entry in LIVE})
 
 
 def restarting_parts(spec: ParallelTrainingJobSpec) -> dict[str, object]:
-    """What plan, pods and ranks are made from, in the wire form.
+    """The fields that determine plan, pods and ranks, in the wire form.
 
-    Fields at their defaults are left out: a new field, added by an upgrade of the CRD, restarts nobody.
+    Defaults are left out, so that a new field in an upgraded CRD restarts no job.
     """
     parts: dict[str, object] = json.loads(spec.model_dump_json(by_alias=True, exclude_defaults=True))
     for entry in (*LIVE, *NEXT_START, "managedBy"):
@@ -81,7 +81,7 @@ def restarting_parts(spec: ParallelTrainingJobSpec) -> dict[str, object]:
 
 
 def _drop(parts: dict[str, object], path: str, value: object = None) -> None:
-    """Removes a field; only where it has a value, if one is given."""
+    """Remove a field, or only if it has the given value."""
     *parents, last = path.split(".")
     holder: object = parts
     for name in parents:

@@ -1,4 +1,4 @@
-"""What an exit code says about a failure: the job's own policy, in the words of `batch/v1`'s `podFailurePolicy`."""
+"""The job's policy for exit codes, in the terms of `batch/v1`'s `podFailurePolicy`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ExitCode = Annotated[int, Field(ge=1, le=255)]
 
 
 class FailureAction(StrEnum):
-    """What to do about a failure."""
+    """What a failure leads to."""
 
     FAIL_JOB = "FailJob"
-    """The job fails at once: trying again would not help."""
+    """The job fails at once, because a retry would not help."""
     IGNORE = "Ignore"
-    """The run is started again, and `recovery.maxRestarts` does not count it."""
+    """The run restarts, and the restart does not count toward `recovery.maxRestarts`."""
     COUNT = "Count"
-    """The run is started again and counted, as without a rule."""
+    """The run restarts, and the restart counts, as without a rule."""
 
 
 class ExitCodeRule(ApiModel):
-    """What to do when a rank's or worker's process ends with one of these codes."""
+    """What to do if the process of a rank or worker exits with one of these codes."""
 
     values: Annotated[list[ExitCode], Field(min_length=1, max_length=64)]
-    """Exit codes; 128 plus the signal's number for a process that a signal ended, so 137 for out of memory."""
+    """Exit codes. A process killed by a signal has 128 plus the signal's number, so 137 for out of memory."""
     action: FailureAction
-    """`FailJob`: the job fails at once. `Ignore`: started again, not counted. `Count`: started again and counted."""
+    """`FailJob`: fail the job at once. `Ignore`: restart without counting. `Count`: restart and count."""

@@ -1,4 +1,4 @@
-"""Every name that crosses a boundary: group and kind, labels, annotations, gates, environment variables, ports."""
+"""Names that are part of an interface: group and kind, labels, annotations, gates, environment variables, ports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHECKPOINT_MOUNT = "/meshwright/checkpoints"
 DATA_MOUNT = "/meshwright/data"
 SCRIPTS_MOUNT = "/meshwright/scripts"
 
-# What the operator sets in a worker pod's environment; the agent reads these and nothing else of the cluster.
+# The environment variables of a worker pod that the operator sets and the agent reads.
 ENV_JOB_NAME = "MESHWRIGHT_JOB_NAME"
 ENV_JOB_NAMESPACE = "MESHWRIGHT_JOB_NAMESPACE"
 ENV_JOB_UID = "MESHWRIGHT_JOB_UID"
@@ -49,7 +49,7 @@ ENV_DATA_DIR = "MESHWRIGHT_DATA_DIR"
 ENV_SCRIPTS_DIR = "MESHWRIGHT_SCRIPTS_DIR"
 ENV_GRACE_SECONDS = "MESHWRIGHT_GRACE_SECONDS"
 
-# What the agent sets for each rank's process beside torchrun's own (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
+# Environment variables that the agent sets for each rank, in addition to torchrun's (RANK, WORLD_SIZE, ...).
 ENV_GENERATION = "MESHWRIGHT_GENERATION"
 ENV_TENSOR_SIZE = "MESHWRIGHT_TENSOR_PARALLEL_SIZE"
 ENV_TENSOR_RANK = "MESHWRIGHT_TENSOR_PARALLEL_RANK"

@@ -23,8 +23,8 @@ class LoraTarget(StrEnum):
 
 
 class LoraSpec(ApiModel):
-    """Low-rank adaptation (LoRA, arXiv 2106.09685): the model's own weights stay, two narrow matrices beside some of
-    them are trained.
+    """Low-rank adaptation (LoRA, arXiv 2106.09685): the model's weights are frozen, and two narrow matrices are trained
+    for some of them.
     """
 
     rank: Annotated[int, Field(ge=1, le=65536)] = 8

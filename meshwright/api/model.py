@@ -12,13 +12,13 @@ from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScaling
 
 
 class ModelSpec(ApiModel):
-    """The model to train: a preset, a published configuration, or a decoder's numbers, left out where as in Llama."""
+    """The model to train: a preset, a published configuration, or the numbers of a decoder, which default to Llama."""
 
     preset: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     """A known architecture, such as `llama-3-8b`. Excludes every other field of `model`."""
     hugging_face: Annotated[str, Field(min_length=2, max_length=32768)] | None = None
-    """The text of a Hugging Face `config.json`, of a `model_type` that the runtime builds: nothing is downloaded. What
-    would be built inexactly is refused by name. Excludes every other field of `model`."""
+    """A Hugging Face `config.json`, as a string, with a supported `model_type`. Nothing is downloaded. A model that the
+    runtime cannot reproduce exactly is rejected. Excludes every other field of `model`."""
     layers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of decoder layers."""
     hidden_size: Annotated[int, Field(ge=1, le=131072)] | None = None
@@ -28,39 +28,39 @@ class ModelSpec(ApiModel):
     heads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of query heads. Must be divisible by `parallelism.tensor`."""
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Number of key and value heads (grouped-query attention); `heads` when left out."""
+    """Number of key and value heads (grouped-query attention). Defaults to `heads`."""
     vocab_size: Annotated[int, Field(ge=2, le=1048576)] | None = None
-    """Size of the vocabulary. Must hold every token of the tokenizer and be divisible by `parallelism.tensor`."""
+    """Size of the vocabulary. Must be at least that of the tokenizer, and divisible by `parallelism.tensor`."""
     rope_theta: Annotated[int, Field(ge=1, le=1000000000)] | None = None
-    """Base of the rotary position embedding; 10000 when left out."""
+    """Base of the rotary position embedding. Defaults to 10000."""
     tie_embeddings: bool | None = None
-    """Whether the output projection is the token embedding; false when left out."""
+    """Whether the output projection shares the weights of the token embedding. Defaults to false."""
     mixture: MixtureSpec | None = None
-    """Mixtures of experts in place of feed-forward layers; none when left out."""
+    """Mixtures of experts in place of feed-forward layers. None by default."""
     head_size: Annotated[int, Field(ge=2, le=65536)] | None = None
-    """Width of a query's and key's head; `hiddenSize / heads` when left out. With `latent`: without the rotary part."""
+    """Width of a query's and key's head. Defaults to `hiddenSize / heads`. With `latent`: without the rotary part."""
     value_size: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """Width of a value's head; `headSize` when left out."""
+    """Width of a value's head. Defaults to `headSize`."""
     gated: bool | None = None
-    """Whether the feed-forward layer has a gate (SwiGLU, arXiv 2002.05202); true when left out."""
+    """Whether the feed-forward layer has a gate (SwiGLU, arXiv 2002.05202). Defaults to true."""
     activation: Activation | None = None
-    """Non-linearity of the feed-forward layer, on the gate where there is one; `SiLU` when left out. `GELUTanh` is the
+    """Activation function of the feed-forward layer, on the gate if there is one. Defaults to `SiLU`. `GELUTanh` is the
     approximation that GPT-2 uses."""
     norm: Norm | None = None
-    """`RMSNorm` (arXiv 1910.07467), or `LayerNorm` (arXiv 1607.06450); `RMSNorm` when left out."""
+    """`RMSNorm` (arXiv 1910.07467), or `LayerNorm` (arXiv 1607.06450). Defaults to `RMSNorm`."""
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Epsilon of the norms; 0.00001 when left out."""
+    """Epsilon of the norms. Defaults to 0.00001."""
     biases: bool | None = None
-    """Whether every matrix but embedding and output, and every norm, has a bias (GPT); false when left out. Needs
+    """Whether every norm and every matrix except embedding and output has a bias (GPT). Defaults to false. Needs
     `norm: LayerNorm`."""
     attention_biases: bool | None = None
-    """Whether queries, keys and values have a bias (Qwen2); false when left out."""
+    """Whether queries, keys and values have a bias (Qwen2). Defaults to false."""
     query_key_norms: bool | None = None
-    """Whether each head's queries and keys are normalised (Qwen3); false when left out."""
+    """Whether each head's queries and keys are normalized (Qwen3). Defaults to false."""
     positions: Annotated[int, Field(ge=0, le=16777216)] | None = None
-    """Rows of a learned position embedding (GPT), at least `training.sequenceLength`; 0, for rotary positions, when
-    left out."""
+    """Rows of a learned position embedding (GPT). Must be at least `training.sequenceLength`. Defaults to 0, for rotary
+    positions."""
     latent: LatentSpec | None = None
-    """Multi-head latent attention (DeepSeek); full keys and values when left out."""
+    """Multi-head latent attention (DeepSeek). Full keys and values by default."""
     rope_scaling: RopeScalingSpec | None = None
-    """Rescaling of rotary frequencies for long contexts (Llama 3.1); none when left out."""
+    """Rescaling of rotary frequencies for long contexts (Llama 3.1). None by default."""

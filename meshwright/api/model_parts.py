@@ -1,4 +1,4 @@
-"""Parts of a model's shape that the API and the architecture say alike."""
+"""Parts of a model's shape that the API and the architecture share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.api.base import ApiModel
 
 
 class Norm(StrEnum):
-    """What normalises the residual stream before each sub-layer."""
+    """Normalization of the residual stream before each sub-layer."""
 
     RMS_NORM = "RMSNorm"
     LAYER_NORM = "LayerNorm"
 
 
 class Activation(StrEnum):
-    """The feed-forward layer's non-linearity."""
+    """The activation function of the feed-forward layer."""
 
     SILU = "SiLU"
     GELU = "GELU"
@@ -27,7 +27,9 @@ class Activation(StrEnum):
 
 
 class LatentSpec(ApiModel):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of a latent."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values from a latent
+    vector.
+    """
 
     kv_rank: Annotated[int, Field(ge=1, le=65536)]
     """Width of the latent that keys and values are projected from."""
@@ -38,7 +40,7 @@ class LatentSpec(ApiModel):
 
 
 class RopeScaling(StrEnum):
-    """How rotary frequencies between the slowed and the kept ones change."""
+    """How rotary frequencies change between the scaled and the unscaled ones."""
 
     LLAMA3 = "Llama3"
     YARN = "YaRN"
@@ -48,16 +50,15 @@ class RopeScalingSpec(ApiModel):
     """Rescaling of rotary frequencies for long contexts."""
 
     kind: RopeScaling = RopeScaling.LLAMA3
-    """`Llama3`: in between the two limits frequencies change evenly with themselves (Llama 3.1, arXiv 2407.21783,
-    section 3.4.2). `YaRN`: evenly with their number in the head (arXiv 2309.00071; Qwen, DeepSeek)."""
+    """Interpolation between the two limits. `Llama3`: linear in the frequency (Llama 3.1, arXiv 2407.21783, section
+    3.4.2). `YaRN`: linear in the frequency's index in the head (arXiv 2309.00071; Qwen, DeepSeek)."""
     factor: Annotated[float, Field(ge=1, le=4096)]
-    """By how much the lowest frequencies are slowed down."""
+    """Factor by which the lowest frequencies are divided."""
     low_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 1.0
-    """Wavelengths above `originalLength` over this are slowed down fully; YaRN's beta slow."""
+    """Wavelengths above `originalLength` over this are scaled by the full factor. YaRN's beta slow."""
     high_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 4.0
-    """Wavelengths below `originalLength` over this stay as they are; in between it changes smoothly. YaRN's beta fast,
-    which its authors set to 32."""
+    """Wavelengths below `originalLength` over this are not scaled. YaRN's beta fast, which its authors set to 32."""
     score_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """What attention's scores are multiplied by: the square of YaRN's attention factor."""
+    """Factor of the attention scores: the square of YaRN's attention factor."""
     original_length: Annotated[int, Field(ge=1, le=16777216)] = 8192
     """Length that the model was first trained on, in tokens."""

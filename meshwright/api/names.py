@@ -1,4 +1,4 @@
-"""Names of child objects: pure functions of job, worker and incarnation, so that a repeated create is harmless."""
+"""Names of child objects: pure functions of job, worker and incarnation, so that create can be repeated."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ MAX_JOB_NAME = 43
 
 
 def pod_name(job: str, worker: int, incarnation: int) -> str:
-    """The worker pod's name. Stable while the pod lives, whatever mesh generations it passes through."""
+    """The worker pod's name. It does not change with the mesh generation."""
     return f"{job}-w{worker}-{incarnation}"
 
 
 def service_name(job: str) -> str:
-    """The headless service that gives worker pods DNS names."""
+    """The headless Service that gives worker pods DNS names."""
     return job
 
 
 def token_secret_name(job: str) -> str:
-    """The secret that carries the job's coordinator token into its pods."""
+    """The Secret with the job's coordinator token."""
     return f"{job}-coordinator"

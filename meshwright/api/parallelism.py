@@ -30,8 +30,9 @@ class PipelineSchedule(StrEnum):
 
     @classmethod
     def named(cls, name: str) -> PipelineSchedule:
-        """The value called `name`. A schedule from outside of this package, which has none, gets a new one here:
-        `parallelism.schedule` accepts it, and the CRD, which lists the values above, does not.
+        """The value with this name. A schedule from outside this package has none and gets a new one here.
+
+        `parallelism.schedule` accepts the new value. The CRD does not, because it lists only the values above.
         """
         try:
             return cls(name)
@@ -51,97 +52,97 @@ _ADDED_SCHEDULES: dict[str, PipelineSchedule] = {}
 
 
 class StageBalance(StrEnum):
-    """What is dealt evenly to the stages of a pipeline."""
+    """What is distributed evenly over the stages of a pipeline."""
 
     LAYERS = "Layers"
     FLOPS = "Flops"
 
 
 class ContextMethod(StrEnum):
-    """How attention goes over the ranks that share a sequence."""
+    """How the ranks of a context group compute attention."""
 
     RING = "Ring"
-    """Keys and values go round (arXiv 2310.01889); each rank has consecutive tokens."""
+    """Keys and values move around the ring of ranks (arXiv 2310.01889). Each rank has consecutive tokens."""
     RING_ZIG_ZAG = "RingZigZag"
-    """The same; each rank has an early and a late part, so that causal attention costs all alike."""
+    """The same, but each rank has an early and a late part, so that causal attention takes all ranks the same time."""
     ULYSSES = "Ulysses"
     """All-to-all from tokens to heads and back (arXiv 2309.14509)."""
     ALL_GATHER = "AllGather"
     """Keys and values are gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     RING_ULYSSES = "RingUlysses"
-    """All-to-all inside groups of neighbours, a ring across them (USP, arXiv 2405.07719)."""
+    """All-to-all inside groups of neighbors, a ring across them (USP, arXiv 2405.07719)."""
 
 
 class ParallelismSpec(ApiModel):
-    """How one replica of the model is split. What is left out the planner chooses."""
+    """How one replica of the model is split. The planner chooses what is left out."""
 
     tensor: Degree | None = None
-    """Tensor-parallel degree: every layer split over this many GPUs of one NVLink domain."""
+    """Tensor-parallel degree: every layer is split over this many GPUs of one NVLink domain."""
     pipeline: Degree | None = None
     """Pipeline-parallel degree: number of stages the layers are split into."""
     expert: Degree | None = None
-    """Expert-parallel degree: the experts of a mixture are spread over this many of the ranks that hold the same dense
+    """Expert-parallel degree: the experts of a mixture are spread over this many of the ranks that have the same dense
     parameters. Must divide `replicas` times `context`, and `model.mixture.experts`; 1 without a mixture."""
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
     expert_tensor: bool = True
-    """Whether `tensor` splits the experts of a mixture too. With false each GPU of a tensor-parallel group holds them
-    whole and routes its own positions, which saves the collectives around them and makes larger products of narrow
-    experts. Needs `sequence: true` and no `training.fp8`."""
+    """Whether `tensor` splits the experts of a mixture too. If false, each GPU of a tensor-parallel group has full
+    experts and routes its own positions. This saves collectives, and narrow experts have larger matrix products. False
+    needs `sequence: true` and no `training.fp8`."""
     tensor_overlap: bool = False
-    """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are taken
-    apart into sends between neighbours, which run during the products around them. Needs `tensor` of at least 2,
+    """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are split
+    into sends between neighbors, which run during the adjacent matrix products. Needs `tensor` of at least 2,
     `sequence: true`, and no `training.fp8` and `training.lora`."""
     context: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Context-parallel degree: GPUs that share the tokens of each sequence. A replica has this many times as many.
-    When left out: 1, or the fewest with which a layout fits. Rules about it take it for 1 until it is chosen.
+    """Context-parallel degree: number of GPUs that share the tokens of each sequence. Multiplies the GPUs of a replica.
+    Defaults to 1, or the smallest degree with which a layout fits. Rules assume 1 until it is chosen.
     `training.sequenceLength` must be at least twice `context` times `tensor`; with `Ring` and `Ulysses` once."""
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
-    """How attention goes over the GPUs of `context`. `RingZigZag`: keys and values go round them, causal work is even.
-    `Ring`: the same with consecutive tokens. `Ulysses`: heads are exchanged for tokens; `context` times `tensor` must
-    divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`: heads inside groups of `ulysses`,
-    a ring across them."""
+    """How the GPUs of a context group compute attention. `RingZigZag`: keys and values move around the ring of GPUs,
+    with even work for causal attention. `Ring`: the same with consecutive tokens. `Ulysses`: GPUs exchange tokens for
+    heads; `context` times `tensor` must divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`:
+    groups of `ulysses` GPUs exchange heads, with a ring across the groups."""
     ulysses: Degree | None = None
-    """With `contextMethod: RingUlysses`, and only then: how many neighbours exchange heads; it divides `context`, and
-    times `tensor` it divides `model.heads`."""
+    """Number of neighbors that exchange heads. Required with `contextMethod: RingUlysses`, and only allowed then. Must
+    divide `context`; times `tensor` it must divide `model.heads`."""
     schedule: PipelineSchedule | None = None
-    """Order in which a pipeline runs its micro-batches. When left out: `1F1B`, or a synchronous one that is estimated
-    to be faster by more than 2 % and fits; rules about it take it for `1F1B` until it is chosen. `Naive`: one at a
-    time. `GPipe` (arXiv 1811.06965), `1F1B` (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473),
-    `LoopedBFS` (arXiv 2211.05953). Backward in halves: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched for the
-    times of the job's own stages, which its first steps measure), `ZBV` (arXiv 2405.15362). Forward and backward
-    overlapped: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and so with stale weights: `PipeDream`
-    (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
+    """Order in which a pipeline runs its micro-batches. Defaults to `1F1B`, or to a synchronous schedule that fits and
+    is estimated to be more than 2 % faster. Rules assume `1F1B` until it is chosen. `Naive`: one micro-batch at a time.
+    `GPipe` (arXiv 1811.06965), `1F1B` (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473),
+    `LoopedBFS` (arXiv 2211.05953). With a split backward pass: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched
+    for the times of the job's own stages, which its first steps measure), `ZBV` (arXiv 2405.15362). With overlapping
+    forward and backward passes: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and therefore with stale
+    weights: `PipeDream` (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
     virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
-    """Stages of one rank with `Interleaved1F1B` and `LoopedBFS`, the only schedules that allow it; 2 when left out."""
+    """Number of stages of one rank. Only allowed with `Interleaved1F1B` and `LoopedBFS`, where it defaults to 2."""
     layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (
         None
     )
-    """Layers of each stage, in the model's order; must add up to `model.layers`. As `stageBalance` says when left
-    out. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
+    """Number of layers of each stage, in the model's order. Must add up to `model.layers`. Defaults to a split by
+    `stageBalance`. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
     stage_balance: StageBalance = StageBalance.LAYERS
-    """What stages have the same of. `Layers`: their number, the first stages taking what is left over. `Flops`: the
-    work, of dense layers, of mixtures and of the last stage's output projection each its own."""
+    """What is distributed evenly over the stages. `Layers`: the number of layers; the first stages take the remainder.
+    `Flops`: the work, counted separately for dense layers, mixtures and the last stage's output projection."""
     rematerialize: bool = False
-    """Keep only the input of each stage for a micro-batch and compute the stage again before its backward pass (GPipe,
+    """Store only the input of each stage for a micro-batch, and recompute the stage before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""
     activation_limit: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """Micro-batches whose activations a rank may hold with the schedule `Automatic`; `pipeline`, which is what 1F1B
-    holds, when left out."""
+    """Number of micro-batches whose activations a rank may store with the schedule `Automatic`. Defaults to `pipeline`,
+    as with 1F1B."""
     micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """Micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be divisible by
-    `replicas` times this."""
+    """Number of micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be
+    divisible by `replicas` times this."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
     data_parallel: DataParallelSpec = DataParallelSpec()
-    """How replicas are kept equal."""
+    """How replicas stay equal."""
 
     @property
     def order(self) -> PipelineSchedule:
-        """The schedule; the one that is taken for it where it is left out."""
+        """The schedule, or the one that rules assume if it is left out."""
         return self.schedule or PipelineSchedule.ONE_F_ONE_B
 
     @property
     def context_or_default(self) -> int:
-        """The context degree; 1 where it is left out."""
+        """The context degree, or 1 if it is left out."""
         return self.context or 1

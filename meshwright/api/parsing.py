@@ -1,4 +1,4 @@
-"""A ParallelTrainingJob object as it comes from the API server."""
+"""Parses ParallelTrainingJob objects of the API server."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pydantic import ValidationError
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 
-# Each repair removes something; more rounds than a damaged status can need.
+# Each repair removes something. This is more than any damaged status needs.
 MAX_REPAIRS = 32
 
 
 class InvalidSpecError(ValueError):
-    """A spec that cannot be acted on. The message names the field and the fix."""
+    """An invalid spec. The message names the field and the fix."""
 
 
 def parse_spec(obj: Mapping[str, Any]) -> ParallelTrainingJobSpec:
     """The spec of a job object.
 
     Raises:
-        InvalidSpecError: it does not fit the schema; the message lists `field: problem`, at most five of them.
+        InvalidSpecError: it violates the schema; the message lists at most five problems as `field: problem`.
     """
     try:
         return ParallelTrainingJobSpec.model_validate(obj.get("spec"))
@@ -34,11 +34,11 @@ def parse_spec(obj: Mapping[str, Any]) -> ParallelTrainingJobSpec:
 
 
 def parse_status(obj: Mapping[str, Any]) -> ParallelTrainingJobStatus:
-    """The status of a job object: everything usable in it.
+    """The status of a job object, without its invalid parts.
 
-    The operator alone writes it, but a status may come from another version or from a hand that slipped. What does not
-    fit is left out as narrowly as it can be (a field, or the list item that cannot stand without it), so that a damaged
-    time or number never takes the mesh generation or the workers' incarnations with it.
+    Only the operator writes the status, but another version may have written it, or a user by mistake. Each invalid
+    field is dropped alone, or with the list item that requires it. A damaged time or number therefore never loses the
+    mesh generation or the workers' incarnations.
     """
     status = obj.get("status")
     raw: Any = copy.deepcopy(dict(status)) if isinstance(status, Mapping) else {}
@@ -54,7 +54,7 @@ def parse_status(obj: Mapping[str, Any]) -> ParallelTrainingJobStatus:
 
 
 def _drop(raw: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Removes what stands at `location`; when nothing does (a required field is missing), the object that lacks it."""
+    """Remove the value at `location`, or the object around it if a required field is missing."""
     holder: Any = raw
     for part in location[:-1]:
         try:

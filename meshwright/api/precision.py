@@ -28,7 +28,7 @@ class LossScaleSpec(ApiModel):
     """Dynamic loss scaling of `precision: fp16` (arXiv 1710.03740)."""
 
     initial: Annotated[int, Field(ge=1, le=4294967296)] = 65536
-    """What gradients are multiplied by at first. A step whose gradients overflow is skipped and halves it."""
+    """Initial loss scale. A step whose gradients overflow is skipped and halves it."""
     growth_interval: Annotated[int, Field(ge=1, le=1000000000)] = 2000
     """Steps without an overflow after which the scale doubles."""
 
@@ -41,7 +41,7 @@ class Fp8Scaling(StrEnum):
 
 
 class Fp8Update(StrEnum):
-    """What a scale in fp8 is taken from."""
+    """Where a scale in fp8 comes from."""
 
     DYNAMIC = "Dynamic"
     DELAYED = "Delayed"
@@ -52,12 +52,12 @@ class Fp8Spec(ApiModel):
     """Matrix products of the layers in fp8 (arXiv 2209.05433): e4m3 for inputs and weights, e5m2 for gradients."""
 
     scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
-    """`Tensorwise`: one scale a tensor. `Rowwise`: one for each row of either factor; needs `update: Dynamic`."""
+    """`Tensorwise`: one scale per tensor. `Rowwise`: one scale per row of both factors; needs `update: Dynamic`."""
     update: Fp8Update = Fp8Update.DYNAMIC
-    """`Dynamic`: scales of the micro-batch at hand. `Delayed`: of the largest values of the last `history` steps.
-    `Static`: of `inputAmax`, `weightAmax` and `gradientAmax`; what is larger is clamped."""
+    """Where scales come from. `Dynamic`: the current micro-batch. `Delayed`: the largest values of the last `history`
+    steps. `Static`: `inputAmax`, `weightAmax` and `gradientAmax`; larger values are clamped."""
     history: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Steps that `update: Delayed` looks back."""
+    """Number of steps for the maxima of `update: Delayed`."""
     input_amax: Annotated[float, Field(gt=0, le=1000000000000)] = 16.0
     """Largest input that `update: Static` represents."""
     weight_amax: Annotated[float, Field(gt=0, le=1000000000000)] = 4.0

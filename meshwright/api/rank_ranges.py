@@ -1,4 +1,4 @@
-"""The ranks of a worker as `status.placement` writes them: `4-5`, or `4` for a single one."""
+"""Formats and parses the ranks of a worker in `status.placement`: `4-5`, or `4` for a single rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from meshwright.api.status import WorkerPlacement
 
 
 def format_ranks(ranks: range) -> str:
-    """Consecutive ranks as text."""
+    """Consecutive ranks as a string."""
     return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
 
 
 def parse_ranks(text: str) -> range | None:
-    """The ranks of such a text; None where it is none."""
+    """The ranks of a string, or None if it is invalid."""
     first, _, last = text.partition("-")
     last = last or first
     if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
@@ -22,7 +22,7 @@ def parse_ranks(text: str) -> range | None:
 
 
 def in_rank_order(workers: Sequence[WorkerPlacement]) -> list[WorkerPlacement]:
-    """The workers in the order of their ranks, which begin at 0 and are as many each; empty where that is not so."""
+    """The workers in the order of their ranks. Empty unless the ranks start at 0 and all workers have equally many."""
     read = [(ranks, entry) for entry in workers if (ranks := parse_ranks(entry.ranks)) is not None]
     ordered = sorted(read, key=lambda pair: pair[0].start)
     size = len(ordered[0][0]) if ordered else 0

@@ -1,4 +1,4 @@
-"""`spec` of a ParallelTrainingJob. A field stands here only when its behaviour does."""
+"""`spec` of a ParallelTrainingJob. It only has fields whose behavior is implemented."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RuntimeSpec(ApiModel):
 
     command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """A torchrun-style command, started once per rank with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
-    the rank's mesh coordinates in its environment. Exit code 0 ends the run, 143 after SIGTERM asks to be run again,
-    any other is a failure. Excludes `model`, `data` and `training`."""
+    the rank's mesh coordinates in its environment. Exit code 0 means that the run is complete, 143 after SIGTERM that
+    it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`."""
     scripts: ShortText | None = None
-    """ConfigMap whose keys are mounted as files under `/meshwright/scripts`; `command` may name them there."""
+    """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
 
 
 DEFAULT_CHECKPOINT_INTERVAL = 100
@@ -36,28 +36,28 @@ DEFAULT_CHECKPOINT_INTERVAL = 100
 
 
 class CheckpointSpec(ApiModel):
-    """Where and how often the state of training is saved."""
+    """Where and how often checkpoints are saved."""
 
     claim_name: ShortText
-    """PersistentVolumeClaim, writable from every node that runs workers (ReadWriteMany), for this job's checkpoints."""
+    """PersistentVolumeClaim for the checkpoints, writable from every node that runs workers (ReadWriteMany)."""
     every_steps: Annotated[int, Field(ge=1, le=1000000000)] | None = None
-    """Steps between checkpoints of Meshwright's own runtime; 100 when left out. Not allowed with `runtime.command`."""
+    """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
     keep: Annotated[int, Field(ge=1, le=10000)] | None = None
-    """Newest complete checkpoints to keep; 2 when left out. Not allowed with `runtime.command`."""
+    """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
 
     @property
     def interval(self) -> int:
-        """Steps between checkpoints. No default stands in the schema: with a command the field must be absent."""
+        """Steps between checkpoints. The schema has no default, because the field must be absent with a command."""
         return DEFAULT_CHECKPOINT_INTERVAL if self.every_steps is None else self.every_steps
 
     @property
     def retained(self) -> int:
-        """How many complete checkpoints are kept."""
+        """Number of complete checkpoints to retain."""
         return 2 if self.keep is None else self.keep
 
 
 class CordonedNodes(StrEnum):
-    """What workers do when their node takes nothing new."""
+    """What workers do when their node does not accept new pods."""
 
     MOVE = "Move"
     STAY = "Stay"
@@ -67,35 +67,36 @@ class RecoverySpec(ApiModel):
     """What to do when ranks fail."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000000)] = 10
-    """Restarts after failures of the job's own processes before the job fails. Lost or deleted pods do not count."""
+    """Number of restarts after failures of the job's processes before the job fails. Lost and deleted pods do not
+    count."""
     hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
-    """How long a rank of Meshwright's own runtime may live without finishing a step before all ranks are killed and
-    started again. When left out: ten times the recent time of a step, and at least 300 seconds. Until the first step
-    of a generation it is never less than 900 seconds."""
+    """Time without a completed step after which a rank of Meshwright's runtime counts as hanging: all ranks are killed
+    and restarted. Defaults to ten times the recent step time, and at least 300 seconds. Before the first step of a
+    generation it is at least 900 seconds."""
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
-    """What becomes of workers on a node that is cordoned or got a taint that they do not tolerate. `Move`: they save a
-    checkpoint and move, once there is room for them elsewhere. `Stay`: they run on until somebody evicts them."""
+    """What happens to workers on a node that is cordoned, or has a taint that they do not tolerate. `Move`: they save a
+    checkpoint and move as soon as they fit on another node. `Stay`: they keep running until they are evicted."""
     spare_nodes: Annotated[int, Field(ge=0, le=64)] = 0
-    """Nodes to keep free of this operator's other jobs while the job runs, near the workers that they would replace:
-    `status.placement.spares` names them. As many as are free when workers are placed; a raised number takes effect when
-    workers are placed next. Pods of others are not kept off."""
+    """Number of nodes to reserve for replacements while the job runs, close to the workers that they would replace.
+    Other jobs of this operator do not get them; other pods may use them. Fewer are reserved if fewer are free when
+    workers are placed. `status.placement.spares` lists them. An edit takes effect at the next placement."""
     restart_window_seconds: Annotated[int, Field(ge=60, le=2592000)] | None = None
-    """Only restarts of the last so many seconds count toward `maxRestarts`, which may then be at most 100; all of them
-    when left out."""
+    """Time window in which restarts count toward `maxRestarts`, which may then be at most 100. Defaults to the whole
+    run."""
     exit_codes: Annotated[list[ExitCodeRule], Field(max_length=20)] = []
-    """What an exit code of a rank or worker means; the first rule that names the code decides. A code that no rule
-    names counts toward `maxRestarts`."""
+    """Meaning of exit codes of ranks and workers. The first rule that contains the code applies. Other codes count
+    toward `maxRestarts`."""
 
 
 class SuccessPolicy(StrEnum):
-    """When a run is over and well."""
+    """When a run is complete."""
 
     ALL_WORKERS = "AllWorkers"
     FIRST_WORKER = "FirstWorker"
 
 
 class ParallelTrainingJobSpec(ApiModel):
-    """What to train, how to split it and what it runs on."""
+    """What to train, how to split it, and the pods that it runs in."""
 
     replicas: Degree = 1
     """Data-parallel replicas of the model."""
@@ -112,22 +113,23 @@ class ParallelTrainingJobSpec(ApiModel):
     runtime: RuntimeSpec = RuntimeSpec()
     """What the ranks run."""
     checkpoint: CheckpointSpec | None = None
-    """Checkpoints; without it a restarted run begins at step 0."""
+    """Checkpoints. Without them a restarted run starts at step 0."""
     recovery: RecoverySpec = RecoverySpec()
     """What to do when ranks fail."""
     success_policy: SuccessPolicy = SuccessPolicy.ALL_WORKERS
-    """`AllWorkers`: the job is complete when every worker has ended well. `FirstWorker`: when the one of rank 0
-    has, and the others are then stopped; it needs `runtime.command`."""
+    """`AllWorkers`: the job is complete when every worker has exited with code 0. `FirstWorker`: when the worker of
+    rank 0 has; the others are then stopped. `FirstWorker` needs `runtime.command`."""
     priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
-    """Place in the line of jobs that wait for room: higher first, then older. A running job is never stopped for it."""
+    """Priority in the queue of waiting jobs: higher first, then older. Running jobs are never stopped for others."""
     suspend: bool = False
-    """Whether the job gives its pods back and waits; when false again it goes on from the last checkpoint."""
+    """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the last
+    checkpoint."""
     active_deadline_seconds: Annotated[int, Field(ge=1, le=2147483647)] | None = None
-    """Longest time from the first start to the end, suspended time not counted; then the job fails."""
+    """Time after the first start, without suspended time, after which the job fails."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2147483647)] | None = None
-    """How long a finished job is kept before it is deleted; for ever when left out."""
+    """Time after which a finished job is deleted. By default it is not deleted."""
     priority_class_name: ShortText | None = None
-    """PriorityClass of the pods; the cluster's default when left out."""
+    """PriorityClass of the pods. Defaults to that of the cluster."""
     managed_by: Annotated[str, Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN)] | None = None
-    """The controller that acts on this job, as `domain/name`; another one than `meshwright.dev/operator` and this
-    operator leaves the job alone entirely. It may not be changed."""
+    """The controller that manages this job, as `domain/name`. This operator ignores the job if the value is not
+    `meshwright.dev/operator`. Immutable."""

@@ -1,4 +1,4 @@
-"""`status` of a ParallelTrainingJob: what the operator observed and decided. Nobody else writes it."""
+"""`status` of a ParallelTrainingJob: what the operator observed and decided. Only the operator writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.api.training import ActivationCheckpointing
 Text = Annotated[str, Field(max_length=1024)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 MAX_SAFE_INTEGER = (1 << 53) - 1
-"""The largest integer that every JSON reader keeps exactly."""
+"""The largest integer that every JSON reader represents exactly."""
 Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 
 MAX_APPLIED_SPEC = 131072
@@ -28,13 +28,13 @@ class Condition(ApiModel):
     status: Annotated[str, Field(pattern="^(True|False|Unknown)$", max_length=7)]
     """True, False or Unknown."""
     observed_generation: Count | None = None
-    """The `metadata.generation` this condition speaks of."""
+    """The `metadata.generation` that this condition is about."""
     last_transition_time: Time
     """When `status` last changed."""
     reason: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
-    """Why, in one CamelCase word."""
+    """Reason in one CamelCase word."""
     message: Annotated[str, Field(max_length=4096)] = ""
-    """Why, for people."""
+    """Details for people."""
 
 
 class PlanStatus(ApiModel):
@@ -49,13 +49,13 @@ class PlanStatus(ApiModel):
     context: Count = 1
     """Context-parallel degree."""
     expert: Annotated[int, Field(ge=1, le=65536)] = 1
-    """Expert-parallel degree: over how many of the ranks with the same dense parameters experts are spread."""
+    """Expert-parallel degree: number of ranks with the same dense parameters that the experts are spread over."""
     micro_batches: Count
     """Micro-batches per replica and step."""
     schedule: PipelineSchedule | None = None
-    """Order in which a pipeline runs them; none without a pipeline."""
+    """Pipeline schedule. Not set without a pipeline."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """What the backward pass computes again; none for a command of the user's."""
+    """What the backward pass recomputes. Not set with `runtime.command`."""
     world_size: Count
     """Number of ranks."""
     workers: Count
@@ -65,15 +65,15 @@ class PlanStatus(ApiModel):
     parameters: Count | None = None
     """Parameters of the model."""
     estimated_step_milliseconds: Count | None = None
-    """Estimated time of one step, when model and GPUs are known."""
+    """Estimated time of one step. Not set if model or GPUs are unknown."""
     estimated_tokens_per_second: Count | None = None
-    """Estimated throughput of the whole job."""
+    """Estimated throughput of the job."""
     summary: Text = ""
     """The layout in one line, such as `TP 2 x PP 2 x DP 2`."""
     reasons: Annotated[list[Text], Field(max_length=16)] = []
     """Why each degree was chosen."""
     revision: Annotated[str, Field(max_length=64)] = ""
-    """Hash of the parts of `spec` that the plan and the pods were made from; another one restarts the workers."""
+    """Hash of the parts of `spec` that determine the plan and the pods. If it changes, the workers restart."""
 
 
 class WorkerPlacement(ApiModel):
@@ -96,12 +96,12 @@ class WorkerPlacement(ApiModel):
 
 
 class PlacementStatus(ApiModel):
-    """Where every worker runs or ran last, and what the choice costs."""
+    """The node of every worker, now or when it last ran, and the cost of the placement."""
 
     workers: Annotated[
         list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})
     ] = []
-    """Worker by worker."""
+    """The placement of each worker."""
     tensor: Count = 0
     """Tensor-parallel degree of the plan that was placed."""
     pipeline: Count = 0
@@ -109,17 +109,17 @@ class PlacementStatus(ApiModel):
     data: Count = 0
     """Replicas of the plan that was placed."""
     cost: Annotated[str, Field(max_length=64)] = ""
-    """Cost of the placement, lower is better, 0 crosses nothing: milliseconds per step that crossing domains, racks and
-    zones is estimated to add, summed over all groups of ranks; a relative number where model or GPUs are not known."""
+    """Cost of the placement: estimated milliseconds per step for crossing domains, racks and zones, summed over all
+    groups of ranks. 0 means no crossings. If model or GPUs are unknown, the number is relative."""
     gap: Annotated[str, Field(max_length=64)] = ""
-    """Part of the cost that the best placement on the same free nodes, or the best map of ranks onto the nodes that
-    another scheduler gave, might save at most; 0 is proved best."""
+    """Largest fraction of the cost that the best placement on the same free nodes could save, or the best mapping of
+    ranks onto the nodes that another scheduler chose. 0 means proved optimal."""
     straddling_tensor_groups: Count = 0
-    """Tensor-parallel groups that leave their NVLink domain."""
+    """Number of tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0
-    """Replicas whose pipeline leaves its rack."""
+    """Number of replicas whose pipeline leaves its rack."""
     spares: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=64)] = []
-    """Nodes kept free for workers that are lost, the most useful first."""
+    """Nodes reserved for replacements of lost workers, the most useful first."""
 
 
 class MeshStatus(ApiModel):
@@ -128,44 +128,44 @@ class MeshStatus(ApiModel):
     generation: Count = 0
     """Number of the generation; 0 before the first start."""
     master: Annotated[str, Field(max_length=128)] = ""
-    """`address:port` of rank 0's rendezvous store."""
+    """`address:port` of rank 0's store."""
     started_time: Time | None = None
     """When this generation was announced."""
     cause: Annotated[str, Field(max_length=128)] = ""
-    """Why it was formed: `Start`, `PodLost`, `RankFailure`, `Resume` and the like."""
+    """Why the generation was formed, such as `Start`, `PodLost`, `RankFailure` or `Resume`."""
     pending_cause: Annotated[str, Field(max_length=128)] = ""
-    """Why this generation is over and the next one is being formed; empty while it holds."""
+    """Why the next generation is being formed. Empty while this one is current."""
     pending_since: Time | None = None
-    """Since when the next generation is being formed."""
+    """Time since which the next generation is being formed."""
     attempts: Count = 0
-    """Starts of the gang given up since it last ran: pods were refused, or did not start in time."""
+    """Number of failed attempts to start the gang since it last ran: pods were rejected, or did not start in time."""
     retry_time: Time | None = None
-    """When the gang is tried again after such a start."""
+    """Time of the next attempt."""
     failures: Count = 0
-    """Failures of the job's own in a row, counted toward `recovery.maxRestarts` or not: the more, the longer the pause
-    before the next start. Ten minutes of training end the row."""
+    """Number of consecutive failures of the job's processes, including those that do not count toward
+    `recovery.maxRestarts`. It determines the delay before the next start. Ten minutes of training reset it."""
 
 
 class EvaluationStatus(ApiModel):
-    """The newest evaluation on documents that are never trained on."""
+    """The latest evaluation on held-out documents."""
 
     step: Count
-    """Step after which it was done."""
+    """Step after which the evaluation ran."""
     loss: Annotated[str, Field(max_length=32)]
     """Mean loss per token."""
     perplexity: Annotated[str, Field(max_length=32)]
-    """Exponential of the loss; `inf` where that is more than a number holds."""
+    """Exponential of the loss, or `inf` if that is too large for a number."""
 
 
 class CheckpointStatus(ApiModel):
-    """The newest durable checkpoint."""
+    """The latest durable checkpoint."""
 
     step: Count
-    """Step after which it was taken."""
+    """Step after which it was saved."""
     time: Time
     """When it became complete."""
     path: Annotated[str, Field(max_length=1024)]
-    """Where it is, as the workers see it."""
+    """Path of the checkpoint in worker pods."""
 
 
 class RestartStatus(ApiModel):
@@ -174,14 +174,14 @@ class RestartStatus(ApiModel):
     cause: Annotated[str, Field(min_length=1, max_length=64)]
     """The cause, as in `mesh.cause`."""
     count: Count
-    """How often."""
+    """Number of restarts."""
 
 
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
     observed_generation: Annotated[int, Field(ge=-1, le=MAX_SAFE_INTEGER)] = -1
-    """The `metadata.generation` that the operator has acted on; -1 before it has seen the job."""
+    """The `metadata.generation` that the operator has acted on, or -1 before the first time."""
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra={"x-list-map-key": "type"})] = []
     """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended."""
     plan: PlanStatus | None = None
@@ -191,21 +191,21 @@ class ParallelTrainingJobStatus(ApiModel):
     mesh: MeshStatus | None = None
     """The current mesh generation."""
     ready_ranks: Annotated[str, Field(max_length=32)] = ""
-    """Ranks that train, of all ranks, such as `8/8`."""
+    """Number of ranks that train and number of all ranks, such as `8/8`."""
     step: Count | None = None
-    """Last finished step."""
+    """Last completed step."""
     total_steps: Count | None = None
-    """Steps of the whole run."""
+    """Number of steps of the run."""
     loss: Annotated[str, Field(max_length=32)] = ""
     """Mean loss per token of the last reported step."""
     tokens_per_second: Count | None = None
-    """Recent throughput of the whole job."""
+    """Recent throughput of the job."""
     eta_seconds: Count | None = None
     """Estimated time to the last step."""
     evaluation: EvaluationStatus | None = None
-    """Newest evaluation, with `training.evaluation`."""
+    """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
-    """Newest durable checkpoint."""
+    """Latest durable checkpoint."""
     restarts: Annotated[list[RestartStatus], Field(max_length=16, json_schema_extra={"x-list-map-key": "cause"})] = []
     """Restarts by cause."""
     restart_count: Count = 0
@@ -213,18 +213,18 @@ class ParallelTrainingJobStatus(ApiModel):
     restarts_toward_limit: Count = 0
     """Restarts that count toward `spec.recovery.maxRestarts`."""
     restart_times: Annotated[list[Time], Field(max_length=MAX_RESTART_TIMES)] = []
-    """When they happened, with `spec.recovery.restartWindowSeconds`: those of the window."""
+    """Times of the restarts in the window `spec.recovery.restartWindowSeconds`, if it is set."""
     applied_spec: Annotated[str, Field(max_length=MAX_APPLIED_SPEC)] = ""
-    """The spec, as JSON, that the workers were made from: in effect while an edit is invalid or has no room."""
+    """The spec, as JSON, that the workers run. It stays in effect while an edit is invalid or does not fit."""
     replicas: Count = 0
     """Data-parallel replicas in effect."""
     selector: Annotated[str, Field(max_length=512)] = ""
-    """Label selector of the worker pods, as text."""
+    """Label selector of the worker pods, as a string."""
     start_time: Time | None = None
     """When the job's pods were first created."""
     active_seconds: Count = 0
-    """Time spent unsuspended before `activeSince`; counts toward `spec.activeDeadlineSeconds`."""
+    """Unsuspended time before `activeSince`. Counts toward `spec.activeDeadlineSeconds`."""
     active_since: Time | None = None
-    """Since when the job has been unsuspended."""
+    """Time since which the job has not been suspended."""
     completion_time: Time | None = None
-    """When the job finished, well or badly."""
+    """When the job completed or failed."""

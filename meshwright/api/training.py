@@ -13,14 +13,14 @@ from meshwright.api.precision import Fp8Spec, LossScaleSpec, Precision
 
 
 class OptimizerName(StrEnum):
-    """The rule of the update."""
+    """The update rule."""
 
     ADAMW = "AdamW"
     MUON = "Muon"
 
 
 class OptimizerOffload(StrEnum):
-    """Where optimizer state is kept instead of on the GPU."""
+    """Where optimizer state is stored instead of on the GPU."""
 
     NONE = "None"
     CPU = "CPU"
@@ -35,10 +35,10 @@ class OptimizerSpec(ApiModel):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the momentum of `name: Muon`."""
     offload: OptimizerOffload = OptimizerOffload.NONE
-    """Where AdamW's moments are kept: `None`: on the GPU. `CPU`: in main memory, where the update then runs too (arXiv
-    2101.06840). `File`: in files of `offloadPath`, a few buckets of them in main memory (arXiv 2104.07857)."""
+    """Where AdamW's moments are stored. `None`: on the GPU. `CPU`: in main memory, where the update then runs too
+    (arXiv 2101.06840). `File`: in files below `offloadPath`, with a few buckets in main memory (arXiv 2104.07857)."""
     offload_path: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
-    """Directory in the worker container for `offload: File`, best on a volume of `workers.volumes` on a local disk."""
+    """Directory in the worker container for `offload: File`, ideally on a local disk (`workers.volumes`)."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 3e-4
     """Peak learning rate."""
     min_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -46,17 +46,17 @@ class OptimizerSpec(ApiModel):
     warmup_steps: Annotated[int, Field(ge=0, le=1000000000)] = 0
     """Steps of linear warm-up from 0 to the peak."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
-    """Decoupled weight decay; applied to matrices, not to norms."""
+    """Decoupled weight decay. It applies to matrices, not to norms."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the second moment."""
     gradient_clip: Annotated[float, Field(ge=0, le=1000000)] = 1.0
-    """Largest global gradient norm, over all dimensions of the mesh; 0 clips nothing."""
+    """Largest global gradient norm, over all dimensions of the mesh. 0 turns clipping off."""
 
 
 class ActivationCheckpointing(StrEnum):
-    """What the backward pass computes again instead of keeping it from the forward pass."""
+    """What the backward pass recomputes instead of storing it in the forward pass."""
 
     NONE = "None"
     FULL = "Full"
@@ -66,7 +66,7 @@ class ActivationCheckpointing(StrEnum):
 
 
 class OuterMethod(StrEnum):
-    """How islands of replicas that train apart come together."""
+    """How islands of replicas synchronize."""
 
     LOCAL_SGD = "LocalSGD"
     DILOCO = "DiLoCo"
@@ -75,40 +75,42 @@ class OuterMethod(StrEnum):
 
 
 class OuterSpec(ApiModel):
-    """Islands of replicas that train on their own and meet rarely, for links too slow for a sum every step."""
+    """Islands of replicas that train separately and synchronize once per round, for slow links."""
 
     method: OuterMethod
     """`LocalSGD`: parameters are averaged every round (arXiv 1805.09767). `DiLoCo`: the mean change of a round is the
-    gradient of a Nesterov step (arXiv 2311.08105). `FedAvg`: each island trains on its own files alone, `island-0`,
-    `island-1`, ... of the data volume, and counts by its number of samples (arXiv 1602.05629). `AsyncSGD`: islands send
-    gradients to a parameter server, which applies each as it comes (arXiv 1106.5730 with a bound on staleness)."""
+    gradient of a Nesterov step (arXiv 2311.08105). `FedAvg`: each island trains only on its own files, `island-0`,
+    `island-1`, ... of the data volume, and is weighted by its number of samples (arXiv 1602.05629). `AsyncSGD`:
+    islands send gradients to a parameter server, which applies each at once (arXiv 1106.5730, with a bound on
+    staleness)."""
     islands: Annotated[int, Field(ge=2, le=4096)] | None = None
-    """Number of islands; must divide `replicas`. When left out every replica is one."""
+    """Number of islands. Must divide `replicas`. By default every replica is an island."""
     every_steps: Annotated[int, Field(ge=1, le=1000000)] = 50
-    """Steps of a round. Islands meet after each, checkpoints are taken then and a stop waits for it: must divide
+    """Steps of a round. Islands synchronize, save checkpoints and stop only after a round. Must divide
     `checkpoint.everySteps`."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 0.7
     """Learning rate of the outer step of `DiLoCo`."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Nesterov momentum of the outer step of `DiLoCo`."""
     staleness: Annotated[int, Field(ge=0, le=65536)] = 8
-    """With `AsyncSGD`, the most updates that a gradient may be behind when it is applied; 0 lets islands take turns."""
+    """Largest number of updates between reading parameters and applying their gradient, with `AsyncSGD`. With 0,
+    islands take turns."""
 
 
 class EvaluationSpec(ApiModel):
-    """A loss on documents that are never trained on (`data.heldOut`)."""
+    """The loss on documents that are excluded from training (`data.heldOut`)."""
 
     every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
-    """Steps between evaluations; the last step is followed by one too."""
+    """Steps between evaluations. The last step is evaluated too."""
     samples: Annotated[int, Field(ge=1, le=16777216)] = 64
-    """Sequences of an evaluation, the same ones each time; rounded up to whole batches."""
+    """Number of sequences of an evaluation, the same ones each time. Rounded up to full batches."""
 
 
 class TrainingSpec(ApiModel):
     """How long and how to train."""
 
     steps: Annotated[int, Field(ge=1, le=1000000000)]
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     global_batch_size: Annotated[int, Field(ge=1, le=16777216)]
     """Sequences per optimizer step, over all replicas. Must be divisible by `replicas`."""
     sequence_length: Annotated[int, Field(ge=8, le=16777216)]
@@ -116,59 +118,59 @@ class TrainingSpec(ApiModel):
     seed: Annotated[int, Field(ge=0, le=2147483647)] = 0
     """Seed of initial weights and of the data order: the same seed gives the same run in every layout."""
     precision: Precision = Precision.FP32
-    """Number format of compute. `fp16` scales the loss. `fp64` computes and keeps everything in it: slow, for comparing
-    layouts."""
+    """Number format of compute. `fp16` scales the loss. `fp64` computes and stores everything in fp64: slow, for
+    comparing layouts."""
     master_weights: bool = True
-    """Whether parameters are fp32 where compute is not. False, with `precision: bf16`: parameters, gradients and
+    """Whether parameters are fp32 if compute is not. False, with `precision: bf16`: parameters, gradients and
     AdamW's moments are bf16, and updates are rounded stochastically (arXiv 2010.06192)."""
     fp8: Fp8Spec | None = None
-    """Matrix products of the layers in fp8, between activations in `precision` (bf16 or fp32); off when left out. A
-    GPU without such products refuses it; a CPU emulates them with the same numbers."""
+    """Compute the matrix products of the layers in fp8, and the rest in `precision` (bf16 or fp32). Off by default. A
+    run on GPUs without fp8 is rejected; a CPU emulates fp8 with the same numbers."""
     loss_scale: LossScaleSpec = LossScaleSpec()
     """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Rate of dropout behind the embedding and behind each attention and feed-forward layer. A token's mask follows
-    from `seed`, the token's place in the run and the layer: it is the same in every layout."""
+    """Dropout rate after the embedding and after each attention and feed-forward layer. A token's mask is a function of
+    `seed`, the token's position in the run and the layer: it is the same in every layout."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Rate of dropout of attention's probabilities, which are then kept in memory; needs whole sequences on a rank."""
+    """Dropout rate of the attention probabilities, which are then stored in memory. Needs `parallelism.context: 1`."""
     loss_chunk_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
-    """Tokens whose logits exist at a time: output projection and loss are then computed in chunks, and gradients of the
-    loss with them (arXiv 2410.10989). Whole logits of a micro-batch when left out."""
+    """Number of tokens whose logits exist at a time. Output projection, loss and their gradients are computed in chunks
+    of this size (arXiv 2410.10989). Defaults to the entire micro-batch."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """What the backward pass computes again, layer by layer, to save memory; gradients are the same. When left out:
-    `None`, or where no layout fits the first of `Selective`, `Full` and `Sqrt` with which one does. `Full`: each
-    layer from its input. `Selective`: all but matrix products and attention. `EveryK`: groups of `checkpointEvery`
-    layers from their input. `Sqrt`: groups of the square root of a stage's layers (arXiv 1604.06174)."""
+    """What the backward pass recomputes to save memory; gradients are the same. By default the planner chooses among
+    `None`, `Selective`, `Full` and `Sqrt`. `Full`: recompute each layer from its input. `Selective`: recompute all
+    except matrix products and attention. `EveryK`: recompute groups of `checkpointEvery` layers from their input.
+    `Sqrt`: the same with groups of the square root of a stage's layers (arXiv 1604.06174)."""
     checkpoint_every: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Layers of a group with `activationCheckpointing: EveryK`."""
+    """Number of layers of a group with `activationCheckpointing: EveryK`."""
     activation_offload: bool = False
-    """Whether what layers keep for the backward pass waits in main memory, copied beside the computation."""
+    """Whether activations for the backward pass are stored in main memory. Copies overlap with computation."""
     parameter_offload: bool = False
     """Whether each rank's shards of parameters, gradients and optimizer state are in main memory, and the update runs
-    there; the GPU gathers a layer at a time. Needs `parallelism.zeroStage` 2 or 3."""
+    there. The GPU gathers one layer at a time. Needs `parallelism.zeroStage` 2 or 3."""
     parameter_offload_path: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
-    """Directory in the worker container for the shards of parameters with `parameterOffload: true`, best on a volume of
-    `workers.volumes` on a local disk: they are in files there, and main memory holds those that are in use. In main
-    memory alone when left out."""
+    """Directory in the worker container for files with the parameter shards of `parameterOffload: true`, ideally on a
+    local disk (`workers.volumes`). Main memory contains only the pages in use. By default the shards are in main
+    memory."""
     compile: bool = False
-    """Whether layers are compiled by torch.compile: faster steps after a first step of minutes. Needs a C++ compiler in
-    the image."""
+    """Whether torch.compile compiles the layers: faster steps, after a first step that takes minutes. Needs a C++
+    compiler in the image."""
     deterministic: bool = True
-    """Whether GPUs use no kernels but those whose sums have one order, so that a resumed run repeats an uninterrupted
-    one bit by bit. That costs some of attention's backward pass. On CPUs sums have one order anyway."""
+    """Whether GPUs use deterministic kernels, so that a resumed run repeats an uninterrupted one bit by bit. This makes
+    attention's backward pass slower. CPU kernels are deterministic anyway."""
     outer: OuterSpec | None = None
-    """Islands of replicas that meet once a round; when left out all replicas take every step together."""
+    """Islands of replicas that synchronize once per round. By default all replicas synchronize in every step."""
     initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
-    """Directory to begin from, as worker containers see it (a volume of `workers.volumes`): a Hugging Face
-    `config.json` of the same shape as `model`, and safetensors files. Random weights by `seed` when left out."""
+    """Directory with initial weights in the worker container (a volume of `workers.volumes`): a Hugging Face
+    `config.json` of the same shape as `model`, and safetensors files. Defaults to random weights from `seed`."""
     lora: LoraSpec | None = None
-    """Train low-rank adapters alone; every parameter when left out."""
+    """Train only low-rank adapters. By default every parameter is trained."""
     evaluation: EvaluationSpec | None = None
-    """Evaluate while training; needs `data.heldOut`. Not at all when left out."""
+    """Evaluate during training. Needs `data.heldOut`. Off by default."""
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:
-        """What is computed again; nothing where that is left out."""
+        """What is recomputed; `None` if the field is left out."""
         return self.activation_checkpointing or ActivationCheckpointing.NONE

@@ -29,15 +29,15 @@ class Toleration(ApiModel):
     """A taint the worker pods tolerate."""
 
     key: Annotated[str, Field(min_length=1, max_length=316)] | None = None
-    """Taint key; empty with operator `Exists` matches every taint."""
+    """Taint key. Without a key, operator `Exists` matches every taint."""
     operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=6)] = "Equal"
     """`Exists` or `Equal`."""
     value: Annotated[str, Field(max_length=63)] | None = None
-    """Taint value to match when the operator is `Equal`."""
+    """Taint value to match if the operator is `Equal`."""
     effect: Annotated[str, Field(pattern="^(NoSchedule|PreferNoSchedule|NoExecute)$", max_length=16)] | None = None
-    """Taint effect to match; all effects when left out."""
+    """Taint effect to match. Defaults to all effects."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2147483647)] | None = None
-    """How long a `NoExecute` taint is tolerated."""
+    """Time for which a `NoExecute` taint is tolerated."""
 
 
 class KeyReference(ApiModel):
@@ -46,14 +46,14 @@ class KeyReference(ApiModel):
     name: ShortText
     """Name of the object."""
     key: ShortText
-    """Key in it."""
+    """Key in the object."""
 
 
 class EnvSource(ApiModel):
-    """Where an environment variable's value comes from: exactly one of the two."""
+    """The source of an environment variable's value: exactly one of the two."""
 
     secret_key_ref: KeyReference | None = None
-    """A key of a Secret. The operator never reads it: the kubelet does."""
+    """A key of a Secret. Only the kubelet reads it, never the operator."""
     config_map_key_ref: KeyReference | None = None
     """A key of a ConfigMap."""
 
@@ -66,7 +66,7 @@ class EnvVar(ApiModel):
     value: Annotated[str, Field(max_length=4096)] = ""
     """Value. Excludes `valueFrom`."""
     value_from: EnvSource | None = None
-    """Where the value comes from, for what must not stand in the job: a token, a key. Excludes `value`."""
+    """Source of the value, for secrets that must not be in the job, such as tokens. Excludes `value`."""
 
 
 class ImagePullPolicy(StrEnum):
@@ -94,23 +94,23 @@ class ResourcesSpec(ApiModel):
 
 
 class WorkersSpec(ApiModel):
-    """The worker pods. One pod holds the consecutive ranks of `gpusPerWorker` GPUs on one node."""
+    """The worker pods. One pod runs the consecutive ranks of `gpusPerWorker` GPUs on one node."""
 
     image: Annotated[str, Field(min_length=1, max_length=1024)]
     """Container image with the worker runtime, or with the command of `runtime.command`."""
     image_pull_policy: ImagePullPolicy | None = None
-    """When the image is pulled; when left out, `Always` for the tag `latest` and `IfNotPresent` for others."""
+    """When the image is pulled. Defaults to `Always` for the tag `latest` and to `IfNotPresent` for others."""
     image_pull_secrets: Annotated[
         list[ImagePullSecret], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})
     ] = []
     """Secrets with the credentials of the image's registry."""
     gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 8
-    """GPUs, and so ranks, of one pod. Must divide the world size, and be a multiple or a divisor of
+    """Number of GPUs, and therefore ranks, of one pod. Must divide the world size, and be a multiple or a divisor of
     `parallelism.tensor`."""
     gpu_resource: Annotated[str, Field(min_length=3, max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = (
         GPU_RESOURCE
     )
-    """Extended resource that stands for one GPU."""
+    """Extended resource of the GPUs."""
     resources: ResourcesSpec = ResourcesSpec()
     """CPU and memory of each pod."""
     env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-list-map-key": "name"})] = []
@@ -119,21 +119,21 @@ class WorkersSpec(ApiModel):
     """Further volumes of the worker container: claims, ConfigMaps, Secrets and scratch space."""
     labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
     """Further labels of the pods, such as the queue of another scheduler. Keys that begin with `meshwright.dev/` or
-    `app.kubernetes.io/` are the operator's own."""
+    `app.kubernetes.io/` are reserved."""
     annotations: Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=32)] = {}
     """Further annotations of the pods, such as the pod group of another scheduler. Keys that begin with
-    `meshwright.dev/` or `prometheus.io/` are the operator's own."""
+    `meshwright.dev/` or `prometheus.io/` are reserved."""
     scheduler_name: (
         Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")] | None
     ) = None
-    """Scheduler that decides where the pods go, such as `volcano`, `kai-scheduler`, or `default-scheduler` under Kueue.
-    The operator then neither gates nor pins pods: when all are bound it maps the ranks onto the nodes they got. When
-    left out, the operator places them."""
+    """Scheduler that places the pods, such as `volcano`, `kai-scheduler`, or `default-scheduler` with Kueue. The
+    operator then neither gates nor pins the pods. When all are bound it maps the ranks onto their nodes. By default
+    the operator places the pods."""
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
-    """Labels that a node must carry."""
+    """Labels that a node must have."""
     tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
     """Taints that the pods tolerate."""
     service_account_name: ShortText | None = None
-    """Service account of the pods; its token is not mounted."""
+    """Service account of the pods. Its token is not mounted."""
     termination_grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """Time to write a checkpoint after SIGTERM before the pod is killed."""

@@ -85,7 +85,7 @@ def _root_schema() -> Schema:
     status["default"] = {"observedGeneration": -1}
     return {
         "type": "object",
-        "description": "A training run split over GPUs: one model, planned, placed, run and kept running.",
+        "description": "A parallel training run of one model over many GPUs.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of this representation of the object."},

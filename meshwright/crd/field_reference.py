@@ -22,7 +22,7 @@ def api_reference(definition: dict[str, Any]) -> str:
         "",
         root["description"],
         "",
-        "A field marked * is required. Where no default is given, a field may be left out.",
+        "A field marked * is required. All others may be left out.",
         "",
         "## Rules over several fields",
         "",
@@ -34,8 +34,8 @@ def api_reference(definition: dict[str, Any]) -> str:
         "",
         "## Edits of a job that runs",
         "",
-        "An edit that restarts the gang is tried first: while there is no room for it, or it cannot be planned, the "
-        "gang goes on as it was, and the `Ready` condition says what is in the way.",
+        "An edit that restarts the gang is checked first. While it does not fit, or cannot be planned, the gang keeps "
+        "running with its previous spec, and the `Ready` condition has the reason.",
         "",
         *_edits(),
         "",

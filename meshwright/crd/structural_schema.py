@@ -1,10 +1,14 @@
-"""pydantic models -> structural OpenAPI v3 schema, by the rules of the Kubernetes API server.
+"""Converts pydantic models to structural OpenAPI v3 schemas that the Kubernetes API server accepts.
 
-What pydantic emits and the server refuses is rewritten: references are inlined; `X | None` becomes X without
-`nullable`, which would break merge patches; exclusive bounds take their draft-4 form; `title` and
-`additionalProperties: false` go; a set becomes a list of type `set`; what says the same in several types, or nothing
-about its type, is refused here. Every field must have a description, and every string, number, list and map a bound:
-unbounded values make validation rules too dear and objects too large.
+- References are inlined.
+- `X | None` becomes X without `nullable`, which would break merge patches.
+- Exclusive bounds take their draft-4 form.
+- `title` and `additionalProperties: false` are removed.
+- A set becomes a list of type `set`.
+- Unions of types, and fields without a type, are rejected.
+
+Every field must have a description, and every string, number, list and map must have a bound. Unbounded values make
+validation rules too expensive and objects too large.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ class SchemaError(ValueError):
 
 
 def structural_schema(model: type[BaseModel], *, defaults: bool = True) -> Schema:
-    """The schema of `model`; without `defaults` for what a controller writes, where absent means not known.
+    """The schema of `model`. Pass `defaults=False` for what a controller writes, where absent means unknown.
 
     Raises:
-        SchemaError: a field has no description or no bound, or a type that Kubernetes has no form for.
+        SchemaError: a field has no description or no bound, or a type that Kubernetes does not support.
     """
     document = model.model_json_schema(by_alias=True, mode="validation")
     return _Converter(document.pop("$defs", {}), defaults).convert(document, model.__name__)
@@ -52,7 +56,7 @@ class _Converter:
 
     def convert(self, source: Schema, path: str) -> Schema:
         if path.count(".") > _DEEPEST:
-            raise SchemaError(f"{path}: a model that holds itself has no structural form")
+            raise SchemaError(f"{path}: recursive models are not supported")
         source = self._resolved(source, path)
         kind = source.get("type")
         handler = {
@@ -75,7 +79,7 @@ class _Converter:
         return result
 
     def _resolved(self, source: Schema, path: str) -> Schema:
-        """The schema with references and optionality gone; what stands beside a reference wins over its target."""
+        """The schema without references and optionality. Keys next to a reference override those of its target."""
         while True:
             if "$ref" in source:
                 name = source["$ref"].rsplit("/", 1)[-1]
@@ -110,7 +114,7 @@ class _Converter:
             raise SchemaError(f"{path}: a list needs maxItems")
         items = self.convert(source["items"], f"{path}[]")
         if source.get("uniqueItems"):
-            # The server refuses `uniqueItems`, whose check is quadratic; a set of scalars says the same.
+            # The server rejects `uniqueItems`, whose check is quadratic. A set of scalars means the same.
             return {"items": items, "x-kubernetes-list-type": "set"}
         key = source.get(_LIST_KEY)
         if key is None:

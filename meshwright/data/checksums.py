@@ -1,4 +1,4 @@
-"""Whether bytes on disk are still those that were written, asked as they are first read.
+"""Verifies checksums of files when their bytes are first read.
 
 A shard is too large to read whole for the few samples of a first step, so its manifest holds a CRC-32 for each mebibyte
 of it: what is read is checked, and nothing else is.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshwright.data.errors import DataError
 
 BLOCK = 1 << 20
-"""Bytes that share a checksum."""
+"""Bytes per checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +21,22 @@ class FileChecksums:
     """The checksums of a file."""
 
     file: str
-    """Its path or name, for people."""
+    """Path or name of the file, for messages."""
     size: int
-    """Bytes of it."""
+    """Size of the file in bytes."""
     block: int
-    """Bytes that share a checksum; the last block may be shorter."""
+    """Bytes per checksum. The last block may be shorter."""
     crc32: Sequence[int]
-    """One for each block."""
+    """CRC-32 of each block."""
 
 
 def block_sums(content: bytes | memoryview) -> list[int]:
-    """CRC-32 of each `BLOCK` of bytes of a file, from the beginning of a block on."""
+    """CRC-32 of each `BLOCK` bytes of a file, starting at a block."""
     return [zlib.crc32(memoryview(content)[first : first + BLOCK]) for first in range(0, len(content), BLOCK)]
 
 
 class BlockChecker:
-    """Checks each block of some files once, before anything of it is used.
+    """Verifies each block of some files once, before it is used.
 
     Args:
         files: their checksums, by number.
@@ -49,7 +49,7 @@ class BlockChecker:
         self._checked: set[tuple[int, int]] = set()
 
     def check(self, number: int, first: int, last: int) -> None:
-        """Check the blocks with the bytes `first` to `last - 1` of a file that were not checked before.
+        """Verify the blocks with the bytes `first` to `last - 1` of a file, if they are not verified yet.
 
         Raises:
             DataError: they are not what was written.
@@ -63,8 +63,8 @@ class BlockChecker:
             actual = zlib.crc32(self._read(number, begin, end))
             if actual != sums.crc32[block]:
                 raise DataError(
-                    f"{sums.file} is damaged: its bytes {begin} to {end - 1} are not what was written (CRC-32 "
-                    f"{actual:08x}, not {sums.crc32[block]:08x}); copy the folder again or tokenize again, and "
-                    "`meshwright data verify` tells what else is damaged"
+                    f"{sums.file} is damaged: wrong checksum of bytes {begin} to {end - 1} (CRC-32 "
+                    f"{actual:08x}, expected {sums.crc32[block]:08x}); copy the directory again or tokenize again, and "
+                    "`meshwright data verify` finds other damage"
                 )
             self._checked.add((number, block))

@@ -1,4 +1,4 @@
-"""Which corpus each sample of a mixture comes from, decided by the sample's number alone. Pure.
+"""Determines the corpus of each sample of a mixture from the sample number. Pure.
 
 Samples are dealt in blocks of a thousand. In each block every corpus has as many places as its weight asks for, to a
 thousandth, in an order that the seed and the block decide. So the proportions hold over any long stretch, a corpus'
@@ -17,7 +17,7 @@ BLOCK = 1000
 
 
 class MixtureSample(NamedTuple):
-    """Where a sample comes from."""
+    """The source of a sample."""
 
     corpus: int
     """Number of the corpus."""
@@ -26,7 +26,7 @@ class MixtureSample(NamedTuple):
 
 
 class Mixture:
-    """Deals samples to corpora by weight.
+    """Assigns samples to corpora by weight.
 
     Raises:
         ValueError: there is no corpus, or a weight is not positive or too small to get a place among a thousand.
@@ -34,7 +34,7 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         if not weights or min(weights) <= 0:
-            raise ValueError("every weight of a mixture must be above 0")
+            raise ValueError("every weight of a mixture must be greater than 0")
         self.quotas = _apportion(weights)
         if 0 in self.quotas:
             smallest = weights[self.quotas.index(0)]
@@ -45,7 +45,7 @@ class Mixture:
         self._order = lru_cache(maxsize=4)(self._block)
 
     def pick(self, number: int) -> MixtureSample:
-        """Where sample `number` (from 0) comes from."""
+        """The source of sample `number` (from 0)."""
         block, place = divmod(number, BLOCK)
         corpus, rank = self._order(block)[place]
         return MixtureSample(corpus, block * self.quotas[corpus] + rank)
@@ -63,7 +63,7 @@ class Mixture:
 
 
 def _apportion(weights: Sequence[float]) -> list[int]:
-    """Places of a block by largest remainder."""
+    """Number of samples of each corpus in a block, by largest remainder."""
     exact_quotas = [weight / sum(weights) * BLOCK for weight in weights]
     quotas = [int(share) for share in exact_quotas]
     by_remainder = sorted(range(len(weights)), key=lambda i: (quotas[i] - exact_quotas[i], i))

@@ -1,4 +1,4 @@
-"""The documents of files: one a text file, one a line of JSON Lines, one a row of Parquet.
+"""Reads documents: a text file, a line of JSON Lines or a row of Parquet is one document.
 
 A record that cannot be read is never passed over in silence: it ends the reading, or is counted and told.
 """
@@ -18,20 +18,20 @@ from meshwright.data.errors import CorruptRecordError, DataError
 from meshwright.data.files import FileEntry, Folder
 
 MAX_EXAMPLES = 20
-"""Skipped records that are named one by one; the others are counted."""
+"""Number of skipped records that are reported one by one."""
 _PARQUET_ROWS = 1024
 
 
 @dataclass
 class SkippedRecords:
-    """The records that were passed over."""
+    """The records that were skipped."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
-    """The first ones, with file, line and reason."""
+    """The first skipped records, with file, line and reason."""
 
     def add(self, what: str) -> None:
-        """Count one more."""
+        """Count one more record."""
         self.count += 1
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(what)
@@ -40,7 +40,7 @@ class SkippedRecords:
 def documents(
     folder: Folder, entry: FileEntry, kind: DataFormat, key: str, on_corrupt: OnCorrupt, skipped: SkippedRecords
 ) -> Iterator[str]:
-    """The documents of one file, in order; empty ones are none.
+    """The documents of one file, in order, without empty ones.
 
     Args:
         folder: where the file is.
@@ -77,7 +77,7 @@ def _json_lines(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptR
 
 
 def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that are not empty, with file and number for people; unpacked when `name` ends in `.gz`.
+    """The non-empty lines of a file, with file name and line number. Decompresses if `name` ends in `.gz`.
 
     Raises:
         DataError: it cannot be read to its end.
@@ -88,7 +88,7 @@ def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes]]:
                 if line.strip():
                     yield f"{name}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
-        # A broken archive loses every line after the break: that is no single record.
+        # A broken archive loses every line after the break, not only one record.
         raise DataError(f"{name} cannot be read to its end: {error}") from error
 
 
@@ -98,12 +98,12 @@ def _line(line: bytes, where: str, key: str) -> str | CorruptRecordError:
         return record
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        return CorruptRecordError(f"{where}: no text in field `{key}` (`data.field` names another)")
+        return CorruptRecordError(f"{where}: no text in field `{key}` (set `data.field` to another)")
     return encoding_problem(text, where) or text
 
 
 def parse_json(line: bytes, where: str) -> Any:
-    """What a line of JSON says, or a `CorruptRecordError` that names `where`."""
+    """The value of a line of JSON, or a `CorruptRecordError` that names `where`."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -111,9 +111,9 @@ def parse_json(line: bytes, where: str) -> Any:
 
 
 def encoding_problem(text: str, where: str) -> CorruptRecordError | None:
-    r"""Why no tokenizer can take a text; None for a good one.
+    r"""Why no tokenizer can encode a text, or None.
 
-    JSON may name half a surrogate pair (`\ud800`), which is no character: Python reads it and cannot encode it.
+    JSON may contain half a surrogate pair (`\ud800`), which is not a character: Python reads it but cannot encode it.
     """
     try:
         text.encode()
@@ -132,19 +132,19 @@ def _parquet(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptReco
         table = parquet.ParquetFile(file)
         if key not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
-            raise DataError(f"{name} has no column `{key}`: `data.field` may name one of {columns}")
+            raise DataError(f"{name} has no column `{key}`: set `data.field` to one of {columns}")
         rows = (cell for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key]) for cell in batch[0])
         for row, cell in enumerate(rows, start=1):
             yield _cell(cell, f"{name}: row {row}", key)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{name} is no whole Parquet file: {error} (`data.pattern` can leave out what is none)"
+            f"{name} is not a complete Parquet file: {error} (exclude other files with `data.pattern`)"
         ) from error
 
 
 def _cell(cell: Any, where: str, key: str) -> str | CorruptRecordError:
     try:
-        # A column of text may hold bytes that are none, as one of bytes may: whoever wrote it did not look.
+        # Not every writer checks that a column of text is UTF-8, and a column may also have bytes.
         value = cell.as_py()
         text = value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError as error:

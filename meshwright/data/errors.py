@@ -1,4 +1,4 @@
-"""What can be wrong with training data."""
+"""Errors of training data."""
 
 from __future__ import annotations
 

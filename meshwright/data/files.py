@@ -1,7 +1,6 @@
-"""The files of a corpus, on a mounted volume or behind a URI that fsspec knows (`s3://`, `gs://`, `https://`, …).
+"""The files of a corpus, on a mounted volume or behind a URI that fsspec can read (`s3://`, `gs://`, `https://`, …).
 
-Local files need nothing but the standard library; fsspec, and what it needs for a scheme, is imported when a URI asks
-for it.
+Local files need only the standard library. fsspec, and its package for a scheme, is imported when a URI needs it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import IO, Any, Protocol
 from meshwright.data.errors import DataError
 
 _LOST_AND_FOUND = "lost+found"
-"""What a file system's repair keeps at the root of a volume: nobody's data, and for root alone to read."""
+"""A file system's directory for repaired files at the root of a volume. Only root can read it."""
 _STAMP_KEYS = (
     *("ETag", "etag", "md5Hash", "sha", "blob_id", "CRC"),
     *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
 )
-"""What back ends of fsspec call that which changes when a file does, the surest first."""
+"""Names that back ends of fsspec have for a value that changes when a file changes, the most reliable first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +29,34 @@ class FileEntry:
     """One file."""
 
     name: str
-    """Path below the folder, with `/`: what identifies the file on every machine."""
+    """Path below the directory, with `/`. It identifies the file on every machine."""
     size: int
     """Bytes."""
     stamp: str = field(default="", compare=False)
-    """Another one when the file was written again. Machines may differ in it, so it belongs to no run's identity."""
+    """A value that changes when the file is written. It may differ between machines, so no run's identity has it."""
     problem: str = field(default="", compare=False)
-    """Why it cannot be read, as a link to nothing cannot, and what would help; empty for a good file."""
+    """Why the file cannot be read, such as a dangling link, and what to do. Empty if it can be read."""
 
 
 class Folder(Protocol):
-    """A folder of files."""
+    """A directory of files."""
 
     @property
     def where(self) -> str:
         """Its path or URI."""
 
     def files(self) -> list[FileEntry]:
-        """Every file below, by name; hidden ones are no data (Kubernetes keeps `..data` beside projected files)."""
+        """All files below the directory, by name, without hidden ones (such as `..data` of projected volumes)."""
 
     def open(self, name: str) -> IO[bytes]:
-        """A file to read, able to seek."""
+        """Open a file for reading. The result can seek."""
 
     def local(self, name: str) -> Path | None:
-        """Where the file lies on this machine; None when it is elsewhere."""
+        """The path of the file on this machine, or None if it is elsewhere."""
 
 
 class LocalFolder:
-    """A folder of this machine.
+    """A directory of this machine.
 
     Raises:
         DataError: it does not exist.
@@ -65,7 +64,7 @@ class LocalFolder:
 
     def __init__(self, root: Path, skip: frozenset[str] = frozenset()) -> None:
         if not root.is_dir():
-            raise DataError(f"{root} is no folder: mount the data there, or name another path")
+            raise DataError(f"{root} is not a directory: mount the data there, or set another path")
         self.root = root
         self._skip = skip | {_LOST_AND_FOUND}
 
@@ -75,28 +74,28 @@ class LocalFolder:
         return str(self.root.resolve())
 
     def files(self) -> list[FileEntry]:
-        """See `Folder.files`. Links are followed, but for those to a folder that they lie in.
+        """See `Folder.files`. Follows links, except those to a directory that contains them.
 
-        Folders that are skipped are never entered: every rank walks at every start.
+        Skipped directories are never entered, because every rank walks the tree at every start.
 
         Raises:
-            DataError: a folder cannot be read; nobody knows what is in it.
+            DataError: a directory cannot be read.
         """
         entry_stat = self.root.stat()
         found = self._below(str(self.root), "", frozenset({(entry_stat.st_dev, entry_stat.st_ino)}))
         return sorted(found, key=lambda entry: entry.name)
 
     def _below(self, folder: str, prefix: str, ancestors: frozenset[tuple[int, int]]) -> Iterator[FileEntry]:
-        """The files of a folder, their names behind `prefix`; `ancestors` are the folders that it lies in, itself
-        too.
+        """The files of a directory, with `prefix` before their names. `ancestors` are the directories that contain it,
+        including itself.
         """
         try:
             with os.scandir(folder) as found:
                 entries = [entry for entry in found if not entry.name.startswith(".")]
         except OSError as error:
             raise DataError(
-                f"the folder {folder} cannot be read ({error.strerror}): give uid {os.geteuid()} the right to read it, "
-                "or move it out of the data"
+                f"directory {folder} cannot be read ({error.strerror}): let uid {os.geteuid()} read it, "
+                "or move it out of the data directory"
             ) from error
         for entry in entries:
             try:
@@ -107,7 +106,7 @@ class LocalFolder:
                 )
                 continue
             if stat.S_ISREG(entry_stat.st_mode):
-                # A file's own time can be set to anything; the time of its last change of any kind cannot.
+                # The modification time can be set to any value, the change time cannot.
                 yield FileEntry(
                     prefix + entry.name, entry_stat.st_size, f"{entry_stat.st_mtime_ns}/{entry_stat.st_ctime_ns}"
                 )
@@ -126,10 +125,10 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A folder behind a URI.
+    """A directory behind a URI.
 
     Raises:
-        DataError: the scheme is not known, its package is missing, or nothing is there.
+        DataError: the scheme is unknown, its package is missing, or the URI does not exist.
     """
 
     def __init__(self, uri: str) -> None:
@@ -149,10 +148,10 @@ class RemoteFolder:
         return self._uri
 
     def files(self) -> list[FileEntry]:
-        """See `Folder.files`. Asked for once: a page of links takes a request for each of them.
+        """See `Folder.files`. The list is cached, because a page of links takes a request per link.
 
         Raises:
-            DataError: it cannot be listed, or is a file.
+            DataError: the URI cannot be listed, or is a file.
         """
         if self._found is None:
             self._found = self._list()
@@ -165,25 +164,27 @@ class RemoteFolder:
             raise DataError(f"`data.uri: {self._uri}` cannot be listed: {error}") from error
         entries = [entry for path, found in listed.items() if (entry := self._entry(path, found)) is not None]
         if any(entry.size or entry.problem for entry in entries if not entry.name):
-            raise DataError(f"`data.uri: {self._uri}` is a file: name its folder, and the file in `data.pattern`")
-        # An object store may keep an empty object for the folder itself.
+            raise DataError(
+                f"`data.uri: {self._uri}` is a file: set the URI of its directory, and its name in `data.pattern`"
+            )
+        # An object store may have an empty object for the directory itself.
         named = (entry for entry in entries if entry.name)
         visible = (entry for entry in named if not any(part.startswith(".") for part in entry.name.split("/")))
         return sorted(visible, key=lambda entry: entry.name)
 
     def _entry(self, path: str, found: dict[str, Any]) -> FileEntry | None:
-        """A file as it was listed; None for what is none."""
+        """The entry of a listed file, or None if it is not a file."""
         name = path.removeprefix(self._root).lstrip("/")
         if found.get("size") is None:
-            # A page of links, as `https://` has, tells no sizes; those to itself in another order are no files.
+            # A page of links (`https://`) has no sizes. Its links to itself in another order are not files.
             if "?" in name:
                 return None
             try:
                 found = self._files.info(path)
             except Exception as error:  # a back end raises what it likes
-                return FileEntry(name, 0, problem=f"`data.uri` names it, but {error!r}")
+                return FileEntry(name, 0, problem=f"`data.uri` lists it, but {error!r}")
         if found.get("size") is None:
-            return FileEntry(name, 0, problem="`data.uri` does not tell its size; copy the files to a volume")
+            return FileEntry(name, 0, problem="`data.uri` does not report its size; copy the files to a volume")
         stamp = next((str(found[key]) for key in _STAMP_KEYS if found.get(key)), "")
         return FileEntry(name, int(found["size"]), stamp)
 
@@ -201,10 +202,10 @@ class RemoteFolder:
 
 
 def open_folder(where: str) -> Folder:
-    """The folder at a path or a URI.
+    """The directory at a path or a URI.
 
     Raises:
-        DataError: there is none.
+        DataError: it does not exist.
     """
     if where.startswith("file://"):
         where = where.removeprefix("file://")
@@ -212,7 +213,7 @@ def open_folder(where: str) -> Folder:
 
 
 def join_uri(where: str, path: str) -> str:
-    """The path or URI of `path` below another one; in a chain such as `zip://text::s3://bucket/a.zip` it is the first.
+    """Append `path` to a path or URI: in a chain such as `zip://text::s3://bucket/a.zip`, to its first part.
 
     Example:
         >>> below("zip://::file:///a.zip", "web")
@@ -223,24 +224,24 @@ def join_uri(where: str, path: str) -> str:
 
 
 def split_uri(where: str) -> tuple[str, str]:
-    """The folder and the name of a path or URI of a file, which `join_uri` puts together again."""
+    """Split the path or URI of a file into directory and name. `join_uri` joins them."""
     head, link, rest = where.partition("::") if "://" in where else (where, "", "")
     folder, _, name = head.rpartition("/")
     return f"{folder}{'/' if folder.endswith(':/') else ''}{link}{rest}", name
 
 
 def matching_files(folder: Folder, pattern: str) -> Iterator[FileEntry]:
-    """The files whose names match a glob: `**` as any number of folders, `*` and `?` within one name.
+    """The files whose names match a pattern: `**` matches any number of directories, `*` and `?` within one name.
 
     Raises:
-        DataError: the folder cannot be listed, or one of them cannot be read.
+        DataError: the directory cannot be listed, or a matching file cannot be read.
     """
     pattern_regex = _glob(pattern)
     for entry in folder.files():
         if not pattern_regex.fullmatch(entry.name):
             continue
         if entry.problem:
-            raise DataError(f"{entry.name} cannot be read: {entry.problem}, or leave it out with `data.pattern`")
+            raise DataError(f"{entry.name} cannot be read: {entry.problem}, or exclude it with `data.pattern`")
         yield entry
 
 

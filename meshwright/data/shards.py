@@ -1,11 +1,11 @@
-"""Tokens on disk: shards that are memory-mapped as they are, and a manifest that tells whether they are whole.
+"""Tokens on disk: shards that can be memory-mapped, and a manifest to verify them.
 
     meshwright-tokens.json   the manifest: tokenizer, type, and size and checksums of every shard
     00000.tokens             little-endian uint16 or uint32, every document followed by the separator
     00001.tokens             …
 
-The manifest is written last, so that a folder with one is complete. What a token is depends on no machine: two runs of
-`meshwright data tokenize` on the same files give the same bytes. What is read is checked first, a mebibyte at a time: a
+The manifest is written last, so a directory with a manifest is complete. Two runs of `meshwright data tokenize` on the
+same files give the same bytes on every machine. Bytes are verified before they are used, a mebibyte at a time: a
 flipped bit is an error, never another token.
 """
 
@@ -36,23 +36,23 @@ Tokens = npt.NDArray[np.int64]
 
 
 class ShardRecord(ApiModel):
-    """A shard as it was written."""
+    """A shard in the manifest."""
 
     file: str
-    """Name in the folder."""
+    """File name of the shard."""
     tokens: int
-    """Tokens in it."""
+    """Number of tokens."""
     crc32: int
-    """CRC-32 of its bytes."""
+    """CRC-32 of the shard's bytes."""
     block_crc32: list[int] = []
-    """CRC-32 of each mebibyte of it, in order; in folders of an older version none, and shards are checked whole."""
+    """CRC-32 of each mebibyte, in order. Empty in manifests of an older version: `crc32` is then verified instead."""
 
 
 class TokensManifest(ApiModel):
     """The content of `meshwright-tokens.json`."""
 
     format: int = FORMAT
-    """Version of the layout."""
+    """Version of the format."""
     tokenizer: str
     """Identity of the tokenizer."""
     vocabulary: int
@@ -62,38 +62,38 @@ class TokensManifest(ApiModel):
     dtype: str
     """`uint16` or `uint32`."""
     documents: int
-    """Documents in all shards."""
+    """Number of documents in all shards."""
     skipped: int = 0
-    """Records that could not be read and were passed over."""
+    """Number of records that could not be read and were skipped."""
     shards: list[ShardRecord]
-    """In order."""
+    """The shards in order."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards."""
+        """Number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what the tokens are: equal on two machines exactly when they see the same row."""
+        """Hash of the tokens: equal on two machines if and only if their tokens are equal."""
         lines = "".join(f"{shard.tokens}\0{shard.crc32}\n" for shard in self.shards)
         return hashlib.sha256(f"{self.tokenizer}\0{self.dtype}\n{lines}".encode()).hexdigest()
 
 
 class ShardWriter:
-    """Writes documents to a new folder; complete when `close` has returned.
+    """Writes documents to a new directory, which is complete when `close` has returned.
 
     Raises:
-        DataError: the folder holds tokens already, or is none.
+        DataError: the directory already contains tokens, or is a file.
     """
 
     def __init__(
         self, folder: Path, tokenizer: str, vocabulary: int, separator: int, shard: int = SHARD_TOKENS
     ) -> None:
         if (folder / MANIFEST).exists():
-            raise DataError(f"{folder} holds tokens already: name an empty folder")
+            raise DataError(f"{folder} already contains tokens: choose an empty directory")
         if folder.exists() and not folder.is_dir():
-            raise DataError(f"{folder} is a file: name a new folder")
+            raise DataError(f"{folder} is a file: choose a new directory")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._limit = folder, shard
         self._dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
@@ -122,7 +122,7 @@ class ShardWriter:
                 self._flush()
 
     def close(self, skipped: int = 0) -> TokensManifest:
-        """Write what is left and the manifest.
+        """Write the remaining tokens and the manifest.
 
         Raises:
             DataError: there was no document.
@@ -144,7 +144,7 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        # A shard is large: the documents go before their bytes are written, which no copy is made of.
+        # A shard is large: free the documents before writing, and do not copy the bytes.
         content = np.concatenate(self._pending).view(np.uint8).data
         self._pending = []
         name = f"{len(self._shards):05}.tokens"
@@ -158,10 +158,10 @@ class ShardWriter:
 
 
 class TokenShards:
-    """The tokens of a folder as one row. Local shards are memory-mapped, others read in ranges; see `checksums`.
+    """The tokens of a directory as one row. Local shards are memory-mapped, others are read in ranges.
 
     Raises:
-        DataError: the folder holds no complete tokens, or a shard's size is not what the manifest says.
+        DataError: the directory does not contain complete tokens, or a shard's size differs from the manifest.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -174,8 +174,8 @@ class TokenShards:
         for shard in self.manifest.shards:
             if sizes.get(shard.file) != shard.tokens * self._dtype.itemsize:
                 raise DataError(
-                    f"{shard.file} has {sizes.get(shard.file, 'no')} bytes where the manifest says "
-                    f"{shard.tokens * self._dtype.itemsize}: copy the folder again, or tokenize again"
+                    f"{shard.file} has {sizes.get(shard.file, 'no')} bytes, but the manifest has "
+                    f"{shard.tokens * self._dtype.itemsize}: copy the directory again, or tokenize again"
                 )
         self._checked = BlockChecker([self._sums(shard) for shard in self.manifest.shards], self._bytes)
 
@@ -184,14 +184,14 @@ class TokenShards:
 
     @property
     def fingerprint(self) -> str:
-        """Whether two machines, or two starts of a run, see the same row of tokens."""
+        """Hash to compare the tokens of two machines, or of two starts of a run."""
         return self.manifest.fingerprint
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """The tokens at `start` to `stop - 1`, int64 [stop - start].
 
         Raises:
-            DataError: a shard cannot be read, is not what was written, or holds a token that its tokenizer has not.
+            DataError: a shard cannot be read, fails its checksum, or contains a token that its tokenizer does not have.
         """
         row = np.empty(stop - start, dtype=np.int64)
         index, position = bisect_right(self._ends, start), start
@@ -202,10 +202,10 @@ class TokenShards:
             position, index = end, index + 1
         largest = int(row.max(initial=0))
         if largest >= self.manifest.vocabulary:
-            # Checksums are of what was written; such an id has no row in any model for this tokenizer.
+            # The checksum was correct, but no model for this tokenizer has a row for the id.
             raise DataError(
                 f"token {largest} at {start + int(row.argmax())} is outside the manifest's vocabulary of "
-                f"{self.manifest.vocabulary}: tokenize again; `meshwright data verify` tells in which shard it is"
+                f"{self.manifest.vocabulary}: tokenize again; `meshwright data verify` finds the shard"
             )
         return row
 
@@ -237,20 +237,22 @@ class TokenShards:
 
 
 def read_manifest(folder: Folder) -> TokensManifest:
-    """The manifest of a folder of tokens.
+    """The manifest of a directory of tokens.
 
     Raises:
-        DataError: there is none that this version can read.
+        DataError: it is missing, damaged, or of an unknown version.
     """
     try:
         with folder.open(MANIFEST) as file:
             manifest = TokensManifest.model_validate_json(file.read())
     except (OSError, DataError) as error:
-        raise DataError(f"no {MANIFEST}: `meshwright data tokenize` writes such folders ({error})") from error
+        raise DataError(
+            f"no {MANIFEST}: expected a directory that `meshwright data tokenize` wrote ({error})"
+        ) from error
     except ValidationError as error:
         raise DataError(f"{MANIFEST} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
     if manifest.format != FORMAT or manifest.dtype not in ("uint16", "uint32") or not manifest.shards:
-        raise DataError(f"{MANIFEST} is of format {manifest.format}; this version reads format {FORMAT}")
+        raise DataError(f"{MANIFEST} has format {manifest.format}: this version reads format {FORMAT}")
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if len(shard.block_crc32) not in (0, -(-shard.tokens * itemsize // BLOCK)):
@@ -259,9 +261,9 @@ def read_manifest(folder: Folder) -> TokensManifest:
 
 
 def open_shards(where: Path) -> TokenShards:
-    """The tokens of a folder of this machine.
+    """The tokens of a directory of this machine.
 
     Raises:
-        DataError: it holds none.
+        DataError: it does not contain tokens.
     """
     return TokenShards(LocalFolder(where))

@@ -1,4 +1,4 @@
-"""From files to shards of tokens, in the order of the files' names."""
+"""Tokenizes files into shards, in the order of the file names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TextSource:
     """Field or column of the text, in records."""
     on_corrupt: OnCorrupt = OnCorrupt.FAIL
     without: str | None = None
-    """Name of a file that is no text, whatever the pattern says: the tokenizer's own."""
+    """Name of a file that is never read as text: the tokenizer's own."""
 
     def files(self) -> list[FileEntry]:
         """The files to read, by name.
@@ -41,7 +41,7 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far tokenizing has come."""
+    """Progress of tokenizing."""
 
     file: str
     files: int
@@ -57,16 +57,16 @@ def tokenize(
     report_progress: Callable[[Progress], None] = lambda _: None,
     shard: int = SHARD_TOKENS,
 ) -> tuple[TokensManifest, SkippedRecords]:
-    """Write the tokens of every matching file to `target`; what was skipped comes back with the manifest.
+    """Write the tokens of every matching file to `target`. Returns the manifest and the skipped records.
 
     Raises:
         CorruptRecordError: a record cannot be read and is not to be skipped.
         DataError: nothing matches, a file cannot be read, or `target` holds tokens already.
     """
-    # Whoever writes many files may leave an empty one beside them to say that all are there.
+    # Some programs write an empty file to mark a directory as complete.
     entries = [entry for entry in source.files() if entry.size]
     if not entries:
-        raise DataError(f"no file matches `data.pattern: {source.pattern}`, or all that do are empty")
+        raise DataError(f"no file matches `data.pattern: {source.pattern}`, or all matching files are empty")
     writer = ShardWriter(target, tokenizer.identity, tokenizer.vocabulary, tokenizer.separator, shard)
     skipped = SkippedRecords()
     for number, entry in enumerate(entries):

@@ -1,4 +1,4 @@
-"""From text to tokens: bytes, a `tokenizers` JSON file (BPE and its relatives), or a SentencePiece model."""
+"""Tokenizers: bytes, a JSON file of the library tokenizers (such as BPE), or a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.api.data import Tokenizer as Kind
 from meshwright.data.errors import DataError
 
 BYTE_SEPARATOR = 256
-"""The token after each document, with bytes as tokens."""
+"""The token after each document, for the byte tokenizer."""
 BYTE_VOCABULARY = 257
 """The 256 byte values and the separator."""
 
@@ -19,14 +19,14 @@ _SEPARATOR_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     vocabulary: int
-    """One above the largest id, the separator's included."""
+    """One above the largest id, including the separator."""
     separator: int
     """The token after each document."""
     identity: str
-    """Names the mapping: equal for two tokenizers that give the same tokens."""
+    """Identifies the mapping: equal for two tokenizers that give the same tokens."""
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """The tokens of each text, without separators.
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: nothing to train, nothing to download, every text can be written and read back."""
+    """UTF-8 bytes. They need no training and no download, and can represent every text."""
 
     vocabulary = BYTE_VOCABULARY
     separator = BYTE_SEPARATOR
@@ -53,7 +53,7 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """See `Tokenizer.decode`. Ids above the separator exist only where a vocabulary was rounded up: left out."""
+        """See `Tokenizer.decode`. Leaves out ids above the separator, which exist only in a rounded-up vocabulary."""
         raw = bytes(t if t < BYTE_SEPARATOR else ord("\n") for t in tokens if t <= BYTE_SEPARATOR)
         return raw.decode(errors="replace")
 
@@ -74,7 +74,7 @@ class BPETokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{path} is no tokenizer.json: {error}") from error
+            raise DataError(f"{path} is not a valid tokenizer.json: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         known = [self._tokenizer.token_to_id(token) for token in _SEPARATOR_TOKENS]
@@ -82,7 +82,7 @@ class BPETokenizer:
         if found is None:
             raise DataError(f"{path} has no token that ends a document: one of {', '.join(_SEPARATOR_TOKENS)}")
         self.separator = int(found)
-        # Ids may have holes, so that the number of tokens is less than what an embedding needs.
+        # Ids may have gaps, so an embedding may need more rows than there are tokens.
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.identity = f"bpe/{hashlib.sha256(content).hexdigest()[:32]}"
 
@@ -115,7 +115,7 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
-            raise DataError(f"{path} is no SentencePiece model: {error}") from error
+            raise DataError(f"{path} is not a valid SentencePiece model: {error}") from error
         self.separator = int(self._model.eos_id())
         if self.separator < 0:
             raise DataError(f"{path} has no end-of-sentence token: train it with one")
@@ -123,7 +123,7 @@ class SentencePieceTokenizer:
         self.identity = f"sentencepiece/{hashlib.sha256(content).hexdigest()[:32]}"
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """See `Tokenizer.encode`. Control symbols are none in text, whatever is asked for."""
+        """See `Tokenizer.encode`. Control symbols are always ordinary text."""
         found: list[list[int]] = self._model.encode(list(texts))
         return found
 
@@ -133,7 +133,7 @@ class SentencePieceTokenizer:
 
 
 def open_tokenizer(kind: Kind, path: Path | None) -> Tokenizer:
-    """The tokenizer of a kind; `path` is its file.
+    """Open a tokenizer; `path` is its file.
 
     Raises:
         DataError: it cannot be opened.

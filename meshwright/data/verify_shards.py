@@ -1,4 +1,4 @@
-"""Whether the tokens of a folder are still those that were written: all of them, not only those that a run reads."""
+"""Verifies all shards of a directory, not only the parts that a run reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READ = 16 * BLOCK
 
 
 def verify(folder: Folder) -> tuple[TokensManifest, list[str]]:
-    """Read every shard and compare it with the manifest; what is wrong, by shard.
+    """Read every shard and compare it with the manifest. Returns the problems by shard.
 
     Raises:
         DataError: the folder holds no manifest.
@@ -43,11 +43,11 @@ def _problems(file: IO[bytes], shard: ShardRecord, manifest: TokensManifest) -> 
         largest = max(largest, int(np.frombuffer(content[:whole], dtype=dtype).max(initial=0)))
     expected = shard.tokens * dtype.itemsize
     if size != expected:
-        return [f"{shard.file}: {size} bytes, not {expected}"]
+        return [f"{shard.file}: expected {expected} bytes, found {size}"]
     if crc != shard.crc32:
-        return [f"{shard.file}: its content is not what was written (CRC-32 {crc:08x}, not {shard.crc32:08x})"]
+        return [f"{shard.file}: wrong checksum (CRC-32 {crc:08x}, expected {shard.crc32:08x})"]
     if shard.block_crc32 and sums != shard.block_crc32:
-        return [f"{shard.file}: whole, but {MANIFEST} is damaged: its checksums of mebibytes are not of this content"]
+        return [f"{shard.file}: intact, but {MANIFEST} is damaged: its checksums of mebibytes do not match"]
     if largest >= manifest.vocabulary:
         return [f"{shard.file}: token {largest} is outside the vocabulary of {manifest.vocabulary}"]
     return []

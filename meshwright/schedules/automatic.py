@@ -1,13 +1,12 @@
-"""A zero-bubble schedule found for given costs and a memory limit (arXiv 2401.10241, section 3).
+"""Searches for a zero-bubble schedule for given costs and a memory limit (arXiv 2401.10241, section 3).
 
-Ranks are simulated together. A rank that is free prefers a backward pass that is ready, then a forward pass while its
-activations are within the limit, and fills the time until the next one arrives with weights' gradients. How many
-forward passes each rank may run ahead, and how short a wait it leaves empty, is what the quality hangs on: several of
-both are tried, beside the handcrafted schedules, and the best within the limit is kept. Equal numbers give an equal
-schedule, so every rank finds the same one by itself.
+All ranks are simulated. A free rank prefers a backward pass that is ready, then a forward pass if its activations are
+within the limit, and computes weights' gradients while it waits. The result depends on how many forward passes a rank
+may run ahead, and on how short a wait it leaves empty. The search tries several values of both, and the handcrafted
+schedules, and takes the best within the limit. Equal numbers give an equal schedule, so every rank gets the same one.
 
-Whatever the costs, a rank runs its forward passes in the order of micro-batches, and so its gradients of inputs and
-those of weights: sums of gradients are the same, bit by bit, in every schedule that can be found.
+For any costs, a rank runs its forward passes in the order of micro-batches, and also its gradients of inputs and of
+weights. Sums of gradients are therefore the same, bit by bit, in every schedule that the search can return.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ def automatic(
     costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS,
     hop: float = 0.0,
 ) -> Schedule:
-    """The best schedule found.
+    """Search for the best schedule.
 
     Args:
         ranks: pipeline ranks, one stage each.
-        micro_batches: of one step.
-        limit: most micro-batches whose activations a rank may hold.
-        costs: of every stage alike, or one for each stage.
+        micro_batches: number of micro-batches of one step.
+        limit: largest number of micro-batches whose activations a rank may store.
+        costs: of every stage, or one for each stage.
         hop: seconds to send to another rank.
 
     Raises:
-        ValueError: `limit` is below 1, there are not as many costs as stages, or one is no length of time.
+        ValueError: `limit` is below 1, the number of costs differs from that of stages, or a cost is not a valid time.
     """
     check_counts(ranks, micro_batches)
     if limit < 1:
@@ -130,7 +129,7 @@ def _greedy(
 
 
 def _enabled_by(kind: ActionKind, rank: int, ranks: int) -> list[tuple[int, ActionKind]]:
-    """What an action makes possible: (rank, kind)."""
+    """Actions that an action enables, as (rank, kind)."""
     if kind is ActionKind.FORWARD:
         return [(rank + 1, ActionKind.FORWARD)] if rank < ranks - 1 else [(rank, ActionKind.INPUT)]
     if kind is ActionKind.INPUT:
@@ -139,7 +138,7 @@ def _enabled_by(kind: ActionKind, rank: int, ranks: int) -> list[tuple[int, Acti
 
 
 class _Rank:
-    """What one rank could do now, and what it has done."""
+    """The actions that one rank can run now, and those that it has run."""
 
     def __init__(self, rank: int, first: int, limit: int) -> None:
         self.slots: list[Slot] = []
@@ -204,12 +203,12 @@ class Automatic(PipelineScheduleKind):
         return float(min(shape.micro_batches, shape.limit)) if shape.ranks > 1 else 1.0
 
     def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
-        """With ranks meeting at a step's end, whatever the costs of single stages.
+        """The bubble if ranks synchronize at the end of a step, independent of the costs of single stages.
 
-        With room for as many micro-batches as there are stages it is ZB-H1's, and each further one puts one more
-        gradient of weights into the wait; with less room a rank's micro-batches go to the last stage and back before
-        others may start. The last stage always waits for the first forward passes. Within 5 % of a step of what the
-        search finds from as many as `ranks` on, within 15 % below, where the search itself is no more than good.
+        With a limit of as many micro-batches as stages it is that of ZB-H1, and each further micro-batch fills the wait
+        with one more gradient of weights. With a smaller limit a rank's micro-batches go to the last stage and back
+        before others can start. The last stage always waits for the first forward passes. The formula is within 5 % of
+        a step of the search if the limit is at least `ranks`, and within 15 % below that.
         """
         room = min(shape.limit, shape.micro_batches)
         round_trip = times.forward + times.backward_input

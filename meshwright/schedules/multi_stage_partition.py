@@ -1,10 +1,9 @@
-"""Layers of stages of which a rank holds several: the slowest stage as fast as can be, and then the slowest rank.
+"""Splits layers over stages if a rank has several stages. Minimizes the slowest stage, and then the slowest rank.
 
-Stages that are each as equal as can be do not do: a rank may hold the larger one of two pairs, and all its stages
-together set the pace. So layers are moved between stages as long as that makes the slowest rank faster and no stage
-slower than the slowest has to be; then a search through all splits that could be faster still, the others cut off early
-(Land and Doig, Econometrica 28, 1960), goes on for a bounded number of steps. A number of steps, not a time: every rank
-and the planner come to the same split.
+Balancing the stages is not enough: all stages of a rank together set its pace, and one rank may have the larger stage
+of each pair. Layers are therefore moved between stages as long as that makes the slowest rank faster and no stage
+slower than the slowest must be. Then a branch-and-bound search (Land and Doig, Econometrica 28, 1960) looks for faster
+splits. It is limited by a number of steps, not by time, so that every rank and the planner get the same split.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from itertools import accumulate, pairwise
 from meshwright.schedules.partition import partition_layers
 
 _MAX_STEPS = 4000
-"""Enough for every split of a dozen layers, and a few hundredths of a second."""
+"""Enough for every split of a dozen layers. Takes a few hundredths of a second."""
 _MAX_MOVES = 50_000
-"""Of layers between stages that are weighed."""
+"""Largest number of moves of layers between stages that are compared."""
 _MAX_STAGES = 128
-"""What is searched through, a level a stage."""
+"""Largest number of stages that is searched, because the search has one level per stage."""
 
 
 def partition_over_ranks(
     costs: Sequence[float], homes: Sequence[int], first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest stage is as fast as can be, and then the slowest rank.
+    """Number of layers of each stage that minimizes the slowest stage, and then the slowest rank.
 
-    Every stage has at least one. For the ranks a split may be missed where layers are many, see `_MAX_STEPS`.
+    Every stage has at least one layer. With many layers the search may miss the best split, see `_MAX_STEPS`.
 
     Args:
-        costs: of each layer, in order; any unit.
+        costs: cost of each layer, in order, in any unit.
         homes: the rank of each stage, 0, 1, ..., in the model's order.
-        first: cost of what the first stage does beside its layers.
-        last: cost of what the last stage does beside its layers.
+        first: cost of what the first stage does in addition to its layers.
+        last: cost of what the last stage does in addition to its layers.
 
     Raises:
         ValueError: there are more stages than layers, or a cost is negative.
@@ -135,7 +134,7 @@ def _moves(problem: _PartitionProblem, split: Sequence[int]) -> Iterator[tuple[i
 
 
 class _BranchAndBound:
-    """Through the splits whose slowest rank is faster than a limit, stage by stage, each near its part first."""
+    """Searches the splits whose slowest rank is faster than a limit, stage by stage, starting near the even split."""
 
     def __init__(self, problem: _PartitionProblem, stage_limit: float) -> None:
         self._homes, self._slack, self._stage_limit = problem.homes, problem.slack, stage_limit + problem.slack
@@ -160,7 +159,7 @@ class _BranchAndBound:
         return self._found
 
     def _branch(self, begin: int, unfinished: int, left: float) -> None:
-        """Try the ends of the next stage. `left` is what the `unfinished` ranks have to do, all in all."""
+        """Try the ends of the next stage. `left` is the total work of the `unfinished` ranks."""
         self._steps += 1
         stage, home = len(self._ends), self._homes[len(self._ends)]
         for end in self._ends_nearest_share(stage, begin):
@@ -183,7 +182,7 @@ class _BranchAndBound:
             self._ranks[home] = before
 
     def _ends_nearest_share(self, stage: int, begin: int) -> list[int]:
-        """Where a stage from `begin` may end within the limit, nearest first to its part of what is left."""
+        """Possible ends of a stage from `begin` within the limit, the closest to its share of the rest first."""
         later, layers = len(self._homes) - stage - 1, len(self._summed) - 1
         if not later:
             return [layers]

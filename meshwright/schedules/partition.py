@@ -1,9 +1,9 @@
-"""Layers of each pipeline stage by cost, not by count.
+"""Splits layers over pipeline stages by cost, not by count.
 
-The outer level of Alpa's two (arXiv 2201.12023, section 5): contiguous layers are dealt to stages so that the slowest
-stage is as fast as can be. With one kind of stage Alpa's dynamic program has a short cut: halve the interval of the
-slowest stage's cost, filling stages greedily under each limit. Costs are estimated or profiled. The inner level, how a
-layer is split over the ranks of a stage, is what the degrees of a shape say.
+This is the outer level of Alpa (arXiv 2201.12023, section 5): contiguous layers are assigned to stages so that the
+slowest stage is as fast as possible. With one kind of stage a bisection replaces Alpa's dynamic program: it halves the
+interval of the slowest stage's cost, and fills stages greedily under each limit. Costs are estimated or measured. The
+inner level, how a layer is split over the ranks of a stage, follows from the degrees.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from itertools import accumulate
 
 
 def partition_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage so that the largest sum of costs is least, and the others near their mean; every stage has
-    at least one.
+    """Number of layers of each stage that minimizes the largest sum of costs, with the other sums close to their mean.
+
+    Every stage has at least one layer.
 
     Args:
-        costs: of each layer, in order; any unit.
-        stages: of the model.
-        first: cost of what the first stage does beside its layers (the embedding).
-        last: cost of what the last stage does beside its layers (final norm, logits and loss).
+        costs: cost of each layer, in order, in any unit.
+        stages: number of stages of the model.
+        first: cost of what the first stage does in addition to its layers (the embedding).
+        last: cost of what the last stage does in addition to its layers (final norm, logits and loss).
 
     Raises:
         ValueError: there are more stages than layers, or a cost is negative.
@@ -62,7 +63,7 @@ def _earliest_starts(
 def _near_mean_split(
     prefix_sums: Sequence[float], stages: int, limit: float, first: float, last: float
 ) -> tuple[int, ...]:
-    """A split within `limit` in which each stage takes its part of what is left, as nearly as can be."""
+    """A split within `limit` in which each stage is as close as possible to its share of the rest."""
     earliest_starts = _earliest_starts(prefix_sums, stages, limit, first, last)
     if earliest_starts is None:
         raise ValueError("costs must be finite numbers")

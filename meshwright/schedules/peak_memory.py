@@ -1,7 +1,8 @@
-"""What the ranks of a schedule hold at their peak: activations until a backward pass, and what its halves leave.
+"""Peak memory of the ranks of a schedule: activations, and what the halves of a split backward pass store.
 
-A whole backward pass frees what its forward pass kept. The first of two halves frees that too, and leaves what the
-second one needs: inputs and outputs' gradients of matrix products (M_B and M_W of arXiv 2401.10241, section 2).
+A full backward pass frees what its forward pass stored. The first half of a split backward pass frees that too, and
+stores what the second half needs: inputs and outputs' gradients of matrix products (M_B and M_W of arXiv 2401.10241,
+section 2).
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ ONE_PER_MICRO_BATCH = SavedPerStage()
 def peak_memory(
     schedule: Schedule, saved: SavedPerStage | Sequence[SavedPerStage] = ONE_PER_MICRO_BATCH
 ) -> tuple[float, ...]:
-    """The most that each rank holds at once, after any of its actions.
+    """The peak memory of each rank, over all of its actions.
 
     Args:
-        schedule: a valid one.
-        saved: in every stage alike, or in each stage of the model.
+        schedule: a valid schedule.
+        saved: memory of every stage, or of each stage of the model.
 
     Raises:
-        ValueError: there are not as many of `saved` as stages.
+        ValueError: the number of `saved` differs from that of stages.
     """
     saved_by_stage = [saved] * schedule.stages if isinstance(saved, SavedPerStage) else list(saved)
     if len(saved_by_stage) != schedule.stages:
-        raise ValueError(f"what is kept in {len(saved_by_stage)} stages, for {schedule.stages} stages")
+        raise ValueError(f"`saved` must have {schedule.stages} stages, got {len(saved_by_stage)}")
     return tuple(_peak(slots, saved_by_stage) for slots in schedule.ranks)
 
 

@@ -1,6 +1,6 @@
-"""Which stages of a model each pipeline rank holds, which layers are in them, and in which order it runs them.
+"""The stages of each pipeline rank, their layers, and the order in which the rank runs them.
 
-The one answer that planner, validation and worker share: from the fields of `parallelism` to a schedule and a split.
+Planner, validation and worker share these functions from the fields of `parallelism` to a schedule and a split.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ DEFAULT_VIRTUAL_STAGES = 2
 
 
 def stages_per_rank(parallelism: ParallelismSpec, ranks: int) -> int:
-    """How many of the model's stages, each with layers of its own, fall to one of so many pipeline ranks on average."""
+    """The number of the model's stages on one of `ranks` pipeline ranks, on average."""
     if ranks == 1:
         return 1
     return kind_of(parallelism.order).stages_per_rank(parallelism.virtual_stages or DEFAULT_VIRTUAL_STAGES)
 
 
 def stage_ranks(parallelism: ParallelismSpec, ranks: int) -> list[int]:
-    """The pipeline rank that holds each of the model's stages; of a bidirectional pipeline's two, which hold the same
-    stages, the first.
+    """The pipeline rank of each of the model's stages. In a bidirectional pipeline two ranks have the same stages; this
+    is the first.
     """
     stages = ranks * stages_per_rank(parallelism, ranks)
     if kind_of(parallelism.order).folded:
@@ -40,7 +40,7 @@ def stage_ranks(parallelism: ParallelismSpec, ranks: int) -> list[int]:
 
 
 def activation_limit(parallelism: ParallelismSpec, ranks: int) -> int:
-    """Micro-batches whose activations a rank may hold with `Automatic`: what 1F1B holds where it is left out."""
+    """Micro-batches whose activations a rank may store with `Automatic`. Defaults to the number of 1F1B."""
     return parallelism.activation_limit or ranks
 
 
@@ -53,13 +53,13 @@ def schedule_of(
     """The order of one step.
 
     Args:
-        parallelism: names the schedule.
+        parallelism: has the schedule.
         ranks: pipeline ranks.
-        micro_batches: of one step.
-        costs: of every stage alike, or one for each, for schedules that are searched.
+        micro_batches: number of micro-batches of one step.
+        costs: of every stage, or one for each stage, for schedules that are searched.
 
     Raises:
-        ValueError: there is none for these numbers; the text says why.
+        ValueError: the schedule does not exist for these numbers; the message has the reason.
     """
     kind = kind_of(parallelism.order if ranks > 1 else PipelineSchedule.ONE_F_ONE_B)
     chunks = stages_per_rank(parallelism, ranks)
@@ -70,10 +70,10 @@ def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architectu
     """The consecutive layers of each stage, in the model's order.
 
     Args:
-        parallelism: what the split depends on: schedule, `layerSplit` and `stageBalance`.
+        parallelism: has schedule, `layerSplit` and `stageBalance`, which the split depends on.
         ranks: pipeline ranks.
-        model: whose layers.
-        length: of a sequence, in tokens.
+        model: the model.
+        length: tokens of a sequence.
 
     Raises:
         ValueError: there are more stages than layers, or `layerSplit` does not add up.
@@ -106,26 +106,26 @@ def _ranges(sizes: tuple[int, ...] | list[int]) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """A pipeline as its ranks hold it."""
+    """A pipeline: its schedule, its layers, and the ranks of its stages."""
 
     schedule: Schedule
     layers: tuple[range, ...]
     """Of each stage."""
 
     def stages(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in the model's order."""
+        """The stages of a rank, in the model's order."""
         return sorted({action.stage for action in self.schedule.actions(rank)})
 
     def ranks_of_stage(self, stage: int) -> list[int]:
-        """The ranks that hold a stage: two of a bidirectional pipeline, else one."""
+        """The ranks of a stage: two in a bidirectional pipeline, else one."""
         return [rank for rank in range(len(self.schedule.ranks)) if stage in self.stages(rank)]
 
 
 def pipeline_layout(
     parallelism: ParallelismSpec, ranks: int, micro_batches: int, model: Architecture, length: int
 ) -> PipelineLayout:
-    """The pipeline of a run. `Automatic` is searched with the operations of the model's own stages: the order of the
-    first steps, until the worker has measured their times (`schedules.measured`).
+    """The pipeline of a run. `Automatic` is searched with the counted operations of the model's stages. This order is
+    used until the worker has measured their times (`schedules.measured_costs`).
 
     Raises:
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.

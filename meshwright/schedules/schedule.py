@@ -16,7 +16,7 @@ from meshwright.schedules.simulator import UNIT_COSTS, ActionCosts
 
 
 class PipelineShape(NamedTuple):
-    """The numbers that a schedule is made for."""
+    """The numbers that a schedule is generated for."""
 
     ranks: int
     micro_batches: int
@@ -24,11 +24,11 @@ class PipelineShape(NamedTuple):
     chunks: int = 1
     """Stages of one rank, for schedules that let a user choose."""
     activation_limit: int | None = None
-    """Micro-batches whose activations a rank may hold, for schedules that take a limit; None for one for each rank."""
+    """Micro-batches whose activations a rank may store, for schedules with a limit. None means the number of ranks."""
 
     @property
     def limit(self) -> int:
-        """The activation limit: as many as 1F1B holds where none is given."""
+        """The activation limit. Defaults to that of 1F1B."""
         return self.activation_limit or self.ranks
 
 
@@ -57,11 +57,11 @@ class PipelineScheduleKind(ABC):
     """`name` as a value of the API; set by registration."""
 
     virtual_stages: ClassVar[bool] = False
-    """Whether `parallelism.virtualStages` says how many stages a rank holds, each a pipeline's length apart."""
+    """Whether `parallelism.virtualStages` sets the number of stages of a rank, each a pipeline's length apart."""
     v_shaped: ClassVar[bool] = False
-    """Whether a rank holds two stages, the second on the way back: the first rank has the model's ends."""
+    """Whether a rank has two stages in a V: the first rank has the first and the last stage of the model."""
     bidirectional: ClassVar[bool] = False
-    """Whether micro-batches enter at both ends: two ranks hold each stage."""
+    """Whether micro-batches enter at both ends, so that two ranks have each stage."""
     splits_backward: ClassVar[bool] = False
     """Whether some backward passes come in two halves, gradients of inputs and gradients of weights."""
     splits_at_peak: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class PipelineScheduleKind(ABC):
     forwards_first: ClassVar[bool] = False
     """Whether the last stage runs all forward passes before the first backward pass."""
     asynchronous: ClassVar[bool] = False
-    """Whether the pipeline never drains between steps: what it trains differs from one process by design."""
+    """Whether the pipeline never drains between steps. Its results differ from those of one process by design."""
     double_buffered: ClassVar[bool] = False
     """Whether all stages of an asynchronous pipeline compute a step's gradients with the weights of two steps before.
     Otherwise a stage uses its newest weights.
@@ -83,7 +83,7 @@ class PipelineScheduleKind(ABC):
     has one stage on each rank and splits every backward pass.
     """
     own_order: ClassVar[bool] = True
-    """Whether its order follows from its numbers alone and is its own: not searched, and not that of another one."""
+    """Whether its order depends only on its numbers, and no other schedule has the same order."""
 
     micro_batches_per_rank: ClassVar[int] = 1
     """The fewest micro-batches for each pipeline rank."""
@@ -107,7 +107,7 @@ class PipelineScheduleKind(ABC):
 
     @property
     def folded(self) -> bool:
-        """Whether the pipeline turns back: stages lie on the ranks there and back."""
+        """Whether the stages are on the ranks in a V."""
         return self.v_shaped or self.bidirectional
 
     @property
@@ -116,15 +116,15 @@ class PipelineScheduleKind(ABC):
         return not (self.splits_backward or self.asynchronous)
 
     def stages_per_rank(self, virtual_stages: int) -> int:
-        """The model's stages of each rank, each with layers of its own, on average over the ranks.
+        """The number of the model's stages on each rank, on average over the ranks.
 
         Args:
-            virtual_stages: what the user chose, for schedules that let one choose.
+            virtual_stages: the number that the user set, for schedules that use it.
         """
         return virtual_stages if self.virtual_stages else 2 if self.v_shaped else 1
 
     def accepts(self, ranks: int, micro_batches: int) -> bool:
-        """Whether it can be made for these numbers with no stage left without work."""
+        """Whether the schedule exists for these numbers, with work for every stage."""
         if ranks == 1:
             return True
         if self.single_micro_batch:
@@ -139,10 +139,10 @@ class PipelineScheduleKind(ABC):
 
         Args:
             shape: ranks, micro-batches and chunks.
-            costs: of every stage alike, or one for each, for schedules that are searched.
+            costs: of every stage, or one for each stage, for schedules that are searched.
 
         Raises:
-            ValueError: there is none for these numbers; the text says why.
+            ValueError: the schedule does not exist for these numbers; the message has the reason.
         """
 
     def generate_measured(self, shape: PipelineShape, costs: Sequence[ActionCosts], hop: float) -> Schedule:
@@ -157,11 +157,11 @@ class PipelineScheduleKind(ABC):
 
     @abstractmethod
     def in_flight(self, shape: PipelineShape, rank: int) -> float:
-        """Micro-batches whose activations `rank` holds at its peak, counted in all of its chunks."""
+        """Micro-batches whose activations `rank` stores at its peak, over all of its chunks."""
 
     def pending_weight_gradients(self, shape: PipelineShape, rank: int) -> float:
-        """Of `in_flight`, micro-batches whose backward pass is halfway (arXiv 2401.10241, section 2.3): only what the
-        gradients of weights need is left of them.
+        """Micro-batches of `in_flight` whose backward pass is halfway (arXiv 2401.10241, section 2.3). They store only
+        what the gradients of weights need.
         """
         return 0.0
 
@@ -179,7 +179,7 @@ class PipelineScheduleKind(ABC):
         """`bubble` with at least two ranks."""
 
     def extra_weight_versions(self, ranks: int, rank: int) -> float:
-        """Versions of its weights that a rank keeps beside those that it updates, with at least two ranks."""
+        """Versions of the weights that a rank stores in addition to those that it updates, with at least two ranks."""
         return 0.0
 
 

@@ -60,7 +60,7 @@ def test_corrupt_records_fail_or_are_listed(text: Path, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--tokenizer", "BPE"), "needs --tokenizer-file"),
-        (("--format", "JSONLines"), "--field names another"),
+        (("--format", "JSONLines"), "set --field to another"),
         (("--pattern", "*.md"), "no file matches --pattern *.md, or"),
     ],
 )

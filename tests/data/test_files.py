@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(public: Path) -> None:
     with somebody():
         assert names(open_folder(str(public))) == ["a.txt"]
     (public / "no").mkdir(mode=0o000)
-    with somebody(), pytest.raises(DataError, match=r"the folder .*/no cannot be read \(Permission denied\): give uid"):
+    with somebody(), pytest.raises(DataError, match=r"directory .*/no cannot be read \(Permission denied\): let uid"):
         open_folder(str(public)).files()
 
 
@@ -109,11 +109,13 @@ def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
         found = list(matching_files(folder, "**/*.txt"))
         assert found == [FileEntry("a.txt", 5), FileEntry("sub/b.txt", 1)]
         assert all(entry.stamp for entry in found)
-        with pytest.raises(DataError, match=r"^gone\.md cannot be read: `data.uri` names it, but FileNotFoundError"):
+        with pytest.raises(DataError, match=r"^gone\.md cannot be read: `data.uri` lists it, but FileNotFoundError"):
             list(matching_files(folder, "**/*"))
-        with pytest.raises(DataError, match=r"a\.txt` is a file: name its folder, and the file in `data.pattern`"):
+        with pytest.raises(
+            DataError, match=r"a\.txt` is a file: set the URI of its directory, and its name in `data.pattern`"
+        ):
             open_folder(f"{site}/a.txt").files()
-    says = r"^a\.txt cannot be read: `data.uri` does not tell its size"
+    says = r"^a\.txt cannot be read: `data.uri` does not report its size"
     with served(tmp_path, tells_sizes=False) as site, pytest.raises(DataError, match=says):
         list(matching_files(open_folder(site), "*.txt"))
 
@@ -126,7 +128,7 @@ def test_a_back_end_that_cannot_begin(uri: str) -> None:
 
 def test_a_uri_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"a\.txt` is a file: name its folder"):
+    with pytest.raises(DataError, match=r"a\.txt` is a file: set the URI of its directory"):
         open_folder(f"local://{tmp_path}/a.txt").files()
 
 

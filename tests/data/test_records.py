@@ -44,7 +44,7 @@ def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
     found, skipped = read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP, "body")
     assert found == [text for text in TEXTS if text]
     assert skipped.examples == ["a.parquet: row 5 has no text in `body`"]
-    with pytest.raises(DataError, match="no column `text`: `data.field` may name one of body, n"):
+    with pytest.raises(DataError, match="no column `text`: set `data.field` to one of body, n"):
         read(tmp_path / "a.parquet", DataFormat.PARQUET)
 
 
@@ -113,7 +113,7 @@ def test_a_broken_archive_and_a_broken_table_are_never_skipped(tmp_path: Path) -
         read(tmp_path / "b.jsonl.gz", DataFormat.JSON_LINES, OnCorrupt.SKIP)
     with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read to its end"):
         read(tmp_path / "a.jsonl.gz", DataFormat.JSON_LINES, OnCorrupt.SKIP)
-    with pytest.raises(DataError, match=r"a\.parquet is no whole Parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a complete Parquet file"):
         read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP)
 
 
@@ -133,5 +133,5 @@ def test_a_folder_behind_a_uri_is_the_same_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["nosuch://bucket/x", "/no/such/folder"])
 def test_a_folder_that_cannot_be_opened(where: str) -> None:
-    with pytest.raises(DataError, match="nosuch|/no/such/folder is no folder"):
+    with pytest.raises(DataError, match="nosuch|/no/such/folder is not a directory"):
         open_folder(where)

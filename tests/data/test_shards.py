@@ -98,8 +98,8 @@ def test_damage_is_found(tmp_path: Path) -> None:
         True
     ]
     target.write_bytes(whole[:-2])
-    assert "6 bytes, not 8" in verify(open_folder(str(tmp_path)))[1][0]
-    with pytest.raises(DataError, match="00001.tokens has 6 bytes where the manifest says 8"):
+    assert "expected 8 bytes, found 6" in verify(open_folder(str(tmp_path)))[1][0]
+    with pytest.raises(DataError, match="00001.tokens has 6 bytes, but the manifest has 8"):
         open_shards(tmp_path)
     target.unlink()
     with pytest.raises(DataError, match="00001.tokens has no bytes"):
@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_an_error_when_its_block_is_read_and_not_before(tmp_pat
     assert shards.tokens(2 * tokens, len(shards))[-1] == 256
     for start, stop in ((tokens - 1, tokens + 1), (2 * tokens - 1, 2 * tokens), (0, len(shards))):
         with pytest.raises(
-            DataError, match=r"00000\.tokens is damaged: its bytes 1048576 to 2097151 .* `meshwright data"
+            DataError, match=r"00000\.tokens is damaged: wrong checksum of bytes 1048576 to 2097151 .* `meshwright data"
         ):
             shards.tokens(start, stop)
 
@@ -150,7 +150,7 @@ def test_a_manifest_whose_checksums_of_blocks_are_wrong_is_not_called_whole(tmp_
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     manifest["shards"][0]["blockCrc32"][1] ^= 1
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
-    assert f"00000.tokens: whole, but {MANIFEST} is damaged" in verify(open_folder(str(tmp_path)))[1][0]
+    assert f"00000.tokens: intact, but {MANIFEST} is damaged" in verify(open_folder(str(tmp_path)))[1][0]
 
 
 def test_a_writer_holds_two_shards_in_memory_and_not_three(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_folder_without_or_with_a_broken_manifest(tmp_path: Path) -> None:
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     write(tmp_path, [[1]])
-    with pytest.raises(DataError, match="holds tokens already"):
+    with pytest.raises(DataError, match="already contains tokens"):
         write(tmp_path, [[1]])
 
 

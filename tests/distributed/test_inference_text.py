@@ -112,7 +112,7 @@ def test_a_tokenizer_is_that_of_the_run(
 
     moved = manifest.tokenizer.model_copy(update={"file": str(tmp_path / "gone" / "words")})
     elsewhere = manifest.model_copy(update={"tokenizer": moved})
-    with pytest.raises(DataError, match=r"gone is no folder.*name it with `--tokenizer FILE`"):
+    with pytest.raises(DataError, match=r"gone is not a directory.*name it with `--tokenizer FILE`"):
         tokenizer_for(elsewhere, None)
     assert tokenizer_for(elsewhere, str(own)).identity == manifest.tokenizer.identity
     with pytest.raises(DataError, match=r"is `byte`, but the checkpoint was trained on"):

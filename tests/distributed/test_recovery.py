@@ -146,7 +146,9 @@ def test_a_flipped_bit_ends_the_run_before_it_is_trained_on(pool: RankPool, tmp_
     shard = bytearray((tokens / "00000.tokens").read_bytes())
     shard[-3] ^= 16
     (tokens / "00000.tokens").write_bytes(shard)
-    with pytest.raises(RankFailedError, match=r"DataError: .*/tokens/00000\.tokens is damaged: its bytes 0 to "):
+    with pytest.raises(
+        RankFailedError, match=r"DataError: .*/tokens/00000\.tokens is damaged: wrong checksum of bytes 0 to "
+    ):
         pool.run(train_fully, run, data_dir=tokens)
 
 

@@ -168,7 +168,7 @@ class JobsCollector(Catalog, Collector):
     jobs = Metric(
         "ptj_jobs",
         Kind.GAUGE,
-        "Jobs by where their time goes.",
+        "Jobs, by state.",
         (NAMESPACE, Label("state", (*PHASES, "finished"))),
         source=_jobs,
     )
@@ -185,7 +185,7 @@ class JobsCollector(Catalog, Collector):
     condition = of_job(
         "ptj_job_status_condition",
         Kind.GAUGE,
-        "1 for the status that a condition has.",
+        "1 for the current status of each condition.",
         Label("type", meaning="as in `status.conditions`"),
         Label("status", ("True", "False", "Unknown")),
         read=lambda record: [((entry.type, entry.status), 1) for entry in record.status.conditions],
@@ -193,7 +193,7 @@ class JobsCollector(Catalog, Collector):
     ranks = of_job(
         "ptj_job_ranks",
         Kind.GAUGE,
-        "Ranks of the job: all, and those that train.",
+        "Ranks of the job, by state.",
         Label("state", ("total", "training")),
         read=_ranks,
     )
@@ -213,7 +213,7 @@ class JobsCollector(Catalog, Collector):
     straddling_groups = of_job(
         "ptj_job_straddling_groups",
         Kind.GAUGE,
-        "Tensor-parallel groups that leave their NVLink domain, replicas whose pipeline leaves its rack.",
+        "Tensor-parallel groups that leave their NVLink domain, and replicas whose pipeline leaves its rack, by kind.",
         Label("kind", ("tensor", "replica")),
         read=_straddling_groups,
     )
@@ -227,19 +227,19 @@ class JobsCollector(Catalog, Collector):
     productive_seconds = of_job(
         "ptj_job_productive_seconds_total",
         Kind.COUNTER,
-        "Time spent on steps done for the first time.",
+        "Time spent on steps that were not repetitions.",
         read=lambda record: one(record.productive),
     )
     lost_steps = of_job(
         "ptj_job_lost_steps_total",
         Kind.COUNTER,
-        "Steps that were done again after a restart.",
+        "Steps that were repeated after a restart.",
         read=lambda record: one(record.lost_steps),
     )
     step = of_job(
         "ptj_job_step",
         Kind.GAUGE,
-        "Last finished step that status tells.",
+        "Last completed training step in the job's status.",
         read=lambda record: one(record.status.step),
     )
     mesh_generation = of_job(
@@ -251,31 +251,31 @@ class JobsCollector(Catalog, Collector):
     last_checkpoint_step = of_job(
         "ptj_job_last_checkpoint_step",
         Kind.GAUGE,
-        "Step of the newest complete checkpoint.",
+        "Step of the latest complete checkpoint.",
         read=lambda record: one(checkpoint[0] if (checkpoint := _checkpoint(record)) is not None else None),
     )
     last_checkpoint_time = of_job(
         "ptj_job_last_checkpoint_timestamp_seconds",
         Kind.GAUGE,
-        "When the newest complete checkpoint was made.",
+        "Unix time of the latest complete checkpoint.",
         read=lambda record: one(checkpoint[1] if (checkpoint := _checkpoint(record)) is not None else None),
     )
     evaluation_step = of_job(
         "ptj_job_evaluation_step",
         Kind.GAUGE,
-        "Step after which the newest evaluation was done that status tells.",
+        "Step of the latest evaluation in the job's status.",
         read=lambda record: one(found.step if (found := record.status.evaluation) is not None else None),
     )
     evaluation_loss = of_job(
         "ptj_job_evaluation_loss",
         Kind.GAUGE,
-        "Mean loss per token of that evaluation, on documents never trained on.",
+        "Mean loss per token of the latest evaluation, on held-out documents.",
         read=lambda record: one(number(found.loss) if (found := record.status.evaluation) is not None else None),
     )
     evaluation_perplexity = of_job(
         "ptj_job_evaluation_perplexity",
         Kind.GAUGE,
-        "Exponential of that loss.",
+        "Exponential of `ptj_job_evaluation_loss`.",
         read=lambda record: one(number(found.perplexity) if (found := record.status.evaluation) is not None else None),
     )
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md, made from the declarations of metrics: `make generate` writes it."""
+"""Generates docs/metrics.md from the declarations of metrics."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 HEAD = """# Metrics
 
-The operator serves Prometheus metrics at `/metrics` of its metrics port (9471 by default), beside `/healthz` and
-`/readyz`. Operator metrics have few label values however many jobs there are. Job metrics are computed at each scrape
-from what the operator knows now: a deleted job's series are gone with the next scrape. [Worker pods](worker-metrics.md)
-serve the metrics of their ranks themselves.
+The operator serves Prometheus metrics at `/metrics` on its metrics port (9471 by default), next to `/healthz` and
+`/readyz`. Operator metrics have few label values, however many jobs there are. Job metrics are computed at each scrape
+from the current state, so the series of a deleted job are gone at the next scrape. [Worker pods](worker-metrics.md)
+serve the metrics of their ranks.
 
 This page is generated from the code: `python -m meshwright_operator.metrics.metrics_docs > docs/metrics.md`.
 """
 
 
 def render_page(operator: type[Catalog] = OperatorMetrics, jobs: type[Catalog] = JobsCollector) -> str:
-    """Return the whole page."""
+    """Return the page."""
     parts = [HEAD, "## Operator\n", metric_table(operator.metrics), "\n## Jobs\n", metric_table(jobs.metrics)]
     return "\n".join([*parts, "\n## Label values\n", label_table((*operator.metrics, *jobs.metrics)), ""])
 

@@ -20,10 +20,10 @@ class OperatorMetrics(Exporter):
     """The operator's own series."""
 
     build_info = GaugeMetric("ptj_build_info", "Version of the operator.", Label("version", meaning="its version"))
-    leader = GaugeMetric("ptj_leader", "Whether this process leads: 1 or 0.")
+    leader = GaugeMetric("ptj_leader", "1 if this process holds the Lease, else 0.")
     events = CounterMetric(
         "ptj_events_total",
-        "Events about jobs, by what became of them.",
+        "Events about jobs, by result: posted, failed or dropped.",
         Label("result", ("posted", "failed", "dropped")),
     )
     coordinator_requests = CounterMetric(
@@ -40,19 +40,17 @@ class OperatorMetrics(Exporter):
     )
     reconcile_errors = CounterMetric(
         "ptj_reconcile_errors_total",
-        "Reconciles that raised, by error.",
+        "Failed reconciles, by error type.",
         Label("reason", meaning="name of the exception's class"),
     )
-    workqueue_depth = GaugeMetric("ptj_workqueue_depth", "Jobs that wait to be reconciled.")
+    workqueue_depth = GaugeMetric("ptj_workqueue_depth", "Jobs in the work queue.")
     workqueue_wait_seconds = HistogramMetric(
-        "ptj_workqueue_wait_seconds", "Time from a job's entry into the queue to its reconcile.", SECONDS
+        "ptj_workqueue_wait_seconds", "Time that a job spends in the work queue.", SECONDS
     )
-    workqueue_retries = CounterMetric(
-        "ptj_workqueue_retries_total", "Reconciles that will be repeated because they raised."
-    )
+    workqueue_retries = CounterMetric("ptj_workqueue_retries_total", "Failed reconciles that are retried.")
     api_requests = CounterMetric(
         "ptj_api_requests_total",
-        "Requests to the API server, but for watches; code 0 when it could not be reached.",
+        "Requests to the API server, except watches.",
         VERB,
         RESOURCE,
         Label("code", meaning="HTTP status; 0 if the server could not be reached"),
@@ -62,18 +60,20 @@ class OperatorMetrics(Exporter):
     )
     last_event = GaugeMetric(
         "ptj_watch_last_event_timestamp_seconds",
-        "When the last event of a watch arrived.",
+        "Unix time of the last event of a watch.",
         Label("resource", ("jobs", "pods", "nodes")),
     )
     last_contact = GaugeMetric(
         "ptj_watch_last_contact_timestamp_seconds",
-        "When a watch last gave a sign of life: an event, a bookmark or a new connection.",
+        "Unix time of the last event, bookmark or new connection of a watch.",
         Label("resource", ("paralleltrainingjobs", "pods", "nodes")),
     )
-    last_resync = GaugeMetric("ptj_resync_last_success_timestamp_seconds", "When the last full listing ended.")
+    last_resync = GaugeMetric(
+        "ptj_resync_last_success_timestamp_seconds", "Unix time at which the last listing of all objects ended."
+    )
     placement_seconds = HistogramMetric(
         "ptj_placement_duration_seconds",
-        "Time of one placement: counting what pods hold and choosing nodes.",
+        "Time to place one job.",
         SECONDS,
     )
     placement_attempts = CounterMetric(
@@ -81,7 +81,7 @@ class OperatorMetrics(Exporter):
     )
     placement_cost = HistogramMetric(
         "ptj_placement_cost",
-        "What placements cost: milliseconds per step that network crossings add; relative where GPUs are unknown.",
+        "Cost of placements: milliseconds per step for network crossings, or a relative number if GPUs are unknown.",
         COSTS,
     )
     pod_operations = CounterMetric(

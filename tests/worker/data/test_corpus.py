@@ -241,5 +241,5 @@ def test_an_empty_file_beside_tables_is_no_table(volume: Path) -> None:
     spec = DataSpec(claim_name="v", format=DataFormat.PARQUET, pattern="*")
     assert row(volume, spec) == [*b"one", BYTE_SEPARATOR]
     (volume / "README").write_text("no table")
-    with pytest.raises(DataError, match=r"README is no whole Parquet file.*`data.pattern`"):
+    with pytest.raises(DataError, match=r"README is not a complete Parquet file.*`data.pattern`"):
         row(volume, spec)

@@ -99,7 +99,12 @@ def test_each_island_has_a_tokenizer_of_its_own(volume: Path, tmp_path: Path) ->
     islands = tmp_path / "islands"
     shutil.copytree(volume, islands / "island-1")
     outer = {"method": "FedAvg", "every_steps": 2, "islands": 2}
-    for rank, named in ((0, "island-0 is no folder"), (1, "island-0 is no"), (2, "at least 300"), (3, "at least 300")):
+    for rank, named in (
+        (0, "island-0 is not a directory"),
+        (1, "island-0 is not"),
+        (2, "at least 300"),
+        (3, "at least 300"),
+    ):
         task = task_of(islands, BPE, rank=rank, outer=outer, tensor=2, replicas=2)
         assert task.world_size == 4
         with pytest.raises(ValueError, match=named):

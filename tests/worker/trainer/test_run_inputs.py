@@ -75,7 +75,7 @@ def volume(tmp_path: Path) -> Path:
         ({"pattern": "*.txt"}, ["`data.pattern: *.txt` matches empty files alone", "code/a.py"]),
         ({"mixture": [{"path": "code"}, {"path": "wbe"}]}, ["`data.mixture` with `path: wbe`", "there: code, web"]),
         ({"held_out": 0.00001}, ["`data.heldOut: 1e-05` holds out nothing", "a larger share"]),
-        ({"format": DataFormat.TOKENS}, ["`data.format: Tokens`", "`meshwright data tokenize` writes"]),
+        ({"format": DataFormat.TOKENS}, ["`data.format: Tokens`", "`meshwright data tokenize` wrote"]),
         ({"format": DataFormat.JSON_LINES}, ["code/a.py:1: not JSON"]),
         ({"format": DataFormat.PROMPT_COMPLETION}, ["code/a.py:1: not JSON"]),
         (
@@ -109,7 +109,7 @@ def test_an_island_without_a_folder_of_its_own(volume: Path) -> None:
     run = small_run(data=2, outer={"method": "FedAvg", "every_steps": 1})
     accepted(run, volume, rank=0)
     said = refused(run, volume, rank=1)
-    assert "island-1 is no folder" in said
+    assert "island-1 is not a directory" in said
     assert "folders there: island-0, web" in said
 
 
@@ -141,7 +141,7 @@ def forget(tokens: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(cut, "copy the folder again"), (spoil, f"{MANIFEST} is damaged"), (forget, "00000.tokens has no bytes")],
+    [(cut, "copy the directory again"), (spoil, f"{MANIFEST} is damaged"), (forget, "00000.tokens has no bytes")],
 )
 def test_a_corrupt_shard(volume: Path, damage: Callable[[Path], None], says: str) -> None:
     tokens, run = tokens_of(volume), with_data(small_run(data=2), format=DataFormat.TOKENS)
@@ -160,7 +160,7 @@ def test_a_flipped_bit_among_what_is_held_out(volume: Path) -> None:
     shard = bytearray((tokens / "00000.tokens").read_bytes())
     shard[100] ^= 1
     (tokens / "00000.tokens").write_bytes(shard)
-    assert "00000.tokens is damaged: its bytes 0 to 771" in refused(run, tokens)
+    assert "00000.tokens is damaged: wrong checksum of bytes 0 to 771" in refused(run, tokens)
 
 
 @pytest.fixture

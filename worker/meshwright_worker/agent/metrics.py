@@ -58,38 +58,38 @@ def _utilization(flops: float, report: StepReport) -> float | None:
 class TrainerMetrics(Exporter):
     """The metrics of a worker pod. A metric with a source is read from the reports of completed steps."""
 
-    mesh_generation = GaugeMetric("ptj_mesh_generation", "Mesh generation this pod runs or ran last.", *JOB)
+    mesh_generation = GaugeMetric("ptj_mesh_generation", "Mesh generation that this pod runs, or ran last.", *JOB)
     restarts = CounterMetric(
-        "ptj_rank_restarts_total", "Rank processes started after this pod's first generation.", *JOB
+        "ptj_rank_restarts_total", "Rank processes that were started after this pod's first mesh generation.", *JOB
     )
     tokens = of_job(
         "ptj_tokens_total",
         Kind.COUNTER,
-        "Tokens trained on by the job while this pod held rank 0.",
+        "Tokens that the job trained on while this pod ran rank 0.",
         lambda report: report.tokens,
     )
     model_flops = of_job(
         "ptj_model_flops_total",
         Kind.COUNTER,
-        "Floating-point operations of the job's steps, 6N + 12Lds a token.",
+        "Floating-point operations of the job's steps: 6N + 12Lds per token.",
         lambda report: report.model_flops,
     )
     hardware_flops = of_job(
         "ptj_hardware_flops_total",
         Kind.COUNTER,
-        "`ptj_model_flops_total` and what activation checkpointing computed again.",
+        "`ptj_model_flops_total`, and the recomputation of activation checkpointing.",
         lambda report: report.hardware_flops,
     )
     mfu = of_job(
         "ptj_mfu",
         Kind.GAUGE,
-        "Model FLOPs of the last step over the GPUs' dense bf16 peak; on known GPUs.",
+        "Model FLOPs of the last step over the dense bf16 peak of the GPUs, if that is known.",
         lambda report: _utilization(report.model_flops, report),
     )
     hfu = of_job(
         "ptj_hfu",
         Kind.GAUGE,
-        "`ptj_mfu` with what was computed again.",
+        "`ptj_mfu` including recomputation.",
         lambda report: _utilization(report.hardware_flops, report),
     )
     loss = of_job("ptj_loss", Kind.GAUGE, "Mean loss per token of the last step.", lambda report: report.loss)
@@ -105,7 +105,7 @@ class TrainerMetrics(Exporter):
     evaluation_loss = of_job(
         "ptj_evaluation_loss",
         Kind.GAUGE,
-        "Mean loss per token of the last evaluation on documents that are not trained on.",
+        "Mean loss per token of the last evaluation, on held-out documents.",
         lambda report: report.evaluation_loss,
     )
     evaluation_perplexity = of_job(
@@ -117,12 +117,12 @@ class TrainerMetrics(Exporter):
     pipeline_bubble = of_job(
         "ptj_pipeline_bubble_ratio",
         Kind.GAUGE,
-        "Part of a step's passes in which the pipeline's ranks wait, by the times that `Automatic` measured.",
+        "Fraction of a step in which the ranks of the pipeline wait, from the times that `Automatic` measured.",
         lambda report: report.pipeline_bubble,
     )
     checkpoint_seconds = HistogramMetric(
         "ptj_checkpoint_duration_seconds",
-        "Time to make a checkpoint durable (save) or to restore one (load).",
+        "Time to save a checkpoint until it is durable, or to load one.",
         CHECKPOINT_BUCKETS,
         *JOB,
         Label("op", ("save", "load")),
@@ -133,19 +133,19 @@ class TrainerMetrics(Exporter):
         *JOB,
         Label("phase", ("data", "rendezvous", "build", "load", "first-step")),
     )
-    up = GaugeMetric("ptj_rank_up", "Whether the rank's process lives.", *JOB, RANK)
-    completed_step = of_rank("ptj_step", Kind.GAUGE, "Last finished optimizer step.", lambda report: report.step)
+    up = GaugeMetric("ptj_rank_up", "1 if the rank's process is running, else 0.", *JOB, RANK)
+    completed_step = of_rank("ptj_step", Kind.GAUGE, "Last completed training step.", lambda report: report.step)
     step_seconds = of_rank(
         "ptj_step_duration_seconds",
         Kind.HISTOGRAM,
-        "Time of an optimizer step.",
+        "Time of a training step.",
         lambda report: report.seconds,
         STEP_BUCKETS,
     )
     data_wait_seconds = of_rank(
         "ptj_data_wait_seconds_total",
         Kind.COUNTER,
-        "Time steps waited for data.",
+        "Time that steps waited for data.",
         lambda report: report.data_seconds,
     )
     expert_load_imbalance = of_layer(
@@ -155,11 +155,13 @@ class TrainerMetrics(Exporter):
     )
     expert_dropped = of_layer(
         "ptj_expert_dropped_ratio",
-        "Part of a mixture's choices whose expert was full, in the last step.",
+        "Fraction of a mixture's choices whose expert was full, in the last step.",
         lambda load: load.dropped,
     )
     auxiliary_loss = of_layer(
-        "ptj_auxiliary_loss", "A mixture's auxiliary loss; 1 when loads are even.", lambda load: load.auxiliary_loss
+        "ptj_auxiliary_loss",
+        "Auxiliary loss of a mixture, without its weight: 1 if loads are even.",
+        lambda load: load.auxiliary_loss,
     )
     router_z_loss = of_layer(
         "ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", lambda load: load.z_loss

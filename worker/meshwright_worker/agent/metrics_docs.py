@@ -1,4 +1,4 @@
-"""docs/worker-metrics.md, made from the declarations of metrics: `make generate` writes it."""
+"""Generates docs/worker-metrics.md from the declarations of metrics."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from meshwright_worker.agent.metrics import TrainerMetrics
 
 HEAD = """# Metrics of worker pods
 
-Every worker pod serves Prometheus metrics at `/metrics` of its port `metrics` (9464). What is the whole job's (loss,
-tokens, learning rate, loads of experts) comes from the pod of rank 0 alone, so that a sum over pods counts it once.
+Every worker pod serves Prometheus metrics at `/metrics` on its port `metrics` (9464). Only the pod of rank 0 exports
+the metrics of the job (loss, tokens, learning rate, loads of experts), so that a sum over pods counts them once.
 
 This page is generated from the code: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`.
 """
 
 
 def render_page(catalog: type[Catalog] = TrainerMetrics) -> str:
-    """Return the whole page."""
+    """Return the page."""
     parts = [HEAD, metric_table(catalog.metrics), "\n## Label values\n", label_table(catalog.metrics), ""]
     return "\n".join(parts)
 
