@@ -17,11 +17,10 @@ from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.batch import make_batch
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -42,10 +41,10 @@ class Times:
 class OurLoop:
     """The worker's own step, as its training loop calls it."""
 
-    def __init__(self, run: RunConfig, mesh: Mesh) -> None:
-        model, self._data, training = validate_run(run)
-        self.trainer = Trainer(run, model, training, mesh)
-        self._share = training.global_batch_size // mesh.layout.data
+    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
+        self._data = run.data
+        self.trainer = Trainer(run, mesh)
+        self._share = run.training.global_batch_size // mesh.layout.data
         self._first = self._share * mesh.coordinates.data
 
     def step(self, number: int, samples: torch.Tensor) -> float:
@@ -85,7 +84,7 @@ def contest(task: RankTask, pairs: int, steps: int, clock: str = "wall") -> Time
     Raises:
         ArithmeticError: the losses differ, so the two do not do the same work.
     """
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
         texts = [random_tokens(model, training, seed) for seed in range(_DIFFERENT_TEXTS)]
         ours = _Timed(OurLoop(task.run, mesh), texts, steps, clock, repeatable=True)
@@ -107,9 +106,9 @@ def random_tokens(model: Architecture, training: TrainingSpec, seed: int) -> tor
 
 def run_of(
     model: Architecture, training: dict[str, object], *, data: int = 1, pipeline: int = 1, micro_batches: int = 1
-) -> RunConfig:
+) -> NativeRun:
     """A run of random tokens: `data` replicas share everything (ZeRO-3), `pipeline` stages run 1F1B."""
-    return RunConfig(
+    return NativeRun(
         tensor=1,
         pipeline=pipeline,
         data_parallel=data,

@@ -23,11 +23,10 @@ from benchmarks._ranks import RankError, on_ranks
 from benchmarks._report import table
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.mfu import step_flops
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.training_loop import step_flops
 
 MODELS: dict[str, Architecture] = {name: PRESETS[name] for name in GOALS}
 FEWEST_STEPS = 5
@@ -50,7 +49,7 @@ class Steps:
 
 def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
     """Time `steps` steps after those that warm up; None when the device's memory is not enough."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
         try:
             loop = _bare(task.run, mesh.device) if plain else OurLoop(task.run, mesh)
@@ -74,9 +73,9 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
         return Steps(seconds, losses, memory, mfu, work.hardware / typical / work.peak if work.peak else None)
 
 
-def _bare(run: RunConfig, device: torch.device) -> Loop:
+def _bare(run: NativeRun, device: torch.device) -> Loop:
     loop = plain_loop(run, 0, device)
-    if run.training is not None and run.training.compile and isinstance(loop, PlainLoop):
+    if run.training.compile and isinstance(loop, PlainLoop):
         _compile(loop.module)
     return loop
 

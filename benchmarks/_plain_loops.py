@@ -23,7 +23,7 @@ from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.optimizers.optimizer import EPSILON, learning_rate
 
 
@@ -34,14 +34,12 @@ class Loop(Protocol):
         """One optimizer step, from 1, on int64 [global batch, length + 1]; the loss, where it is known, or 0."""
 
 
-def plain_loop(run: RunConfig, rank: int, device: torch.device) -> Loop:
+def plain_loop(run: NativeRun, rank: int, device: torch.device) -> Loop:
     """The bare loop of a run's layout; torch's default process group has its ranks.
 
     Raises:
         ValueError: there is no bare loop for the layout.
     """
-    if run.architecture is None or run.training is None:
-        raise ValueError("`architecture` and `training` are required")
     if run.pipeline > 1 and run.data_parallel == run.tensor == 1:
         return PlainPipeline(run.architecture, run.training, run.micro_batches, rank, run.pipeline, device)
     if run.pipeline * run.tensor * run.context > 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.rank_pool import free_port, tasks_of
 
@@ -17,7 +17,7 @@ class RankError(RuntimeError):
     """A rank raised, or its process ended without an answer."""
 
 
-def on_ranks(function: Callable[..., Any], run: RunConfig, *arguments: Any) -> list[Any]:
+def on_ranks(function: Callable[..., Any], run: NativeRun, *arguments: Any) -> list[Any]:
     """`function(task, *arguments)` on every rank; the answers by rank.
 
     Raises:

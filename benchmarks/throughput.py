@@ -27,7 +27,7 @@ from benchmarks._pairs import FEWEST, Ratio, ratio_of
 from benchmarks._ranks import on_ranks
 from benchmarks._report import table, write_json
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 
 LIMIT = 0.03
 MODEL = Architecture(layers=4, hidden_size=256, intermediate_size=688, heads=8, kv_heads=4, vocab_size=2048)
@@ -35,7 +35,7 @@ MODEL = Architecture(layers=4, hidden_size=256, intermediate_size=688, heads=8, 
 TINY = Architecture(layers=2, hidden_size=64, intermediate_size=96, heads=4, kv_heads=2, vocab_size=512)
 
 
-def runs(*, quick: bool) -> dict[str, tuple[str, RunConfig]]:
+def runs(*, quick: bool) -> dict[str, tuple[str, NativeRun]]:
     """By name: the baseline, and the run that both do."""
     model = TINY if quick else MODEL
     training: dict[str, object] = {"globalBatchSize": 4, "sequenceLength": 32 if quick else 128}
@@ -47,7 +47,7 @@ def runs(*, quick: bool) -> dict[str, tuple[str, RunConfig]]:
     }
 
 
-def measure(run: RunConfig, pairs: int, steps: int, clock: str) -> tuple[Ratio, float, float]:
+def measure(run: NativeRun, pairs: int, steps: int, clock: str) -> tuple[Ratio, float, float]:
     """The ratio of the slowest rank's times, and the median milliseconds of a step of ours and of theirs."""
     ranks = on_ranks(contest, run, pairs, steps, clock)
     ours = [max(times) for times in zip(*(rank.ours for rank in ranks), strict=True)]

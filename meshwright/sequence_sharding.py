@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from meshwright.api.parallelism import ContextMethod
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 
 TokenSlice = tuple[range, ...]
 """Positions that a rank holds, in the order in which it holds them."""
@@ -42,7 +42,7 @@ class SequenceSharding:
     inner: int = 1
 
     @classmethod
-    def of(cls, run: RunConfig) -> SequenceSharding:
+    def of(cls, run: Run) -> SequenceSharding:
         """What a run asks for."""
         spec = run.parallelism
         unit = run.tensor if spec.sequence else 1

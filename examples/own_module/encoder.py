@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import OptimizerSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 from meshwright_worker.custom_module.compare import differences
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.trainer import CustomModuleTrainer
@@ -177,7 +177,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if ROWS % arguments.data:
         parser.error(f"--data {arguments.data}: must divide the {ROWS} rows of a step")
-    run = RunConfig(
+    run = Run(
         tensor=arguments.tensor,
         pipeline=1,
         data_parallel=arguments.data,

@@ -40,22 +40,22 @@ _MIN_NETWORK_NODES, _MAX_NETWORK_NODES = 16, 255
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """How many simulated nodes there are, what they claim to have and how they are wired."""
+    """The number of simulated nodes, the resources they advertise and their topology."""
 
     racks: int = 2
     nodes_per_rack: int = 2
     gpus_per_node: int = 2
     gpu_memory_mib: int = 2048
     cpus_per_node: int = 64
-    """More than the machine has: nodes share it, and pods that ask for whole cores must still fit."""
+    """More than the machine has: all nodes share it, and pods that request whole cores must still fit."""
     memory_per_node: str = "256Gi"
     pods_per_node: int = 110
 
     def nodes(self) -> list[NodeSpec]:
-        """Every node, with the labels that GPU operators and topology discovery put on real ones.
+        """Return every node, with the labels that GPU operators and topology discovery set on real nodes.
 
         Raises:
-            ValueError: A count that is not positive; racks and GPUs may be 0.
+            ValueError: A count is not positive; racks and GPUs may be 0.
         """
         least = {"racks": 0, "nodes_per_rack": 1, "gpus_per_node": 0, "cpus_per_node": 1, "pods_per_node": 1}
         for name, number in least.items():
@@ -68,7 +68,7 @@ class ClusterShape:
         ]
 
     def node(self, rack: str, name: str) -> NodeSpec:
-        """One node of a rack."""
+        """Return one node of a rack."""
         node_labels = {ZONE_LABEL: "local", LEAF_LABEL: rack}
         capacity = {
             "cpu": str(self.cpus_per_node),
@@ -90,11 +90,11 @@ class LocalCluster:
 
     Args:
         shape: Its nodes at the start.
-        directory: Where everything is kept: objects, volumes, logs, kubeconfig. None: a temporary one, objects only in
-            memory, and all of it is deleted at the end.
-        provider: Where the control plane comes from; None: embedded.
-        port: Port of the embedded API server; 0 takes a free one.
-        times: Patience with silent nodes.
+        directory: Directory of objects, volumes, logs and the kubeconfig file. None: a temporary directory, with
+            objects only in memory; all of it is deleted at the end.
+        provider: Source of the control plane; None: embedded.
+        port: Port of the embedded API server; 0 selects a free port.
+        times: Timeouts of nodes that stop sending heartbeats.
         restart_backoff_seconds: Seconds before the second restart of a failing container.
     """
 
@@ -126,7 +126,7 @@ class LocalCluster:
 
     @property
     def connection(self) -> Connection:
-        """Address and administrator's credentials."""
+        """The API server's address and the administrator's credentials."""
         if self._control_plane is None:
             raise RuntimeError("the cluster is not started")
         return self._control_plane.connection
@@ -150,7 +150,7 @@ class LocalCluster:
 
     @property
     def kubeconfig(self) -> Path:
-        """A kubeconfig file, mode 0600, while the cluster runs."""
+        """Path of a kubeconfig file (mode 0600), which exists while the cluster runs."""
         return self.directory / "kubeconfig"
 
     @property
@@ -170,7 +170,7 @@ class LocalCluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Start everything; returns when every node is registered.
+        """Start everything. Return when every node is registered.
 
         Raises:
             ProviderError: The control plane could not be started.
@@ -187,7 +187,7 @@ class LocalCluster:
             await asyncio.gather(*(self.add_node(spec) for spec in specs))
 
     async def stop(self) -> None:
-        """End everything: pods' processes first, the API server last."""
+        """Stop everything: the processes of pods first, the API server last."""
         await asyncio.gather(*(agent.stop() for agent in self._agents.values()), return_exceptions=True)
         self._agents.clear()
         for task in self._tasks:
@@ -204,20 +204,20 @@ class LocalCluster:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
     async def failed(self) -> None:
-        """Return when a component ended by a defect: the cluster is no longer whole, and the log says why."""
+        """Return when a component has failed because of a bug: the cluster is then incomplete. The error is logged."""
         await self._failed.wait()
 
     async def add_node(self, spec: NodeSpec) -> None:
-        """Start the agent of one more node; returns when it is registered.
+        """Add a node and start its agent. Return when it is registered.
 
         Raises:
-            ValueError: There is a node of that name, or no room for one more.
-            RuntimeError: The cluster is not started, or takes no nodes.
+            ValueError: A node of that name exists, or the network has no addresses for another node.
+            RuntimeError: The cluster is not started, or cannot have simulated nodes.
         """
         if self._control_plane is None or self._control_plane.kubelet is None or self._network is None:
-            raise RuntimeError("the cluster takes no simulated nodes")
+            raise RuntimeError("this cluster cannot have simulated nodes")
         if spec.name in self._agents:
-            raise ValueError(f"{spec.name}: there is a node of that name")
+            raise ValueError(f"{spec.name}: a node of that name already exists")
         network_part = next(
             (index for index in range(self._max_nodes) if index not in self._network_parts.values()), None
         )
@@ -235,7 +235,7 @@ class LocalCluster:
         await agent.start()
 
     async def remove_node(self, name: str) -> None:
-        """End a node for good: its processes, then its object.
+        """Remove a node: its processes, then its object.
 
         Raises:
             KeyError: No such node.
@@ -262,6 +262,6 @@ class LocalCluster:
 
     def _component_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            error = task.exception() or RuntimeError("a component ended by itself")
+            error = task.exception() or RuntimeError("a component exited unexpectedly")
             logger.critical("a component of the cluster failed", exc_info=error)
             self._failed.set()

@@ -1,8 +1,8 @@
-"""Orders to a running cluster: which node fails, which comes back, which container is killed.
+"""Commands to a running cluster: make a node fail or recover, kill a container.
 
-The process of the cluster listens on DIR/control.sock, which its owner alone can open; one connection carries one JSON
-request and one JSON answer, a line each. Node failures cannot go through the API server: a node that fell silent would
-not hear of its recovery.
+The process of the cluster listens on DIR/control.sock, which only its owner can open. One connection carries one JSON
+request and one JSON response, a line each. Node failures cannot go through the API server: a node that is partitioned
+could not receive the command to recover.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 60.0
 
 
 class ControlError(Exception):
-    """An order was refused; the message says why."""
+    """A command failed; the message says why."""
 
 
 class ControlServer:
@@ -38,7 +38,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen; a socket that a killed predecessor left is replaced."""
+        """Listen. Replace a socket that a killed predecessor left behind."""
         with _address(self._cluster.directory) as path:
             before = os.umask(0o177)
             try:
@@ -47,7 +47,7 @@ class ControlServer:
                 os.umask(before)
 
     async def stop(self) -> None:
-        """End."""
+        """Stop listening."""
         if self._server is not None:
             self._server.close()
             (self._cluster.directory / SOCKET).unlink(missing_ok=True)
@@ -60,7 +60,7 @@ class ControlServer:
             except (KeyError, ValueError, RuntimeError) as error:
                 answer["error"] = str(error.args[0]) if error.args else repr(error)
             except Exception as error:
-                logger.exception("an order failed")
+                logger.exception("a command failed")
                 answer["error"] = repr(error)
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
@@ -71,12 +71,12 @@ class ControlServer:
 
 
 async def execute_command(cluster: LocalCluster, command: dict[str, Any]) -> None:
-    """Carry out `{action, node, rack}` or `{action: kill, namespace, pod, container}`.
+    """Execute `{action, node, rack}` or `{action: kill, namespace, pod, container}`.
 
     Raises:
         KeyError: No such node, pod or container.
         ValueError: No such action, or a node that cannot be added.
-        RuntimeError: The cluster takes no simulated nodes.
+        RuntimeError: The cluster cannot have simulated nodes.
     """
     action = command["action"]
     if action == "kill":
@@ -102,10 +102,10 @@ async def execute_command(cluster: LocalCluster, command: dict[str, Any]) -> Non
 
 
 def send(directory: Path, **command: str) -> None:
-    """Give an order to the cluster of a directory and wait until it is carried out.
+    """Send a command to the cluster of a directory and wait until it is done.
 
     Raises:
-        ControlError: It was refused, or nobody listens.
+        ControlError: It failed, or no cluster listens.
     """
     with socket.socket(socket.AF_UNIX) as connection, _address(directory) as path:
         connection.settimeout(_ANSWER_SECONDS)
@@ -122,7 +122,7 @@ def send(directory: Path, **command: str) -> None:
 
 @contextmanager
 def _address(directory: Path) -> Iterator[str]:
-    """A path to the socket that is always short: the kernel takes no more than 107 bytes."""
+    """Return a short path to the socket: the kernel accepts at most 107 bytes."""
     descriptor = os.open(directory, os.O_PATH | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"

@@ -1,9 +1,9 @@
-"""A cluster as a process of its own: `python -m meshwright_local.daemon --directory DIR`.
+"""A cluster as a separate process: `python -m meshwright_local.daemon --directory DIR`.
 
-Writes DIR/kubeconfig and, when every node is registered, DIR/ready (JSON: pid, url, kubeconfig); one with another pid
-is what a killed predecessor left. Ends on SIGTERM or SIGINT. However it ends, also by SIGKILL, no process of a pod
-survives it. DIR/daemon.lock is held while it runs: a directory has one daemon at most, and whoever wants to know
-whether it runs asks for the lock and not for a pid.
+Writes DIR/kubeconfig and, when every node is registered, DIR/ready (JSON: pid, url, kubeconfig). A DIR/ready with
+another pid was left by a killed predecessor. Exits on SIGTERM or SIGINT. However it exits, also by SIGKILL, no process
+of a pod survives it. It locks DIR/daemon.lock while it runs: a directory has at most one daemon, and the lock, not a
+pid, shows whether it runs.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ _OPTIONS = (
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that describe a cluster, for every command that starts one."""
+    """Add the options that describe a cluster to a command that starts one."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 class AlreadyRunningError(Exception):
-    """Another daemon has the directory."""
+    """Another daemon uses the directory."""
 
 
 def lock(directory: Path) -> int:
-    """Take the lock of a cluster's directory; the kernel frees it when this process ends.
+    """Lock a cluster's directory. The kernel releases the lock when this process ends.
 
     Raises:
-        AlreadyRunningError: Another process holds it.
+        AlreadyRunningError: Another process has locked it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -83,14 +83,15 @@ def lock(directory: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise AlreadyRunningError(f"{directory}: a cluster runs here already (pid {daemon_pid(directory)})") from error
+        pid = daemon_pid(directory)
+        raise AlreadyRunningError(f"{directory}: a cluster is already running here (pid {pid})") from error
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
 
 
 def daemon_pid(directory: Path) -> int | None:
-    """Pid of the daemon that runs in a directory, or None."""
+    """Return the pid of the daemon that runs in a directory, or None."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -106,14 +107,14 @@ def daemon_pid(directory: Path) -> int | None:
 
 
 def provider_of(name: str, directory: Path, port: int, existing: Path | None, with_nodes: bool) -> Provider:
-    """The provider that a command line names.
+    """Return the provider that the options select.
 
     Raises:
-        click.UsageError: Options that do not go together.
+        click.UsageError: The options contradict each other.
     """
     if name != "kubeconfig":
         if with_nodes:
-            raise click.UsageError("--with-nodes: only with --provider kubeconfig; the others always have our nodes")
+            raise click.UsageError("--with-nodes: only with --provider kubeconfig; all others have simulated nodes")
         return (
             AssetsProvider(directory) if name == "assets" else EmbeddedProvider(directory, in_memory=False, port=port)
         )
@@ -123,7 +124,7 @@ def provider_of(name: str, directory: Path, port: int, existing: Path | None, wi
 
 
 async def serve(directory: Path, shape: ClusterShape, provider: Provider) -> int:
-    """Run a cluster until a signal comes or a component fails; the exit code."""
+    """Run a cluster until a signal arrives or a component fails. Return the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,7 +156,9 @@ async def serve(directory: Path, shape: ClusterShape, provider: Provider) -> int
 
 
 @click.command()
-@click.option("--directory", type=click.Path(file_okay=False, path_type=Path), required=True, help="Keeps everything.")
+@click.option(
+    "--directory", type=click.Path(file_okay=False, path_type=Path), required=True, help="Directory of all files."
+)
 @cluster_options
 @click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning"]), show_default=True)
 def main(

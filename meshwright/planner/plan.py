@@ -24,7 +24,7 @@ from meshwright.planner.plan_reasons import nothing_fits, reasons_for, time_reas
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.degree_search import Candidate, DegreeSearch
 from meshwright.planner.workload import TrainingJob
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import RunConfig
 from meshwright.rules.validation import check_spec
 
 MAX_PLANS = 6

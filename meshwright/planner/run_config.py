@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunConfig
 from meshwright.rules.resolved.run_checks import run_problems
 
 Runnable = Callable[[Strategy], bool]
@@ -15,38 +17,48 @@ Runnable = Callable[[Strategy], bool]
 
 
 def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | None, strategy: Strategy) -> RunConfig:
-    """What the ranks run, with everything the spec left open filled in."""
+    """What the ranks run, with everything the spec left open filled in.
+
+    Raises:
+        ValueError: the spec has neither a model with data and training, nor a command.
+    """
+    command = spec.runtime.command
+    if command is not None:
+        return CommandRun(
+            **_shared_fields(spec, strategy, strategy.schedule), checkpoint=spec.checkpoint, command=command
+        )
+    if architecture is None or spec.data is None or spec.training is None:
+        raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
     checkpoint = spec.checkpoint
-    if checkpoint is not None and architecture is not None:
+    if checkpoint is not None:
         checkpoint = checkpoint.model_copy(update={"every_steps": checkpoint.interval, "keep": checkpoint.retained})
-    training = spec.training
-    if training is not None:
-        training = training.model_copy(update={"activation_checkpointing": strategy.checkpointing})
-    decided = {
+    # With one stage the schedule decides nothing, and stays as the spec has it.
+    schedule = spec.parallelism.order if strategy.pipeline == 1 else strategy.schedule
+    return NativeRun(
+        **_shared_fields(spec, strategy, schedule),
+        architecture=architecture,
+        data=spec.data,
+        training=spec.training.model_copy(update={"activation_checkpointing": strategy.checkpointing}),
+        checkpoint=checkpoint,
+    )
+
+
+def _shared_fields(spec: ParallelTrainingJobSpec, strategy: Strategy, schedule: PipelineSchedule) -> dict[str, Any]:
+    """The fields of both kinds of runs."""
+    return {
         "tensor": strategy.tensor,
         "pipeline": strategy.pipeline,
+        "data_parallel": strategy.data,
         "context": strategy.context,
         "expert": strategy.expert,
         "micro_batches": strategy.micro_batches,
+        "parallelism": spec.parallelism.model_copy(update={**dict.fromkeys(DEGREES), "schedule": schedule}),
     }
-    # With one stage the schedule decides nothing, and stays as the spec has it.
-    unused = strategy.pipeline == 1 and architecture is not None
-    schedule = spec.parallelism.order if unused else strategy.schedule
-    return RunConfig(
-        **decided,
-        data_parallel=strategy.data,
-        parallelism=spec.parallelism.model_copy(update={**decided, "schedule": schedule}),
-        architecture=architecture,
-        data=spec.data,
-        training=training,
-        checkpoint=checkpoint,
-        command=spec.runtime.command,
-    )
 
 
 def refusals_of(run: RunConfig) -> list[str]:
     """What ranks would have against a run; nothing is known of a command of the user's."""
-    return run_problems(run) if run.command is None and run.architecture is not None else []
+    return run_problems(run) if isinstance(run, NativeRun) else []
 
 
 def runnable(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Runnable:

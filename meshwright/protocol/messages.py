@@ -23,12 +23,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from meshwright.api.base import ApiModel
-from meshwright.api.data import DataSpec
-from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.spec import CheckpointSpec
-from meshwright.api.training import TrainingSpec
-from meshwright.layout import Layout
-from meshwright.models.architecture import Architecture
+from meshwright.protocol.run_config import RunConfig
 
 PROTOCOL_VERSION = 1
 VERSION_HEADER = "Meshwright-Protocol"
@@ -62,50 +57,6 @@ def _drop(raw: Any, location: tuple[int | str, ...]) -> None:
     for part in location[:-1]:
         raw = raw[part]
     del raw[location[-1]]
-
-
-class RunConfig(ApiModel):
-    """What the ranks of one mesh generation run, resolved by the planner: nothing is left to choose."""
-
-    tensor: int
-    """Tensor-parallel degree."""
-    pipeline: int
-    """Pipeline-parallel degree."""
-    data_parallel: int
-    """Data-parallel degree."""
-    context: int = 1
-    """Context-parallel degree: ranks that share each sequence."""
-    expert: int = 1
-    """Expert-parallel degree; divides data x context."""
-    micro_batches: int
-    """Micro-batches per replica and step."""
-    parallelism: ParallelismSpec
-    """Schedule, sequence parallelism and ZeRO stage."""
-    architecture: Architecture | None = None
-    """The model; None with `command`."""
-    data: DataSpec | None = None
-    """The training text; None with `command`."""
-    training: TrainingSpec | None = None
-    """Length, batch, precision and optimizer; None with `command`."""
-    checkpoint: CheckpointSpec | None = None
-    """Checkpoint interval and retention; None when the job keeps no checkpoints."""
-    command: list[str] | None = None
-    """The user's own command, run once per rank; None for Meshwright's runtime."""
-
-    @property
-    def layout(self) -> Layout:
-        """The degrees as a layout.
-
-        Raises:
-            ValueError: they contradict each other.
-        """
-        return Layout(self.tensor, self.pipeline, self.data_parallel, self.context, self.expert)
-
-    @property
-    def islands(self) -> int:
-        """Groups of replicas that train apart from each other; 1 without `training.outer`."""
-        outer = self.training.outer if self.training is not None else None
-        return 1 if outer is None else outer.islands or self.data_parallel
 
 
 class MeshRequest(ApiModel):

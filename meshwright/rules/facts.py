@@ -16,7 +16,7 @@ from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.spec import CheckpointSpec, RuntimeSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.api.workers import WorkersSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 
 
 class ModelFacts(Protocol):
@@ -145,23 +145,15 @@ class ResolvedFacts:
     workers: WorkersSpec | None = None
 
 
-def facts_of_run(run: RunConfig) -> ResolvedFacts:
+def facts_of_run(run: NativeRun) -> ResolvedFacts:
     """The facts of what ranks run: no degree is open, and the model's numbers are known."""
-    degrees = {
-        "tensor": run.tensor,
-        "pipeline": run.pipeline,
-        "context": run.context,
-        "expert": run.expert,
-        "micro_batches": run.micro_batches,
-    }
     return ResolvedFacts(
         replicas=run.data_parallel,
-        parallelism=run.parallelism.model_copy(update=degrees),
+        parallelism=run.parallelism.model_copy(update=run.degrees),
         model=run.architecture,
         data=run.data,
         training=run.training,
         checkpoint=run.checkpoint,
-        runtime=RuntimeSpec(command=run.command),
     )
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from aiohttp import web
 
 from meshwright.api import labels
-from meshwright.api.data import DataSource, DataSpec
-from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
@@ -29,10 +27,11 @@ from meshwright.protocol.messages import (
     MeshMember,
     MeshRequest,
     ReportReply,
-    RunConfig,
     WorkerReport,
     WorkerState,
 )
+from meshwright.protocol.run_config import CommandRun, NativeRun
+from tests.runs import native_run
 
 TOKEN = "t0ken-that-must-never-show"
 NAMESPACE, JOB, UID = "team-a", "job", "0f3c"
@@ -235,35 +234,17 @@ def alive(pid: int) -> bool:
         return False
 
 
-def command_run(command: list[str], data_parallel: int) -> RunConfig:
-    return RunConfig(
-        tensor=1,
-        pipeline=1,
-        data_parallel=data_parallel,
-        micro_batches=1,
-        parallelism=ParallelismSpec(),
-        command=command,
-    )
-
-
-def training_run(steps: int, *, tensor: int = 1, data_parallel: int = 1, every_steps: int = 1000) -> RunConfig:
+def training_run(steps: int, *, tensor: int = 1, data_parallel: int = 1, every_steps: int = 1000) -> NativeRun:
     """Meshwright's own runtime on a model of a few thousand parameters."""
-    return RunConfig(
-        tensor=tensor,
-        pipeline=1,
-        data_parallel=data_parallel,
-        micro_batches=1,
-        parallelism=ParallelismSpec(tensor=tensor, pipeline=1, micro_batches=1),
-        architecture=Architecture(layers=2, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, vocab_size=260),
-        data=DataSpec(source=DataSource.PYTHON_STDLIB),
-        training=TrainingSpec(
-            steps=steps, global_batch_size=4, sequence_length=32, optimizer=OptimizerSpec(learning_rate=1e-3)
-        ),
+    return native_run(
+        Architecture(layers=2, hidden_size=32, intermediate_size=64, heads=2, kv_heads=2, vocab_size=260),
+        TrainingSpec(steps=steps, global_batch_size=4, sequence_length=32, optimizer=OptimizerSpec(learning_rate=1e-3)),
+        (tensor, 1, data_parallel),
         checkpoint=CheckpointSpec(claim_name="claim", every_steps=every_steps),
     )
 
 
-def mesh(generation: int, run: RunConfig, hellos: list[MeshRequest], ranks_each: int) -> MeshDocument:
+def mesh(generation: int, run: NativeRun | CommandRun, hellos: list[MeshRequest], ranks_each: int) -> MeshDocument:
     """The document of a generation whose members are those that said hello."""
     members = [
         MeshMember(

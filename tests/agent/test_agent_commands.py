@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.protocol.messages import FailureKind, WorkerState
-from tests.agent.support import AgentProcess, Coordinator, alive, command_run, mesh, until
+from tests.agent.support import AgentProcess, Coordinator, alive, mesh, until
+from tests.runs import command_run
 
 StartAgent = Callable[..., AgentProcess]
 

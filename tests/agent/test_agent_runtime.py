@@ -56,7 +56,6 @@ async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
 ) -> None:
     agent = start_agent(0)
     run = training_run(LONG, tensor=2)
-    assert run.architecture is not None
     small = run.architecture.model_copy(update={"vocab_size": 130})
     hellos = await coordinator.gang(1)
     coordinator.announce(mesh(1, run.model_copy(update={"architecture": small}), hellos, 2))

@@ -12,7 +12,8 @@ import yaml
 from meshwright.api import labels
 from meshwright.api.parsing import parse_spec
 from meshwright.protocol.messages import WorkerState
-from tests.agent.support import ROOT, AgentProcess, Coordinator, command_run, mesh, until
+from tests.agent.support import ROOT, AgentProcess, Coordinator, mesh, until
+from tests.runs import command_run
 
 StartAgent = Callable[..., AgentProcess]
 SCRIPT = ROOT / "examples" / "ddp_script.py"

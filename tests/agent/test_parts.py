@@ -25,7 +25,8 @@ from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.fork_server import decode_request, encode_request
 from meshwright_worker.rank.task import ExpertLoad, Outcome, StepReport
-from tests.agent.support import command_run, mesh, training_run
+from tests.agent.support import mesh, training_run
+from tests.runs import command_run
 
 ENVIRONMENT = {
     labels.ENV_JOB_NAME: "job",
@@ -123,8 +124,9 @@ def test_what_processes_inherit() -> None:
 
 def test_a_fork_request_travels_whole() -> None:
     hello = MeshRequest(worker=1, incarnation=2, address="10.0.0.7", store_port=21000)
-    document = mesh(1, training_run(5, data_parallel=2), [hello], 2)
-    task = rank_task(document, document.members[0], 1, settings())
+    run = training_run(5, data_parallel=2)
+    document = mesh(1, run, [hello], 2)
+    task = rank_task(document, run, document.members[0], 1, settings())
     assert decode_request(encode_request(task, {"RANK": "1"})) == (task, {"RANK": "1"})
     assert (task.local_rank, task.checkpoint_dir, task.pod_address) == (1, "/c", "10.0.0.7")
 

@@ -27,7 +27,8 @@ from meshwright_worker.rank.messages import (
     StepDone,
 )
 from meshwright_worker.rank.task import Outcome, StepReport
-from tests.agent.support import command_run, mesh, training_run
+from tests.agent.support import mesh, training_run
+from tests.runs import command_run
 
 WALL = "2026-01-01T00:00:00Z"
 COMPLETE, STOPPED = Finished(Outcome.COMPLETE), Finished(Outcome.STOPPED)

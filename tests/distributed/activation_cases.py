@@ -13,7 +13,6 @@ from meshwright_worker.parallel.pipeline import schedule_executor
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
@@ -38,9 +37,9 @@ class _Sampled(schedule_executor._Step):
 @uses_kept_mesh
 def most_activations(task: RankTask) -> int:
     """The largest number of bytes that a step's passes hold between two of them on this rank, gradients left out."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with kept_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         executor = trainer._executor
         assert isinstance(executor, ScheduleExecutor)
         batch = Batch.of(samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size))
@@ -59,9 +58,9 @@ def most_activations(task: RankTask) -> int:
 @uses_kept_mesh
 def most_versions(task: RankTask) -> tuple[int, int]:
     """Bytes of this stage's kept versions, the most after any of some steps, and of the weights that it updates."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with kept_mesh(task) as mesh:
-        trainer, most = AsyncPipelineTrainer(task.run, model, training, mesh), 0
+        trainer, most = AsyncPipelineTrainer(task.run, mesh), 0
         weights = [shard.parameter for shard in trainer.shards]
         own = {weight.untyped_storage().data_ptr() for weight in weights}
         for number in range(1, 6):
@@ -92,9 +91,9 @@ class _Peak(Allocated):
 @uses_kept_mesh
 def most_in_a_step(task: RankTask) -> int:
     """The most bytes of tensors that are alive on this rank during its second step, all of them."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with kept_mesh(task) as mesh, _Peak() as made:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
         batch = Batch.of(samples[mesh.coordinates.data * share :][:share])

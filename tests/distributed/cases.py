@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.api.precision import Precision
 from meshwright.api.training import OuterMethod
 from meshwright.data.tokenizers import BYTE_SEPARATOR
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors
 from meshwright_worker.data.batch import make_batch
@@ -23,7 +23,6 @@ from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.rank.failures import classify, describe
 from meshwright_worker.rank.task import Outcome, RankTask, StepReport
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.train import build_trainer, train
 from meshwright_worker.trainer.trainer import StepResult, Trainer
 from tests.distributed.comm_counter import Counting, Traffic
@@ -102,9 +101,8 @@ def train_on_random_tokens(task: RankTask, steps: int) -> Trained:
         return trained(task.run, mesh, steps)
 
 
-def in_format(run: RunConfig, precision: Precision) -> RunConfig:
+def in_format(run: NativeRun, precision: Precision) -> NativeRun:
     """The run in another number format."""
-    assert run.training is not None
     return run.model_copy(update={"training": run.training.model_copy(update={"precision": precision})})
 
 
@@ -121,8 +119,8 @@ class Training:
     mesh knows.
     """
 
-    def __init__(self, run: RunConfig, mesh: Mesh, part: Part = whole_of, island: int = 0, among: int = 1) -> None:
-        model, self._data, training = validate_run(run)
+    def __init__(self, run: NativeRun, mesh: Mesh, part: Part = whole_of, island: int = 0, among: int = 1) -> None:
+        model, self._data, training = run.architecture, run.data, run.training
         federated = training.outer is not None and training.outer.method is OuterMethod.FED_AVG
         self.trainer = build_trainer(run, mesh, FEDERATED[mesh.island] if federated else 1)
         self._part = part
@@ -167,7 +165,7 @@ class Training:
         return Trained(self._results, self._gradients, parameters, elements, boxes)
 
 
-def trained(run: RunConfig, mesh: Mesh, steps: int, part: Part = whole_of) -> Trained:
+def trained(run: NativeRun, mesh: Mesh, steps: int, part: Part = whole_of) -> Trained:
     """The steps on random tokens; what is told of a shard's tensors is their `part`."""
     training = Training(run, mesh, part)
     for number in range(1, steps + 1):
@@ -178,9 +176,9 @@ def trained(run: RunConfig, mesh: Mesh, steps: int, part: Part = whole_of) -> Tr
 @uses_kept_mesh
 def count_a_step(task: RankTask) -> Traffic:
     """What this rank communicates in its second step: the first one may set things up."""
-    model, data, training = validate_run(task.run)
+    model, data, training = task.run.architecture, task.run.data, task.run.training
     with kept_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         share = training.global_batch_size // mesh.layout.data
         samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
         batch = make_batch(samples[mesh.coordinates.data * share :][:share], data, BYTE_SEPARATOR)
@@ -220,13 +218,13 @@ def lose_a_rank(task: RankTask, lost: int) -> Last:
 
 def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:
     """What a rank of this layout has after loading: the step, and the whole tensors of its stage."""
-    model, data, training = validate_run(task.run)
+    data, training = task.run.data, task.run.training
     assert task.run.checkpoint is not None
     assert task.checkpoint_dir is not None
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
-        blank = manifest_template(task, model, training, stream.identity, mesh)
+        blank = manifest_template(task.run, stream.identity, mesh)
         session = CheckpointManager(task, task.run.checkpoint, task.checkpoint_dir, mesh, Recorder(), blank)
         state = session.load(trainer.shards, trainer.optimizer, trainer.buffers)
         tensors = checkpoint_tensors(trainer.shards, trainer.optimizer, trainer.buffers)

@@ -12,8 +12,9 @@ from meshwright.api.precision import Precision
 from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import OptimizerSpec, OuterSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from tests.distributed.moe_models import MIXTURES
+from tests.runs import native_run
 
 NUMBERS = {
     "layers": 3,
@@ -54,25 +55,10 @@ def small_run(
     packing: Packing = Packing.TEXT,
     balance: bool = False,
     **model: Any,
-) -> RunConfig:
-    return RunConfig(
-        tensor=tensor,
-        pipeline=pipeline,
-        data_parallel=data,
-        context=context,
-        expert=expert,
-        micro_batches=micro_batches,
-        parallelism=ParallelismSpec(
-            sequence=sequence,
-            zero_stage=zero,
-            context=context,
-            context_method=method,
-            ulysses=ulysses,
-            **{"data_parallel": DataParallelSpec(**(replicas or {})), **(parallelism or {})},
-        ),
-        architecture=Architecture(**{**NUMBERS, "mixture": MIXTURES[mixture] if mixture else None, **model}),
-        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
-        training=TrainingSpec(
+) -> NativeRun:
+    return native_run(
+        Architecture(**{**NUMBERS, "mixture": MIXTURES[mixture] if mixture else None, **model}),
+        TrainingSpec(
             **{
                 "steps": steps,
                 "global_batch_size": batch,
@@ -84,6 +70,19 @@ def small_run(
                 **(training or {}),
             }
         ),
+        (tensor, pipeline, data),
+        context=context,
+        expert=expert,
+        micro_batches=micro_batches,
+        parallelism=ParallelismSpec(
+            sequence=sequence,
+            zero_stage=zero,
+            context=context,
+            context_method=method,
+            ulysses=ulysses,
+            **{"data_parallel": DataParallelSpec(**(replicas or {})), **(parallelism or {})},
+        ),
+        data=DataSpec(source=DataSource.FILES, claim_name="text", pattern="**/*.py", packing=packing, balance=balance),
         checkpoint=CheckpointSpec(claim_name="checkpoints", every_steps=every, keep=keep),
     )
 

@@ -19,7 +19,6 @@ from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.optimizers.optimizer import learning_rate
 from meshwright_worker.precision.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of, whole_of
 from tests.distributed.comm_counter import Counting
@@ -85,7 +84,7 @@ def train_by_fsdp1(task: RankTask, strategy: str) -> tuple[dict[str, torch.Tenso
 
 
 def _by_fsdp1(task: RankTask, strategy: str, batch: Batch, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with torch.device("meta"):
         stage = DecoderStage(model, compute_dtype(training.precision)).to(parameter_dtype(training.precision))
     init_weights(stage, model, training.seed, torch.device("cpu"))
@@ -122,8 +121,8 @@ def _by_fsdp1(task: RankTask, strategy: str, batch: Batch, group: dist.ProcessGr
 
 
 def _prepared(task: RankTask, mesh: Any) -> tuple[Trainer, Batch]:
-    model, _, training = validate_run(task.run)
-    trainer = Trainer(task.run, model, training, mesh)
+    model, training = task.run.architecture, task.run.training
+    trainer = Trainer(task.run, mesh)
     share = training.global_batch_size // mesh.layout.data
     samples = samples_of(1, training.global_batch_size, training.sequence_length, model.vocab_size)
     first = mesh.coordinates.data * share

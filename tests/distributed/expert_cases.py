@@ -9,15 +9,14 @@ from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.moe import MixtureOfExperts
 from meshwright_worker.parallel.expert.dispatch import AllToAllDispatchPlan
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 
 
 def routed_rows(task: RankTask) -> list[tuple[int, int, int]]:
     """Of each mixture, for one micro-batch: rows that this rank sends, keeps for itself, and computes."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         (stage,) = trainer.stages
         found: list[tuple[int, int, int]] = []
         plan = AllToAllDispatchPlan.dispatch
@@ -43,9 +42,9 @@ def mixture_by_halves(task: RankTask) -> dict[str, float]:
 
     Returns the largest difference of each gradient between the two.
     """
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         module = next(m for m in trainer.stages[0].module.modules() if isinstance(m, MixtureOfExperts))
         generator = torch.Generator().manual_seed(mesh.rank)
         shape = (2, training.sequence_length, model.hidden_size)
@@ -90,9 +89,9 @@ def _halves(module: MixtureOfExperts, x: torch.Tensor, given: torch.Tensor) -> N
 
 def biased_batch(task: RankTask, steps: int) -> list[tuple[float, ...]]:
     """The imbalance of each mixture, step by step, on one batch again and again, from biases that leave much to do."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         for bias in trainer.buffers.values():
             bias += torch.linspace(0.4, -0.4, len(bias))
         generator = torch.Generator().manual_seed(0)

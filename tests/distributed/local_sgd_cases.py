@@ -13,7 +13,6 @@ from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of, whole_of
 
@@ -32,9 +31,9 @@ class Island:
 
 def train_islands(task: RankTask, sizes: Sequence[int] = ()) -> Island:
     """Every island on its part of each step's batch; with `sizes` its weight is its number of samples."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh, sizes[mesh.island] if sizes else 1)
+        trainer = Trainer(task.run, mesh, sizes[mesh.island] if sizes else 1)
         share = training.global_batch_size // mesh.layout.data
         first = mesh.coordinates.data * share
         losses = []
@@ -51,8 +50,8 @@ class _Simulated:
     """An island in one process: the run of one replica, on a part of the batch."""
 
     def __init__(self, task: RankTask, mesh: object, island: int, islands: int) -> None:
-        self._model, _, self._training = validate_run(task.run)
-        self.trainer = Trainer(task.run, self._model, self._training, mesh)  # type: ignore[arg-type]
+        self._model, self._training = task.run.architecture, task.run.training
+        self.trainer = Trainer(task.run, mesh)  # type: ignore[arg-type]
         self._island, self._islands = island, islands
 
     @property
@@ -73,7 +72,7 @@ def simulate_rounds(
     task: RankTask, islands: int, every: int, outer: tuple[float, float] | None, weights: Sequence[float]
 ) -> Parameters:
     """Rounds of `every` steps and a weighted mean; with `outer` (rate, momentum), torch's Nesterov SGD on it."""
-    _, _, training = validate_run(task.run)
+    training = task.run.training
     with join_mesh(task) as mesh:
         each = [_Simulated(task, mesh, island, islands) for island in range(islands)]
         shared = {name: value.clone() for name, value in each[0].parameters.items()}
@@ -95,7 +94,7 @@ def simulate_rounds(
 
 def replay(task: RankTask, islands: int, events: Sequence[Event]) -> Parameters:
     """The reads and writes of a server in the order in which they happened, one after the other."""
-    _, _, training = validate_run(task.run)
+    training = task.run.training
     with join_mesh(task) as mesh:
         server = _Simulated(task, mesh, 0, islands)
         optimizer = AdamW(server.trainer.shards, training.optimizer)

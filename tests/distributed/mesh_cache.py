@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.api.parallelism import ContextMethod
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed.mesh import Mesh, build_mesh, join_process_group
 from meshwright_worker.rank.task import RankTask
 
@@ -42,7 +42,7 @@ def keeps_meshes(function: Callable[..., Any]) -> bool:
     return getattr(function, "keeps_meshes", False)
 
 
-def can_be_kept(run: RunConfig) -> bool:
+def can_be_kept(run: NativeRun) -> bool:
     """Whether a run forms few groups beside the mesh: islands do, FSDP for `reshardSize`, and rings of rings."""
     apart = run.islands > 1 or run.parallelism.data_parallel.reshard_size is not None
     return not apart and run.parallelism.context_method is not ContextMethod.RING_ULYSSES

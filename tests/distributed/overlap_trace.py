@@ -17,7 +17,6 @@ from meshwright_worker.parallel.expert.dispatch import Exchange, PendingExchange
 from meshwright_worker.parallel.pipeline import schedule_executor
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
@@ -107,9 +106,9 @@ class _Traced(schedule_executor._Step):
 @uses_kept_mesh
 def trace_a_step(task: RankTask, apart: bool) -> Trace:
     """The trace; with `apart` the actions of a pair run one after the other."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with kept_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         executor = trainer._executor
         assert isinstance(executor, ScheduleExecutor)
         pairs = [slot for slot in executor.schedule.ranks[mesh.coordinates.pipeline] if len(slot) == 2]

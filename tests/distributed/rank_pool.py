@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.mesh_cache import can_be_kept, forget_sharding, keeps_meshes, leave
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def tasks_of(
-    run: RunConfig, checkpoint_dir: str | None = None, data_dir: str | None = None, *, port: int
+    run: NativeRun, checkpoint_dir: str | None = None, data_dir: str | None = None, *, port: int
 ) -> list[RankTask]:
     world = run.layout.world_size
     return [
@@ -117,7 +117,7 @@ class RankPool:
     def run(
         self,
         function: Callable[..., Any],
-        run: RunConfig,
+        run: NativeRun,
         *arguments: Any,
         checkpoint_dir: object = None,
         data_dir: object = None,
@@ -153,7 +153,7 @@ class RankPool:
             raise RankFailedError("\n".join(failures))
         return [answer for _, answer in answers]
 
-    def _port(self, run: RunConfig, *, keeps: bool) -> int:
+    def _port(self, run: NativeRun, *, keeps: bool) -> int:
         """Where the ranks of a run meet: where they are connected already, if that serves the run."""
         world = run.layout.world_size if can_be_kept(run) else 0
         self._kept_for += 1

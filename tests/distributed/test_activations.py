@@ -14,7 +14,7 @@ from meshwright.planner.cost.activations import (
 from meshwright.planner.cost.memory import memory_by_stage
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.workload import TrainingJob
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
 from meshwright.schedules.pipeline_layout import pipeline_layout
 from tests.distributed.activation_cases import most_activations
@@ -29,16 +29,13 @@ ROUGH = ("automatic zero bubble", "DualPipe")
 which has the model's end too, is counted as the last."""
 
 
-def job_of(run: RunConfig) -> TrainingJob:
-    assert run.architecture is not None
-    assert run.training is not None
+def job_of(run: NativeRun) -> TrainingJob:
     return TrainingJob.from_parts(run.architecture, run.training, run.parallelism, run.data_parallel)
 
 
-def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:
+def kept_in_stages(run: NativeRun) -> list[SavedPerStage]:
     """Bytes of one micro-batch, from the closed forms that the planner has."""
     job = job_of(run)
-    assert run.training is not None
     length = run.training.sequence_length
     tokens = run.training.global_batch_size // run.micro_batches * length
     model, precision = job.work.model, job.training.precision
@@ -56,7 +53,7 @@ def kept_in_stages(run: RunConfig) -> list[SavedPerStage]:
     return kept
 
 
-def planned(run: RunConfig) -> list[float]:
+def planned(run: NativeRun) -> list[float]:
     """Bytes of each rank in a plan, which counts one micro-batch's probabilities among the logits."""
     job = job_of(run)
     work, choices = job.work, job.strategy(run.layout, run.micro_batches)
@@ -66,7 +63,7 @@ def planned(run: RunConfig) -> list[float]:
     return [memory.activations + logits * stage.output for memory, stage in zip(memories, stages, strict=True)]
 
 
-def four_ranks(name: str, **more: Any) -> RunConfig:
+def four_ranks(name: str, **more: Any) -> NativeRun:
     fields, _ = SCHEDULES[name]
     return small_run(pipeline=4, micro_batches=8, layers=8, hidden_size=64, parallelism=fields, **more)
 
@@ -75,7 +72,6 @@ def four_ranks(name: str, **more: Any) -> RunConfig:
 def test_every_rank_holds_as_many_activations_as_its_schedule_says(pool: RankPool, name: str) -> None:
     run = four_ranks(name)
     job, kept = job_of(run), kept_in_stages(run)
-    assert run.training is not None
     division = pipeline_layout(run.parallelism, 4, run.micro_batches, job.architecture, run.training.sequence_length)
     measured = pool.run(most_activations, run)
     assert measured == pytest.approx(peak_memory(division.schedule, kept), rel=0.01)

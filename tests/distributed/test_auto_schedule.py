@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.actions import ActionKind, Schedule
 from meshwright.schedules.measured_costs import PipelineTimes
 from meshwright_worker.parallel.pipeline import auto_schedule
@@ -79,7 +79,7 @@ def train_in_order(task: RankTask, clocks: Sequence[Seconds] | None, warm_up: in
     return Ordered(done, orders, watched[0].times)
 
 
-def run_of(**more: Any) -> RunConfig:
+def run_of(**more: Any) -> NativeRun:
     parallelism = {"schedule": "Automatic", "activation_limit": 3, **more.pop("parallelism", {})}
     layout = {"pipeline": 2, "micro_batches": 8, "batch": 16, "parallelism": parallelism}
     return small_run(**{**layout, **more})

@@ -62,7 +62,7 @@ def train_traced(task: RankTask, steps: int) -> Trained:
         with kept_mesh(task) as mesh:
             told = trained(task.run, mesh, steps)
         traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        assert (traced > 0) == (task.run.training is not None and task.run.training.compile), traced
+        assert (traced > 0) == task.run.training.compile, traced
         return told
     finally:
         parallelize.compile_layers = whole

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import Outcome
 from tests.distributed.cases import count_a_step, load_only, train_fully
 from tests.distributed.comm_counter import Traffic
@@ -35,12 +35,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def wide_run(ranks: int, micro_batches: int = 1, **options: Any) -> RunConfig:
+def wide_run(ranks: int, micro_batches: int = 1, **options: Any) -> NativeRun:
     return small_run(data=ranks, micro_batches=micro_batches, batch=16, **WIDE, **options)
 
 
-def parameters_of(run: RunConfig) -> int:
-    assert run.architecture is not None
+def parameters_of(run: NativeRun) -> int:
     return run.architecture.parameters
 
 

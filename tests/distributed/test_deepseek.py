@@ -11,7 +11,7 @@ from meshwright.api.model import ModelSpec
 from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import resolve
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
@@ -41,7 +41,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def run_of(layout: dict[str, Any]) -> RunConfig:
+def run_of(layout: dict[str, Any]) -> NativeRun:
     run = small_run(**layout, steps=2)
     return run.model_copy(update={"architecture": resolve(ModelSpec(preset="tiny-deepseek"))})
 

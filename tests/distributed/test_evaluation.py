@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.data import DataSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.corpus import CorpusError, split_held_out
 from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.rank.task import StepReport
@@ -21,13 +21,12 @@ from tests.tiers import mostly_long
 EVERY = {"evaluation": {"every_steps": 2, "samples": 10}}
 
 
-def run_of(evaluated: bool = True, training: Mapping[str, Any] | None = None, **layout: Any) -> RunConfig:
+def run_of(evaluated: bool = True, training: Mapping[str, Any] | None = None, **layout: Any) -> NativeRun:
     run = small_run(**layout, steps=5, training={**(EVERY if evaluated else {}), **(training or {})})
-    assert run.data is not None
     return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2})})
 
 
-def reports(pool: RankPool, run: RunConfig, text: Path) -> list[StepReport]:
+def reports(pool: RankPool, run: NativeRun, text: Path) -> list[StepReport]:
     ranks = pool.run(train_fully, run, data_dir=text)
     found: list[StepReport] = ranks[0][1].reports
     for _, recorder in ranks:

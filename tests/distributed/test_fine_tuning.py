@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec
 from meshwright.models.huggingface.reader import architecture_from_config
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.mixture import open_stream
@@ -35,7 +35,7 @@ LORA = {"rank": 4, "alpha": 16.0, "targets": ["Query", "Value", "Up", "Down"]}
 LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"data": 2, "zero": 3}]
 
 
-def run_of(model: Path, layout: dict[str, Any], lora: dict[str, Any] | None) -> RunConfig:
+def run_of(model: Path, layout: dict[str, Any], lora: dict[str, Any] | None) -> NativeRun:
     optimizer = {"learning_rate": 3e-2 if lora else 3e-3}
     training = {"initial_weights": str(model), "lora": lora}
     run = small_run(

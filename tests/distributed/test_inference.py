@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.inference.model import (
@@ -24,8 +24,8 @@ from meshwright_worker.inference.model import (
 )
 from meshwright_worker.inference.sampling import sample
 from meshwright_worker.models.moe import iter_moe_layers
+from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import InvalidRunError
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool, free_port
@@ -91,7 +91,7 @@ def generate_apart(task: RankTask, directory: str) -> list[int]:
         return written + sample(model, [100, 101], 8, 0.8, 1, end=written[2])
 
 
-def split_run(directory: Path, **layout: int) -> RunConfig:
+def split_run(directory: Path, **layout: int) -> NativeRun:
     run = small_run(**layout)
     _, manifest = find_checkpoint(directory)
     return inference_run(manifest, run.layout, Precision.FP64)

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.batch import IGNORED, make_batch
 from meshwright_worker.data.mixture import open_stream
 from meshwright_worker.rank.task import Outcome, RankTask
@@ -140,9 +140,7 @@ def test_federated_islands_read_their_own_files_alone(pool: RankPool, tmp_path: 
     assert losses(answers[0][1])[1] != losses(answers[1][1])[1]
 
 
-def held_out_targets(folder: Path, run: RunConfig, samples: int) -> int:
-    assert run.data is not None
-    assert run.training is not None
+def held_out_targets(folder: Path, run: NativeRun, samples: int) -> int:
     stream = open_stream(run.data, str(folder), run.training.sequence_length, run.training.seed, held_out=True)
     batch = make_batch(stream.batch(0, samples), run.data, stream.separator)
     return int((batch.targets != IGNORED).sum())
@@ -160,13 +158,12 @@ def test_federated_islands_evaluate_on_their_own_held_out_documents(pool: RankPo
                 (folder / f"{number}-{part:02}.py").write_text("".join(lines))
     (tmp_path / "nobodys.py").write_text("nobody reads this " * 100)
 
-    def run_of(samples: int, **options: Any) -> RunConfig:
+    def run_of(samples: int, **options: Any) -> NativeRun:
         # Parameters stay as they are: each evaluation is of the same model.
         training = {"evaluation": {"every_steps": 2, "samples": samples}}
         still = {"learning_rate": 1e-12, "min_learning_rate": 0.0}
         packed = {"packing": Packing.DOCUMENTS, "balance": True}
         run = small_run(steps=2, every=2, batch=samples, training=training, optimizer=still, **packed, **options)
-        assert run.data is not None
         return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.3})})
 
     own = []

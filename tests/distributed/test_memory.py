@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner.cost.memory import Memory, memory_by_stage
 from meshwright.planner.workload import TrainingJob
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from tests.distributed.activation_cases import most_in_a_step, most_versions
 from tests.distributed.configs import small_run
 from tests.distributed.data_parallel_cases import measure_memory
@@ -20,15 +20,13 @@ WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size
 FP32 = 4
 
 
-def plans(run: RunConfig) -> list[Memory]:
+def plans(run: NativeRun) -> list[Memory]:
     """Of the ranks of each stage."""
-    assert run.architecture is not None
-    assert run.training is not None
     job = TrainingJob.from_parts(run.architecture, run.training, run.parallelism, run.data_parallel)
     return memory_by_stage(job.work, job.strategy(run.layout, run.micro_batches), job.runtime)
 
 
-def planned(run: RunConfig) -> Memory:
+def planned(run: NativeRun) -> Memory:
     (memory,) = plans(run)
     return memory
 
@@ -49,7 +47,6 @@ def test_a_tensor_group_divides_states(pool: RankPool, layout: dict[str, Any], b
     """As the optimizer begins. Matrices are split (arXiv 1909.08053, section 3); norms are whole on every rank."""
     run = small_run(**layout, micro_batches=1, layers=2, **WIDE)
     want = planned(run).states
-    assert run.architecture is not None
     assert want == pytest.approx(bytes_a_parameter * run.architecture.parameters, rel=0.05)
     for held in pool.run(measure_memory, run):
         assert held.at_update == pytest.approx(want, rel=0.05)
@@ -65,7 +62,6 @@ def test_a_stage_keeps_as_many_versions_of_its_weights_as_are_in_use(
     run = small_run(
         pipeline=3, micro_batches=micro_batches, layers=3, clip=0.0, parallelism={"schedule": schedule}, **WIDE
     )
-    assert run.architecture is not None
     layer = FP32 * run.architecture.layer_parameters
     table = FP32 * run.architecture.vocab_size * run.architecture.hidden_size
     stages = [table + layer, layer, layer + table + FP32 * run.architecture.hidden_size]

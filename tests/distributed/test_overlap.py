@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from tests.distributed.configs import small_run
 from tests.distributed.overlap_trace import Trace, trace_a_step
 from tests.distributed.rank_pool import RankPool
 
 
-def run_of(schedule: str) -> RunConfig:
+def run_of(schedule: str) -> NativeRun:
     layout = {"pipeline": 2, "data": 2, "expert": 2, "micro_batches": 6, "batch": 12}
     return small_run(**layout, mixture="Mixtral", layers=4, parallelism={"schedule": schedule})
 

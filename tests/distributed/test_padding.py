@@ -17,12 +17,11 @@ from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Precision
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.models.counts import training_flops
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.mixture import open_stream
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask, StepReport
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.train import build_trainer
 from tests.distributed.cases import train_fully, whole_of
 from tests.distributed.configs import small_run
@@ -55,7 +54,7 @@ class Seen:
 
 
 def train_on_padded_rows(task: RankTask) -> Seen:
-    model, data, training = validate_run(task.run)
+    model, data = task.run.architecture, task.run.data
     with join_mesh(task) as mesh:
         trainer = build_trainer(task.run, mesh)
         gradients: dict[str, torch.Tensor] = {}
@@ -106,8 +105,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SHORT = ("one process", "ZB-V", "PipeDream-2BW")
 
 
-def formed(run: RunConfig, form: DataFormat) -> RunConfig:
-    assert run.data is not None
+def formed(run: NativeRun, form: DataFormat) -> NativeRun:
     return run.model_copy(update={"data": run.data.model_copy(update={"format": form})})
 
 
@@ -140,7 +138,6 @@ def test_throughput_counts_no_padding(pool: RankPool, tmp_path: Path, layout: di
     run = small_run(**{"micro_batches": 1, **layout}, steps=3, length=LENGTH, batch=BATCH)
     run = run.model_copy(update={"data": data})
     stream = open_stream(data, str(tmp_path), LENGTH, 0)
-    assert run.architecture is not None
     for _, recorder in pool.run(train_fully, run, data_dir=tmp_path):
         reports: list[StepReport] = recorder.reports
         assert [report.step for report in reports] == [1, 2, 3]

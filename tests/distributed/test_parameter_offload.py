@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import Trained, Training, train_on_random_tokens
@@ -16,7 +16,7 @@ from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankFailedError, RankPool
 
 
-def run_of(path: Path | None, **layout: object) -> RunConfig:
+def run_of(path: Path | None, **layout: object) -> NativeRun:
     told = {"parameter_offload": True, "parameter_offload_path": None if path is None else str(path)}
     return small_run(**layout, training=told, tie_embeddings=True)
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from meshwright.api.precision import Precision
 from meshwright.layout import split_layers
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.decoder import DecoderStage
@@ -19,7 +19,6 @@ from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.optimizers.optimizer import learning_rate
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
-from meshwright_worker.trainer.run_validation import validate_run
 from tests.distributed.cases import Trained, samples_of, train_fully, whole_of
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
@@ -29,7 +28,7 @@ STEPS = 7
 Weights = dict[str, torch.Tensor]
 
 
-def stale_run(schedule: str, **layout: Any) -> RunConfig:
+def stale_run(schedule: str, **layout: Any) -> NativeRun:
     return small_run(parallelism={"schedule": schedule}, clip=0.0, precision=Precision.FP64, **layout)
 
 
@@ -44,9 +43,9 @@ class Unflushed:
 
 
 def train_without_flush(task: RankTask, steps: int, drain_after: int) -> Unflushed:
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
-        trainer = AsyncPipelineTrainer(task.run, model, training, mesh)
+        trainer = AsyncPipelineTrainer(task.run, mesh)
         share = training.global_batch_size // mesh.layout.data
         first = mesh.coordinates.data * share
         results = []
@@ -65,9 +64,9 @@ def train_without_flush(task: RankTask, steps: int, drain_after: int) -> Unflush
         )
 
 
-def by_definition(run: RunConfig, drain_after: int, *, double_buffered: bool) -> tuple[list[float], Weights, float]:
+def by_definition(run: NativeRun, drain_after: int, *, double_buffered: bool) -> tuple[list[float], Weights, float]:
     """Losses and final weights, from the formula in `pipeline.stale` alone, and what those weights evaluate to."""
-    model, _, training = validate_run(run)
+    model, training = run.architecture, run.training
     torch.manual_seed(0)
     with torch.device("meta"):
         module = DecoderStage(model, torch.float64).double()
@@ -152,9 +151,9 @@ def test_a_stage_keeps_as_many_versions_as_batches_on_their_way(pool: RankPool) 
 
 def versions_on_the_way(task: RankTask) -> Trained:
     """`local_elements` is the number of versions after some steps of a full pipeline."""
-    model, _, training = validate_run(task.run)
+    model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
-        trainer = AsyncPipelineTrainer(task.run, model, training, mesh)
+        trainer = AsyncPipelineTrainer(task.run, mesh)
         for number in range(1, 6):
             batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
             trainer.step(number, Batch.of(batch))

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import load_only, train_fully, whole_of
 from tests.distributed.configs import small_run
@@ -25,7 +24,7 @@ from tests.parity.cases.pipeline import SCHEDULES
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 
 
-def run_of(name: str, **more: Any) -> RunConfig:
+def run_of(name: str, **more: Any) -> NativeRun:
     fields, model = SCHEDULES[name]
     layout = {"pipeline": 2, "micro_batches": 4, "parallelism": fields, "precision": Precision.FP64, **model}
     return small_run(**{**layout, **more})
@@ -49,9 +48,9 @@ STEPS_OF_SHAPES = [[(3, 8), (1, 16), (2, 4), (2, 12)], [(1, 4), (1, 4), (5, 20),
 
 
 def varying(task: RankTask) -> Seen:
-    model, _, training = validate_run(task.run)
+    model = task.run.architecture
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         executor = trainer._executor
         assert isinstance(executor, ScheduleExecutor)
         total = sum(float(executor.run(parts_of(sizes, model.vocab_size))) for sizes in STEPS_OF_SHAPES)
@@ -62,9 +61,9 @@ def varying(task: RankTask) -> Seen:
 
 
 def alone(task: RankTask) -> Seen:
-    model, _, training = validate_run(task.run)
+    model = task.run.architecture
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         module, total = trainer.stages[0].module, 0.0
         for sizes in STEPS_OF_SHAPES:
             for part in parts_of(sizes, model.vocab_size):
@@ -107,9 +106,9 @@ def test_a_checkpoint_of_copies_is_one_of_any_layout(pool: RankPool, name: str, 
 
 
 def fail_in_a_stage(task: RankTask) -> None:
-    model, _, training = validate_run(task.run)
+    model = task.run.architecture
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
         if mesh.rank == 1:
 
             def broken(*_: Any) -> None:

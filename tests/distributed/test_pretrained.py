@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from meshwright.models.huggingface.reader import architecture_from_config
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.pretrained.hf_export import export
 from meshwright_worker.pretrained.tensor_files import TensorFiles
 from meshwright_worker.rank.task import Outcome, RankTask
-from meshwright_worker.trainer.run_validation import validate_run
 from meshwright_worker.trainer.train import load_initial_weights
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import train_fully, whole_of
@@ -28,7 +27,7 @@ from tests.pretrained.published import DEEPSEEK, DEEPSEEK_V3, GPT2, LLAMA, MIXTR
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
 
 
-def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any], **training: Any) -> RunConfig:
+def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any], **training: Any) -> NativeRun:
     run = small_run(**layout, training={"initial_weights": str(directory), **training})
     model = architecture_from_config(config)
     if model.mixture is not None:
@@ -38,10 +37,9 @@ def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any
 
 
 def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
-    model, _, training = validate_run(task.run)
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, model, training, mesh)
-        load_initial_weights(trainer, model, training, mesh)
+        trainer = Trainer(task.run, mesh)
+        load_initial_weights(trainer, task.run, mesh)
         weights = {shard.name: whole_of(shard, shard.local) for shard in (*trainer.shards, *trainer.frozen)}
         return weights | {name: buffer.clone() for name, buffer in trainer.buffers.items()}
 

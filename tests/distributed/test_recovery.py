@@ -15,7 +15,8 @@ from meshwright.api.precision import Precision
 from meshwright.data.files import open_folder
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer
-from meshwright.protocol.messages import FailureKind, RunConfig
+from meshwright.protocol.messages import FailureKind
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
@@ -48,7 +49,7 @@ def tensors_of(root: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def complete(
-    pool: RankPool, run: RunConfig, root: Path, text: Path, **arguments: Any
+    pool: RankPool, run: NativeRun, root: Path, text: Path, **arguments: Any
 ) -> list[tuple[Outcome | None, Recorder]]:
     arguments = {"stop_rank": -1, "stop_after": None, "die_after": None, **arguments}
     answers: list[tuple[Outcome | None, Recorder]] = pool.run(

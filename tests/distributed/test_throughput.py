@@ -12,7 +12,7 @@ from benchmarks._gpu_settings import ENTRIES, Entry
 from benchmarks._gpu_throughput import MODELS, train_for
 from benchmarks._pairs import FEWEST, in_turns, ratio_of
 from meshwright.models.architecture import Architecture
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.distributed.rank_pool import RankPool
 
 TINY = Architecture(layers=2, hidden_size=32, intermediate_size=48, heads=4, kv_heads=2, vocab_size=260)

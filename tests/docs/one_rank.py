@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 import torch
 
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.torchrun import task_from_environment
 from tests.docs.blocks import ROOT
@@ -22,7 +22,7 @@ module = example["Encoder"](width=16, layers=1)
 batches = [example["batch_of"](1, 2, 16)]
 directory = Path(mkdtemp(dir="."))
 
-run = RunConfig(tensor=1, pipeline=1, data_parallel=1, micro_batches=1, parallelism=ParallelismSpec(sequence=False))
+run = Run(tensor=1, pipeline=1, data_parallel=1, micro_batches=1, parallelism=ParallelismSpec(sequence=False))
 joining = join_mesh(task_from_environment(run))
 mesh = joining.__enter__()
 atexit.register(joining.__exit__, None, None, None)

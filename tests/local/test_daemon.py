@@ -173,7 +173,7 @@ def test_nodes_fail_and_processes_are_killed_on_order(tmp_path):
             wait(lambda: ready_of(tmp_path, "rack0-node0") == "True")
         assert run("node", "add", "extra", "--rack", "rack7").exit_code == 0
         assert ready_of(tmp_path, "extra") == "True"
-        assert "there is a node of that name" in run("node", "add", "extra").output
+        assert "a node of that name already exists" in run("node", "add", "extra").output
         assert run("node", "remove", "extra").exit_code == 0
         assert ready_of(tmp_path, "extra") is None
         assert "no simulated node 'extra': there are rack0-node0" in run("node", "recover", "extra").output

@@ -85,7 +85,7 @@ async def test_an_existing_cluster_needs_gpus_or_gets_simulated_nodes(server, tm
 async def test_nodes_come_and_go():
     async with LocalCluster(ClusterShape(racks=1, nodes_per_rack=1)) as cluster:
         await cluster.add_node(cluster.shape.node("rack5", "late"))
-        with pytest.raises(ValueError, match="late: there is a node of that name"):
+        with pytest.raises(ValueError, match="late: a node of that name already exists"):
             await cluster.add_node(cluster.shape.node("rack5", "late"))
         assert (await cluster.client.get(NODES, "late"))["metadata"]["labels"][LEAF_LABEL] == "rack5"
         await cluster.remove_node("late")

@@ -21,8 +21,8 @@ from meshwright.planner.plan import make_plan
 from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
+from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.observed import Observed, observe_workers
-from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import format_time
 from tests.operator.support import job

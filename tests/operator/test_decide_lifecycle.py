@@ -10,10 +10,10 @@ from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTr
 from meshwright.protocol.messages import CheckpointCommit, Evaluation, Progress
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.agents import Agents
+from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.rejected_job import rejected, unplannable
-from meshwright_operator.decide.revision import revision_of
 from tests.operator.builders import NOW, agents, ago, observed, pod, report, running_status, spec
 
 NAN = float("nan")

@@ -16,7 +16,7 @@ from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.controller.status_patch import is_urgent
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import encode_spec, running_spec
-from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.observed import Rejection

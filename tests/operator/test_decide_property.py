@@ -24,12 +24,12 @@ from meshwright.planner.placement import place
 from meshwright.protocol.messages import FailureKind, MeshDocument, RankProcess, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
+from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, Rejection
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
-from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import JOB, NOW, observed, spec
 from tests.operator.builders import pod as make_pod

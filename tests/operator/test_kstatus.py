@@ -26,12 +26,12 @@ from meshwright.planner.plan import make_plan
 from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
-from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.applied_spec import revision_of
+from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
 from meshwright_operator.decide.rejected_job import rejected, unplannable
-from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import NODES, NOW, pod, spec
 from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, kstatus

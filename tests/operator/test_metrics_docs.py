@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from meshwright.api.status import EvaluationStatus
 from meshwright.metrics.declaration import Kind, Label
 from meshwright.metrics.exporter import CounterMetric
-from meshwright_operator.controller.health import health_application
+from meshwright_operator.controller.http_server import health_application
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.job_metrics import JobsCollector, of_job
 from meshwright_operator.metrics.metrics_docs import render_page

@@ -9,9 +9,8 @@ import pytest
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
 from meshwright_operator.decide.agents import Agents
-from meshwright_operator.decide.applied_spec import encode_spec
+from meshwright_operator.decide.applied_spec import encode_spec, revision_of
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.scheduling.scheduler import JobScheduler

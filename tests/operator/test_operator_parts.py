@@ -25,15 +25,8 @@ from meshwright_operator.coordinator.tokens import KeyFileError, Tokens, load_ke
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import (
-    ApiError,
-    KubeClient,
-    core_path,
-    jobs_path,
-    lease_path,
-    pods_path,
-    resource_of,
-)
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path, resource_of
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync

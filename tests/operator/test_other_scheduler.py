@@ -17,12 +17,12 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import map_ranks
 from meshwright_operator.decide import gang
 from meshwright_operator.decide.agents import WaitingAgent
+from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import MappedRanks, apply_mapping
-from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.agents import Kubelet, bind
 from tests.operator.builders import JOB, NOW, agents, ago, observed, plan_status, pod, running_status, spec

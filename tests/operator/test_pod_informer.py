@@ -16,7 +16,8 @@ from meshwright.api import labels
 from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.kube import pod_informer
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import KubeClient, pods_path
+from meshwright_operator.kube.client import KubeClient
+from meshwright_operator.kube.paths import pods_path
 from meshwright_operator.kube.pod_informer import PodInformer, split_lines
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness

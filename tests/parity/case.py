@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import OuterMethod
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import can_be_kept
@@ -63,15 +63,15 @@ class Case:
         options = {**self.common, **self.layout}
         return " ".join([self.technique, *(f"{key}={value}" for key, value in options.items())])
 
-    def run(self, **more: Any) -> RunConfig:
+    def run(self, **more: Any) -> NativeRun:
         """The run of the case in its layout."""
         return small_run(**{**self.common, **self.layout, **more})
 
-    def reference(self, **more: Any) -> RunConfig:
+    def reference(self, **more: Any) -> NativeRun:
         """The run in one process; of islands, that of one of them."""
         run = small_run(**{**self.common, **more})
         islands = self.run().islands
-        if islands == 1 or run.training is None:
+        if islands == 1:
             return run
         share = run.training.model_copy(update={"global_batch_size": run.training.global_batch_size // islands})
         return run.model_copy(update={"training": share})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshwright_worker.trainer.run_validation import InvalidRunError, validate_run
+from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.trainer.train import validate_run
 from tests.parity.case import Case
 from tests.parity.techniques import ISLANDS, TECHNIQUES, Options
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.parallel.shards import ParameterShard
@@ -64,7 +64,7 @@ class Told:
 
 @uses_kept_mesh
 def train_as_reference(
-    task: RankTask, steps: Mapping[Precision, int], path: Path, definition: RunConfig, events: Events | None = None
+    task: RankTask, steps: Mapping[Precision, int], path: Path, definition: NativeRun, events: Events | None = None
 ) -> None:
     """So many steps in each number format, each from the start, written to a file for `train_and_compare`.
 

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.training import OptimizerSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
@@ -44,10 +44,9 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def text_run(**layout: Any) -> RunConfig:
+def text_run(**layout: Any) -> NativeRun:
     """A run on the Python standard library's own source."""
     run = small_run(**layout, steps=STEPS, layers=4, hidden_size=64, intermediate_size=128)
-    assert run.training is not None
     optimizer = OptimizerSpec(learning_rate=3e-3, warmup_steps=20)
     training = run.training.model_copy(update={"sequence_length": 64, "optimizer": optimizer})
     data = DataSpec(source=DataSource.PYTHON_STDLIB)

@@ -16,21 +16,20 @@ from torch import nn
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import OuterMethod, OuterSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.pipeline_layout import layers_of_stages
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.local_sgd.outer_optimizer import RoundSchedule
 from meshwright_worker.optimizers.adamw import AdamW
-from meshwright_worker.trainer.run_validation import validate_run
 from tests.distributed.cases import FEDERATED, Trained, Training, trained
 
 Weights = dict[str, torch.Tensor]
 
 
 def as_defined(
-    run: RunConfig, definition: RunConfig, mesh: Mesh, steps: int, events: Sequence[Event] | None
+    run: NativeRun, definition: NativeRun, mesh: Mesh, steps: int, events: Sequence[Event] | None
 ) -> list[Trained]:
     """What each island of `definition` comes to, one where there are none, computed by the mesh's only rank.
 
@@ -59,7 +58,7 @@ def as_defined(
 class Late(Training):
     """Takes each gradient at weights of some updates ago; `late` says of how many, by layer, embedding and head."""
 
-    def __init__(self, run: RunConfig, mesh: Mesh, late: Mapping[str, int]) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, late: Mapping[str, int]) -> None:
         super().__init__(run, mesh)
         self._late = late
         self._versions = [self._now()]
@@ -82,8 +81,8 @@ class Late(Training):
             shard.local.copy_(weights[shard.name])
 
 
-def _late(run: RunConfig) -> dict[str, int]:
-    model, _, training = validate_run(run)
+def _late(run: NativeRun) -> dict[str, int]:
+    model, training = run.architecture, run.training
     stages = layers_of_stages(run.parallelism, run.pipeline, model, training.sequence_length)
     double = run.parallelism.order is PipelineSchedule.PIPEDREAM_2BW
     late = [2 if double else run.pipeline - stage for stage in range(run.pipeline)]
@@ -98,12 +97,12 @@ def _place(parameter: str) -> str:
     return "first" if part[0] in ("embedding", "positions") else "last"
 
 
-def _in_rounds(islands: list[Training], run: RunConfig, outer: OuterSpec, steps: int) -> list[Trained]:
+def _in_rounds(islands: list[Training], run: NativeRun, outer: OuterSpec, steps: int) -> list[Trained]:
     """Rounds and a weighted mean; for DiLoCo, torch's Nesterov SGD on it."""
     weights = [1 / len(islands)] * len(islands)
     if outer.method is OuterMethod.FED_AVG:
         weights = [samples / sum(FEDERATED) for samples in FEDERATED]
-    _, _, training = validate_run(run)
+    training = run.training
     rounds = RoundSchedule(outer.every_steps, training.steps)
     shared = [shard.local.detach().clone() for shard in islands[0].trainer.shards]
     rate, momentum = (outer.learning_rate, outer.momentum) if outer.method is OuterMethod.DILOCO else (1.0, 0.0)
@@ -122,10 +121,10 @@ def _in_rounds(islands: list[Training], run: RunConfig, outer: OuterSpec, steps:
 
 
 def _replayed(
-    islands: list[Training], run: RunConfig, outer: OuterSpec, steps: int, events: Sequence[Event]
+    islands: list[Training], run: NativeRun, outer: OuterSpec, steps: int, events: Sequence[Event]
 ) -> list[Trained]:
     """The reads and writes of a server one after the other."""
-    _, _, training = validate_run(run)
+    training = run.training
     server = islands[0].trainer.shards
     parameters = [shard.local.detach().clone() for shard in server]
     copies = [

@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from meshwright.api.precision import Precision
-from meshwright_worker.trainer.run_validation import InvalidRunError, validate_run
+from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.trainer.train import validate_run
 from tests.distributed.rank_pool import RankPool
 from tests.parity.case import Case
 from tests.parity.compare import (

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.parity.combination import RANKS
 from tests.parity.covering_array import cover, pairs_of
 from tests.parity.matrix import all_cases

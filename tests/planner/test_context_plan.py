@@ -16,7 +16,7 @@ from meshwright.planner.placement.placed_cost import placed_group_spans
 from meshwright.planner.plan import make_plan
 from meshwright.planner.render import render_placement
 from meshwright.planner.topology.location import Location
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, racks, spec_of
 from tests.planner.test_memory import first
 

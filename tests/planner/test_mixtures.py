@@ -13,7 +13,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, racks, spec_of
 from tests.planner.test_memory import activations_of_a_layer, first, job, kept_by_autograd, one_thread
 
@@ -39,7 +39,7 @@ def test_experts_are_spread_when_replicas_do_not_hold_them_all() -> None:
     assert any(reason.startswith(f"EP {plan.layout.expert}: ") for reason in plan.reasons)
     spec = spec_of(**JOB, data={"source": "PythonStdlib"})
     run = plan.run_config(spec)
-    assert (run.expert, run.parallelism.expert) == (plan.layout.expert,) * 2
+    assert run.expert == plan.layout.expert
     validate_run(run)
 
 

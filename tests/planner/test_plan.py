@@ -19,7 +19,8 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
 from meshwright.planner.search.search_space import checkpointing_options, divisors
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, node, racks, spec_of
 
 TRAINING = {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128}
@@ -215,6 +216,7 @@ def test_a_command_gets_what_it_asks_for_and_no_estimate() -> None:
     assert plan.memory is None
     assert plan.architecture is None
     run = plan.run_config(command_spec())
+    assert isinstance(run, CommandRun)
     assert run.command == ["python", "train.py"]
     assert make_plan(command_spec(), Inventory(), plan.to_status()).layout == plan.layout
     with pytest.raises(PlanError, match="largest usable node"):
@@ -231,9 +233,11 @@ def test_a_command_keeps_its_checkpoint_fields_empty() -> None:
 def test_the_run_config_leaves_nothing_open() -> None:
     spec = spec_of(checkpoint={"claimName": "c"})
     run = make_plan(spec, DEMO).run_config(spec)
-    assert (run.parallelism.tensor, run.parallelism.pipeline) == (run.tensor, run.pipeline)
-    assert run.parallelism.micro_batches == run.micro_batches
-    assert run.architecture is not None
+    wire = run.wire()
+    assert isinstance(wire["parallelism"], dict)
+    for name in ("tensor", "pipeline", "context", "expert", "microBatches"):
+        assert wire["parallelism"][name] == wire[name]
+    assert isinstance(run, NativeRun)
     assert run.checkpoint is not None
     assert (run.checkpoint.every_steps, run.checkpoint.keep) == (100, 2)
 

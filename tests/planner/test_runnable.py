@@ -13,7 +13,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.rules.validation import check_spec
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, racks, spec_of
 
 PRODUCT = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}

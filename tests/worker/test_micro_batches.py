@@ -9,15 +9,14 @@ import pytest
 from meshwright.api.data import DataFormat
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Fp8Spec, Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLengths, is_padded, trim_lengths
 from tests.distributed.configs import small_run
 
 
-def padded(**options: Any) -> RunConfig:
+def padded(**options: Any) -> NativeRun:
     run = small_run(**options)
-    assert run.data is not None
     return run.model_copy(update={"data": run.data.model_copy(update={"format": DataFormat.PROMPT_COMPLETION})})
 
 

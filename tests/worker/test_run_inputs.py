@@ -15,7 +15,8 @@ from meshwright.data.shards import MANIFEST
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.models.huggingface.reader import architecture_from_config
-from meshwright.protocol.messages import FailureKind, RunConfig
+from meshwright.protocol.messages import FailureKind
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.failures import InvalidRunError, classify, describe
 from meshwright_worker.trainer import train as training_loop
 from tests.distributed.cases import Recorder
@@ -36,7 +37,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_loop, "join_mesh", joined)
 
 
-def refused(run: RunConfig, data_dir: Path, rank: int = 1) -> str:
+def refused(run: NativeRun, data_dir: Path, rank: int = 1) -> str:
     """What the rank says of a run that it is not to begin."""
     task = tasks_of(run, None, str(data_dir), port=1)[rank]
     with pytest.raises(Exception) as caught:  # noqa: PT011
@@ -47,12 +48,12 @@ def refused(run: RunConfig, data_dir: Path, rank: int = 1) -> str:
     return describe(caught.value)
 
 
-def accepted(run: RunConfig, data_dir: Path, rank: int = 1) -> None:
+def accepted(run: NativeRun, data_dir: Path, rank: int = 1) -> None:
     with pytest.raises(MetOthersError):
         training_loop.train(tasks_of(run, None, str(data_dir), port=1)[rank], Recorder())
 
 
-def with_data(run: RunConfig, **fields: Any) -> RunConfig:
+def with_data(run: NativeRun, **fields: Any) -> NativeRun:
     spec = DataSpec(**{"source": DataSource.FILES, "claim_name": "v", "pattern": "**/*.py", **fields})
     return run.model_copy(update={"data": spec})
 
@@ -167,7 +168,7 @@ def published(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", LLAMA, random_weights(LLAMA), files=2)
 
 
-def from_weights(directory: Path, **config: Any) -> RunConfig:
+def from_weights(directory: Path, **config: Any) -> NativeRun:
     run = small_run(data=2, training={"initial_weights": str(directory)})
     return run.model_copy(update={"architecture": architecture_from_config({**LLAMA, **config})})
 

@@ -1,4 +1,4 @@
-"""Failures as the API speaks them: a `Status` with an HTTP code, a machine-readable reason and one cause a field."""
+"""Errors of the API: a `Status` with an HTTP code, a machine-readable reason and one cause per field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright_local.kube.resources import Object
 
 
 class Cause(NamedTuple):
-    """One thing wrong with an object: where, what sort of mistake (`FieldValueInvalid`, ...), and in words."""
+    """One error of an object: field, type (`FieldValueInvalid`, ...) and message."""
 
     field: str
     reason: str
@@ -17,7 +17,7 @@ class Cause(NamedTuple):
 
 
 class ApiError(Exception):
-    """A request that is answered with a failure `Status`; `plain` is for paths that no group serves: text, no JSON."""
+    """A request fails with this `Status`; `plain`: the response is text, not JSON, for paths outside all groups."""
 
     def __init__(
         self,
@@ -35,69 +35,69 @@ class ApiError(Exception):
         self.details = {**(details or {}), **({} if retry_after is None else {"retryAfterSeconds": retry_after})}
 
     def status(self) -> Object:
-        """The `Status` object of the answer."""
+        """Return the `Status` object of the response."""
         details = {key: value for key, value in self.details.items() if value not in ("", [])}
         head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
         return {**head, "message": self.message, "reason": self.reason, "details": details, "code": self.code}
 
 
 def success(code: int | None = None, details: Object | None = None) -> Object:
-    """A success `Status` object. That of a delete carries no code, as with a real server."""
+    """Return a success `Status` object. That of a delete has no code, as in the real server."""
     status: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
     return {**status, **({} if code is None else {"code": code}), **({"details": details} if details else {})}
 
 
 def qualified(group: str, name: str) -> str:
-    """A kind or plural name with its group, such as `deployments.apps`."""
+    """Return a kind or plural name with its group, such as `deployments.apps`."""
     return f"{name}.{group}" if group else name
 
 
 def details_of(group: str, kind: str, name: str, causes: Sequence[Cause] = ()) -> Object:
-    """The `details` of a Status about one object."""
+    """Return the `details` of a Status about one object."""
     return {"name": name, "group": group, "kind": kind, "causes": [cause._asdict() for cause in causes]}
 
 
 def bad_request(message: str) -> ApiError:
-    """400: the request itself makes no sense."""
+    """Return the error 400: the request is malformed."""
     return ApiError(400, "BadRequest", message)
 
 
 def unsupported_media_type(accepted: Sequence[str]) -> ApiError:
-    """415: a body in a format that this request does not take."""
+    """Return the error 415: the request does not support the body's format."""
     text = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(accepted)
     return ApiError(415, "UnsupportedMediaType", text)
 
 
 def unknown_group_path() -> ApiError:
-    """404 in plain text: the path is outside the groups that are served."""
+    """Return the error 404 in plain text: the path is outside the served groups."""
     return ApiError(404, "NotFound", "404 page not found", plain=True)
 
 
 def unknown_path() -> ApiError:
-    """404: a served group has no such version, resource or subresource."""
+    """Return the error 404: a served group does not have the version, resource or subresource."""
     return ApiError(404, "NotFound", "the server could not find the requested resource")
 
 
 def method_not_allowed() -> ApiError:
-    """405: the path exists, the verb does not."""
+    """Return the error 405: the path does not support the verb."""
     return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
 
 
 def on_object(
     code: int, reason: str, text: str, group: str, plural: str, name: str, causes: Sequence[Cause] = ()
 ) -> ApiError:
-    """A failure about one object; `text` has a place for it, such as `{} not found`."""
+    """Return an error about one object; `text` has a placeholder for it, such as `{} not found`."""
     subject = qualified(group, plural) + (f' "{name}"' if name else "")
     return ApiError(code, reason, text.replace("{}", subject, 1), details_of(group, plural, name, causes))
 
 
 def forbidden(group: str, plural: str, name: str, why: str, causes: Sequence[Cause] = ()) -> ApiError:
-    """403: an admission rule or the authorizer says no."""
+    """Return the error 403: an admission plugin or the authorizer rejects the request."""
     return on_object(403, "Forbidden", f"{{}} is forbidden: {why}", group, plural, name, causes)
 
 
 def invalid(group: str, kind: str, name: str, causes: Sequence[Cause]) -> ApiError:
-    """422: the object breaks its schema or a rule of its kind."""
+    """Return the error 422: the object violates its schema or a rule of its kind."""
     texts = [f"{c.field}: {c.message}" if c.field else c.message for c in causes]
     text = texts[0] if len(texts) == 1 else "[" + ", ".join(texts) + "]"
     text = f'{qualified(group, kind)} "{name}" is invalid: {text}'
@@ -105,7 +105,7 @@ def invalid(group: str, kind: str, name: str, causes: Sequence[Cause]) -> ApiErr
 
 
 def unsupported_value(field: str, value: object, supported: Sequence[object]) -> Cause:
-    """A field with none of the values that it may have."""
+    """Return the cause of a field with an unsupported value."""
     choices = ", ".join(format_value(choice) for choice in supported)
     return Cause(
         field, "FieldValueNotSupported", f"Unsupported value: {format_value(value)}: supported values: {choices}"
@@ -113,27 +113,27 @@ def unsupported_value(field: str, value: object, supported: Sequence[object]) ->
 
 
 def required(field: str, hint: str = "") -> Cause:
-    """A field that must be there and is not."""
+    """Return the cause of a required field that is missing."""
     return Cause(field, "FieldValueRequired", f"Required value: {hint}" if hint else "Required value")
 
 
 def invalid_value(field: str, value: object, why: str) -> Cause:
-    """A field with a value that cannot be."""
+    """Return the cause of a field with an invalid value."""
     return Cause(field, "FieldValueInvalid", f"Invalid value: {format_value(value)}: {why}")
 
 
 def duplicate(field: str, value: object) -> Cause:
-    """A list item that must be unique and is not."""
+    """Return the cause of a duplicate list item."""
     return Cause(field, "FieldValueDuplicate", f"Duplicate value: {format_value(value)}")
 
 
 def not_allowed(field: str, why: str) -> Cause:
-    """A field that must not be set or changed now."""
+    """Return the cause of a field that must not be set or changed."""
     return Cause(field, "FieldValueForbidden", f"Forbidden: {why}")
 
 
 def format_value(value: object) -> str:
-    """A value inside a message: JSON, but objects and lists by their type, and long text cut."""
+    """Format a value for a message: as JSON, objects and lists by their type, long text truncated."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None or isinstance(value, dict | list):

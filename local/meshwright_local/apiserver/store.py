@@ -1,11 +1,11 @@
 """The store: every object as JSON in memory, every write in SQLite before it is acknowledged, one revision counter.
 
-SQLite runs in WAL mode with `synchronous=NORMAL`: an acknowledged write survives the death of the process (kill -9),
-because the page cache holds the log; a power cut may lose the last moments but never leaves a torn file. All calls
+SQLite runs in WAL mode with `synchronous=NORMAL`: an acknowledged write survives a crash of the process (kill -9),
+because the log is in the page cache. A power failure may lose the last writes but never corrupts the file. All calls
 are short and synchronous, so inside one event loop every write is atomic.
 
-Watchers have no queues. Each holds a position in the one log of its resource and is woken when the log grows, so a
-slow client costs nothing but its own position; when the log has moved past it, its watch ends with 410.
+Watchers have no queues. Each has a position in the log of its resource and is woken when the log grows, so a slow
+client needs no memory; if the log no longer has its position, its watch ends with 410.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ create table if not exists revision (id integer primary key check (id = 0), valu
 
 
 class StoreInUseError(RuntimeError):
-    """Another server holds this directory."""
+    """Another server uses this directory."""
 
 
 class RevisionTooOldError(Exception):
-    """What was asked for is older than the log."""
+    """The requested revision is older than the log."""
 
 
 @lru_cache(maxsize=1024)
@@ -56,7 +56,7 @@ def _parsed(body: bytes) -> Object:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One state of an object: as JSON, which takes a tenth of the memory that it takes as a dict."""
+    """One state of an object as JSON, which needs a tenth of the memory of a dict."""
 
     body: bytes
     api_version: str
@@ -68,7 +68,7 @@ class Stored:
 
     @property
     def obj(self) -> Object:
-        """The object, not to be changed."""
+        """The object. Do not change it."""
         return _parsed(self.body)
 
 
@@ -82,11 +82,11 @@ class Event:
     new: Stored
     old: Stored | None
     at: float
-    """When it happened, by the monotonic clock."""
+    """Its time, by the monotonic clock."""
 
 
 class EventLog:
-    """The recent changes of one resource, at least `size` of them; nothing is known of revisions up to `floor`."""
+    """The recent changes of one resource, at least `size` of them. Revisions up to `floor` are not in it."""
 
     def __init__(self, floor: int, size: int) -> None:
         self.floor = floor
@@ -101,7 +101,7 @@ class EventLog:
         return self._base + len(self._events)
 
     def append(self, event: Event) -> None:
-        """Add an event and wake all who follow."""
+        """Add an event and wake all watchers."""
         self._events.append(event)
         if len(self._events) >= 2 * self._size:
             self.floor = self._events[self._size - 1].revision
@@ -111,19 +111,19 @@ class EventLog:
             waker.set()
 
     def position_after(self, revision: int) -> int:
-        """Where to read on from to see all that is later than `revision`; raises Overrun when some may be missing."""
+        """Return the position of the first event after `revision`; raises Overrun if events may be missing."""
         if revision < self.floor:
             raise RevisionTooOldError(f"too old resource version: {revision} ({self.floor})")
         return self._base + bisect_right(self._events, revision, key=lambda event: event.revision)
 
     def read(self, position: int, limit: int = 500) -> list[Event]:
-        """At most `limit` events from `position` on; raises Overrun when the log has moved past it."""
+        """Return at most `limit` events from `position` on; raises Overrun if the log no longer has it."""
         if position < self._base:
             raise RevisionTooOldError(f"too old resource version: the watcher fell behind ({self.floor})")
         return self._events[position - self._base : position - self._base + limit]
 
     async def wait(self, position: int, seconds: float) -> bool:
-        """Wait until there is something at `position`; False when `seconds` passed first."""
+        """Wait until there is an event at `position`. Return False after `seconds`."""
         if position < self.end:
             return True
         waker = asyncio.Event()
@@ -138,7 +138,7 @@ class EventLog:
 
 
 class Store:
-    """Objects by resource, namespace and name, kept in `directory`, or in memory alone when that is None.
+    """Objects by resource, namespace and name, stored in `directory`, or only in memory if that is None.
 
     Raises:
         StoreInUseError: another process has the directory open.
@@ -161,30 +161,30 @@ class Store:
         self._floor = self.revision
 
     def close(self) -> None:
-        """Give the database and its lock back."""
+        """Close the database and release its lock."""
         self._db.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def get(self, key: ResourceKey, namespace: str, name: str) -> Stored | None:
-        """The present state of one object; None when it does not exist."""
+        """Return the current state of one object; None if it does not exist."""
         return self._objects.get(key, {}).get((namespace, name))
 
     def find(self, key: ResourceKey, namespace: str, name: str) -> Object | None:
-        """One object, not to be changed; None when it does not exist."""
+        """Return one object, which must not be changed; None if it does not exist."""
         stored = self.get(key, namespace, name)
         return stored.obj if stored else None
 
     def copy(self, key: ResourceKey, namespace: str, name: str) -> Object | None:
-        """One object to change freely; None when it does not exist."""
+        """Return a copy of one object; None if it does not exist."""
         stored = self.get(key, namespace, name)
         return orjson.loads(stored.body) if stored else None
 
     def items(self, key: ResourceKey, namespace: str = "", as_of: int | None = None) -> Iterator[tuple[Place, Stored]]:
-        """All objects of a resource by namespace and name, in that order; of one namespace when it is given.
+        """Return all objects of a resource, ordered by namespace and name; only those of `namespace` if it is given.
 
-        `as_of` shows them as they were at an earlier revision, or at the earliest that the log still knows.
+        `as_of` returns their state at an earlier revision, or at the earliest one in the log.
         """
         found = self._objects.get(key, {})
         if as_of is not None:
@@ -198,12 +198,12 @@ class Store:
             yield place, found[place]
 
     def all(self, key: ResourceKey, namespace: str = "") -> Iterator[Object]:
-        """All objects of a resource, in no order, not to be changed."""
+        """Return all objects of a resource, in no particular order. Do not change them."""
         found = self._objects.get(key, {}).items()
         return (stored.obj for place, stored in found if not namespace or place[0] == namespace)
 
     def log(self, key: ResourceKey) -> EventLog:
-        """The recent changes of a resource."""
+        """Return the log of a resource's recent changes."""
         if key not in self._logs:
             self._logs[key] = EventLog(self._floor, self._events_per_resource)
         return self._logs[key]
@@ -217,9 +217,9 @@ class Store:
         return self._write(key, obj, gone=True)
 
     def transform_all(self, key: ResourceKey, change: Callable[[Object], None]) -> None:
-        """Pass every object of a resource through `change` as if just read from disk: nothing is written or announced.
+        """Apply `change` to every object of a resource in memory, without a write or an event.
 
-        A changed schema is seen by objects that were stored before it, without a new revision of any of them.
+        A changed schema thereby applies to objects that were stored before, without new revisions.
         """
         for place, stored in self._objects.get(key, {}).items():
             obj = orjson.loads(stored.body)
@@ -257,7 +257,7 @@ def _place(obj: Object) -> Place:
 
 
 def _private_file(path: Path) -> str:
-    """Make sure that only the owner reads the objects, secrets among them; SQLite's log takes over the mode."""
+    """Make the database readable only by its owner, because it has secrets. SQLite's log inherits the mode."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return str(path)
 

@@ -1,7 +1,7 @@
 """`meshwright local node` and `meshwright local chaos`: inject faults into the cluster, and end them.
 
-Nodes and processes are broken by the cluster's own process (see control.py); requests and watches by the rules of the
-embedded API server's `/debug/chaos`, which this module only writes and reads.
+The cluster's process makes nodes and containers fail (see `control_socket.py`). The embedded API server makes requests
+and watches fail, by the rules at `/debug/chaos`, which this module only reads and writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EFFECTS = {
     "stale": "stale",
     "lost-answer": "lostAnswer",
 }
-"""Effect on the command line → its type in a rule."""
+"""Effect on the command line -> its type in a rule."""
 
 
 def default_directory() -> Path:

@@ -1,1 +1,1 @@
-"""What kube-controller-manager does and a training job needs: garbage, namespaces, claims, nodes."""
+"""The controllers of kube-controller-manager that a training job needs."""

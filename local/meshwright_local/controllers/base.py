@@ -1,8 +1,8 @@
-"""What every controller and the scheduler are made of: watched resources, a queue of keys, one function to fill in.
+"""Base of every controller and the scheduler: watched resources, a queue of keys, and `reconcile`.
 
-A change of a watched object is mapped to keys. Each key waits at most once and is worked on by one worker at a time;
-`reconcile(key)` looks at what is and does what is missing, so it may be called at any time and any number of times.
-When it raises, the key comes back after a pause that doubles with each failure in a row.
+A change of a watched object is mapped to keys. Each key is queued at most once and processed by one worker at a time.
+`reconcile(key)` compares the actual state with the desired one, so it may be called at any time and any number of
+times. If it raises, the key is retried after a delay that doubles with each consecutive failure.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from meshwright_local.kube.resources import Object, Resource, key_of
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, str]
-"""Usually `(namespace, name)`; what it names is the controller's own affair."""
+"""Usually `(namespace, name)`; each controller defines what it names."""
 
 _FIRST_RETRY, _LAST_RETRY = 0.05, 15.0
 
 
 def object_key(change: Change) -> list[Key]:
-    """The changed object itself."""
+    """Return the key of the changed object itself."""
     return [key_of(change.object)]
 
 
 def owner_key(change: Change, kind: str) -> list[Key]:
-    """The controlling owner of the changed object, if it is of this kind."""
+    """Return the key of the changed object's controlling owner, if it is of this kind."""
     space, owner = change.object["metadata"].get("namespace") or "", controller_of(change.object)
     return [(space, owner["name"])] if owner and owner["kind"] == kind else []
 
 
 def controller_of(item: Object) -> Object | None:
-    """The owner reference marked as the managing one."""
+    """Return the owner reference with `controller: true`."""
     owners = item["metadata"].get("ownerReferences") or ()
     return next((owner for owner in owners if owner.get("controller")), None)
 
 
 class Controller(ABC):
-    """Subclasses call `watch_resource` in their constructor and fill in `reconcile`.
+    """Base class: subclasses call `watch_resource` in their constructor and implement `reconcile`.
 
     Args:
         informers: Shared watches.
         name: In logs and as the source of events.
-        workers: Keys worked on at the same time.
+        workers: Number of keys processed at the same time.
     """
 
     def __init__(self, informers: Informers, name: str, *, workers: int = 1) -> None:
@@ -68,7 +68,7 @@ class Controller(ABC):
     def watch_resource(
         self, resource: Resource, keys: Callable[[Change], Iterable[Key]] = object_key
     ) -> dict[Key, Object]:
-        """Reconcile the keys of every change of a resource; returns its objects, kept current."""
+        """Reconcile the keys of every change of a resource. Return its objects, which stay current."""
         reflector = self._informers.get(resource)
         reflector.listeners.append(lambda change: self.add(*keys(change)))
         self._watched.append(reflector)
@@ -76,10 +76,10 @@ class Controller(ABC):
 
     @abstractmethod
     async def reconcile(self, key: Key) -> float | None:
-        """Bring one thing into order; seconds after which to look again, or None."""
+        """Move one object toward its desired state. Return the seconds until the next reconcile, or None."""
 
     async def run(self) -> None:
-        """Work until cancelled, from when every followed resource is known."""
+        """Process keys until cancelled, once every watched resource is synced."""
         for reflector in self._watched:
             await reflector.synced.wait()
         try:
@@ -92,7 +92,7 @@ class Controller(ABC):
                 timer.cancel()
 
     def add(self, *keys: Key) -> None:
-        """Have keys worked on soon."""
+        """Queue keys."""
         for key in keys:
             if timer := self._timers.pop(key, None):
                 timer.cancel()
@@ -120,7 +120,7 @@ class Controller(ABC):
             pause = await self.reconcile(key)
         except Exception as error:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
-            # A conflict is the ordinary outcome of two writers, and the retry settles it.
+            # Two writers conflict regularly, and the retry resolves it.
             expected = isinstance(error, ApiError) and error.status in (404, 409)
             logger.log(logging.DEBUG if expected else logging.WARNING, "%s: %s: %r", self._name, key, error)
             return min(_LAST_RETRY, _FIRST_RETRY * 2.0 ** min(failures, 10))

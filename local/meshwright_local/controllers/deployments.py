@@ -1,8 +1,8 @@
-"""Deployments, as far as running an operator from its chart needs them: one replica set for each template.
+"""Deployments, to the extent that an operator's chart needs them: one replica set for each template.
 
-`kubectl rollout status`, `kubectl rollout undo` and `helm --wait` read what is written here: the replica set of the
-current template with its revision, the counts, `observedGeneration`, and the conditions Available and Progressing.
-RollingUpdate keeps within maxSurge and maxUnavailable; Recreate waits until the old pods are gone.
+`kubectl rollout status`, `kubectl rollout undo` and `helm --wait` read what this controller writes: the replica set of
+the current template with its revision, the counts, `observedGeneration`, and the conditions Available and Progressing.
+RollingUpdate respects maxSurge and maxUnavailable; Recreate waits until the old pods are gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RETRY_SECONDS = 0.2
 
 
 class DeploymentController(Controller):
-    """Scales the replica sets of a deployment, one per template, and tells how far it is."""
+    """Scales the replica sets of a deployment, one per template, and reports the progress."""
 
     def __init__(self, informers: Informers) -> None:
         super().__init__(informers, "deployment-controller")
@@ -34,7 +34,7 @@ class DeploymentController(Controller):
         self.watch_resource(REPLICA_SETS, lambda change: owner_key(change, "Deployment"))
 
     async def reconcile(self, key: Key) -> float | None:
-        """Bring one deployment's replica sets nearer to its spec; when its progress would be late."""
+        """Scale one deployment's replica sets toward its spec. Return the seconds until its progress deadline."""
         item = await self.client.find(DEPLOYMENTS, key[1], key[0])
         if item is None or item["metadata"].get("deletionTimestamp"):
             return None
@@ -51,11 +51,11 @@ class DeploymentController(Controller):
             for entry in over[: max(0, len(over) - item["spec"].get("revisionHistoryLimit", 10))]:
                 await self.client.delete(REPLICA_SETS, entry["metadata"]["name"], key[0], uid=entry["metadata"]["uid"])
         late = await self._update_status(item, new, old)
-        # Replica sets do not tell when the last pod of theirs is really gone.
+        # Replica sets do not report when their last pod is really gone.
         return _RETRY_SECONDS if waits else late
 
     async def _current(self, item: Object, new: Object | None, old: list[Object]) -> Object:
-        """The replica set of the deployment's template, made when it is missing, with the highest revision."""
+        """Return the replica set of the deployment's template, with the highest revision. Create it if needed."""
         space, name = key_of(item)
         revision = max((_revision(entry) + 1 for entry in old), default=1)
         marked = {"metadata": {"annotations": {REVISION: str(revision)}}}
@@ -82,11 +82,11 @@ class DeploymentController(Controller):
         surge, unavailable = _limits(item)
         room = wanted + surge - sum(entry["spec"]["replicas"] for entry in old)
         await self._set_replicas(new, min(wanted, max(now, room)))
-        # Of pods that a set was told to drop already, the count may not know yet.
+        # The count may still include pods that the set is about to delete.
         available = [min(entry["spec"]["replicas"], _count(entry, "availableReplicas")) for entry in (new, *old)]
         spare = max(0, sum(available) - (wanted - unavailable))
         for entry, serving in zip(old, available[1:], strict=True):
-            # Pods that are not available can go at once; of the others, as many as are not needed.
+            # Pods that are not available can be deleted at once; of the others, as many as are not needed.
             needed = max(0, serving - spare)
             spare -= serving - needed
             await self._set_replicas(entry, needed)
@@ -98,7 +98,7 @@ class DeploymentController(Controller):
             await self.client.patch(REPLICA_SETS, name, {"spec": {"replicas": count}}, space)
 
     async def _update_status(self, item: Object, new: Object | None, old: list[Object]) -> float | None:
-        """Write the status if it changed; seconds after which progress is late, None when it is done or is late."""
+        """Write the status if it changed. Return the seconds until the progress deadline; None if done or exceeded."""
         (space, name), before, wanted = key_of(item), item.get("status") or {}, _desired_replicas(item)
         every = [*old, new] if new else old
         status = {
@@ -125,7 +125,7 @@ class DeploymentController(Controller):
 
 
 def _replica_set(item: Object, revision: int) -> Object:
-    """The replica set of a deployment's template. Its name follows from the template: there is one."""
+    """Return the replica set of a deployment's template. Its name is a hash of the template, so it is unique."""
     template = _template(item)
     digest = hashlib.sha256(orjson.dumps(template, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
     labels = {**((template.get("metadata") or {}).get("labels") or {}), HASH_LABEL: digest}
@@ -148,7 +148,7 @@ def _replica_set(item: Object, revision: int) -> Object:
 
 
 def _template(item: Object) -> Object:
-    """The pod template without what tells replica sets apart."""
+    """Return the pod template without the label that distinguishes replica sets."""
     template: Object = item["spec"]["template"]
     metadata = dict(template.get("metadata") or {})
     labels = metadata.get("labels") or {}
@@ -169,7 +169,7 @@ def _revision(item: Object) -> int:
 
 
 def _limits(item: Object) -> tuple[int, int]:
-    """`(maxSurge, maxUnavailable)` in pods; percentages are rounded up and down. Recreate: none, and all."""
+    """Return `(maxSurge, maxUnavailable)` in pods; percentages are rounded up and down. Recreate: 0 and all."""
     strategy, wanted = item["spec"].get("strategy") or {}, _desired_replicas(item)
     if strategy.get("type") == "Recreate":
         return 0, 0
@@ -188,7 +188,7 @@ def _states(status: Object) -> set[tuple[str, str]]:
 
 
 def _since(status: Object, kind: str) -> float:
-    """Seconds since a condition was last updated; 0 without one."""
+    """Return the seconds since a condition was last updated; 0 if there is no such condition."""
     for condition in status.get("conditions") or ():
         if condition["type"] == kind:
             moment = timestamps.parse(condition["lastUpdateTime"])
@@ -197,7 +197,7 @@ def _since(status: Object, kind: str) -> float:
 
 
 def _condition(before: Object, kind: str, holds: bool, reason: str, *, renew: bool = False) -> Object:
-    """A condition as it is to be; the old one when it says so already."""
+    """Return the new condition, or the old one if nothing changes."""
     old: Object = next((item for item in before.get("conditions") or () if item["type"] == kind), {})
     value, moment = str(holds), timestamps.now()
     if (old.get("status"), old.get("reason")) == (value, reason) and not renew:

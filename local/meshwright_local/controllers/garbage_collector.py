@@ -1,8 +1,8 @@
-"""Garbage collection by ownerReferences: background, foreground and orphan, for every resource the server has.
+"""Garbage collection by ownerReferences: background, foreground and orphan, for every resource of the server.
 
-Follows kube-controller-manager's collector: a graph is fed by watches of everything deletable; each suspicion is
-checked against the live object before anything is deleted, because watches of different resources are not ordered
-among each other.
+Follows kube-controller-manager's collector: watches of every deletable resource feed a graph. Before the collector
+deletes an object it checks the live object, because watches of different resources are not ordered relative to each
+other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright_local.kube.resources import CRDS, Object, Resource
 
 logger = logging.getLogger(__name__)
 
-# Events name no owners, come in numbers and expire by themselves: Kubernetes leaves them out too.
+# Events have no owners, are numerous and expire by themselves: Kubernetes ignores them too.
 _IGNORED = frozenset({"events"})
 _NEEDED_VERBS = frozenset({"list", "watch", "delete"})
 _DISCOVERY_SECONDS = 30.0
@@ -27,13 +27,13 @@ _UNSURE_SECONDS = 1.0
 
 
 class GarbageCollector(Controller):
-    """Deletes what nobody owns any more and lets owners go once their dependents are gone. Keys are `("", uid)`."""
+    """Deletes objects without an owner, and owners whose dependents are gone. Keys are `("", uid)`."""
 
     def __init__(self, informers: Informers) -> None:
         super().__init__(informers, "garbage-collector", workers=4)
         self._graph = Graph()
         self._kinds: dict[tuple[str, str], Resource] = {}
-        """By group and kind. Kinds whose definition went away stay: their objects are then found to be gone."""
+        """By group and kind. Kinds whose definition was deleted stay, so that the loss of their objects is noticed."""
         self._watches: dict[Resource, tuple[Reflector, asyncio.Task[None]]] = {}
         self._rediscover = asyncio.Event()
         informers.get(CRDS).listeners.append(lambda _: self._rediscover.set())
@@ -56,7 +56,7 @@ class GarbageCollector(Controller):
             try:
                 async with asyncio.timeout(pause):
                     await self._rediscover.wait()
-                    # A definition is served a moment after it is written.
+                    # A definition is served shortly after it is written.
                     await asyncio.sleep(0.05)
             except TimeoutError:
                 pass
@@ -72,7 +72,7 @@ class GarbageCollector(Controller):
             reflector, task = self._watches.pop(resource)
             task.cancel()
             for item in reflector.objects.values():
-                # No longer served is not deleted: what they own is looked at again and asked for.
+                # "No longer served" does not mean "deleted": check again what their objects own.
                 self._changed(resource, Change(ChangeType.DELETED, item))
 
     def _changed(self, resource: Resource, change: Change) -> None:
@@ -89,7 +89,7 @@ class GarbageCollector(Controller):
                 self._enqueue_nodes(self._graph.dependents(node.uid))
             owners = old.owners if old is not None and old.owners != node.owners else ()
         for owner in owners:
-            # One blocker fewer may be what the owner waits for.
+            # The owner may wait for this blocker.
             if owner["uid"] in self._graph.nodes and self._graph.nodes[owner["uid"]].deleting:
                 self.add(("", owner["uid"]))
 
@@ -97,11 +97,11 @@ class GarbageCollector(Controller):
         self.add(*(("", node.uid) for node in nodes))
 
     async def reconcile(self, key: Key) -> float | None:
-        """Look at one object: what its owners' ends mean for it, and its own end for its dependents."""
+        """Check one object: whether its owners still exist, and whether its own deletion affects its dependents."""
         node = self._graph.nodes.get(key[1])
         live = await self._live(node) if node is not None else None
         if node is None or live is None:
-            # The watch will tell; if the graph was ahead of it, nothing is lost either.
+            # The watch delivers the change. If the graph was ahead of it, nothing is lost either.
             return None
         node = Node.of(node.resource, live)
         dependents = self._graph.dependents(node.uid)
@@ -125,7 +125,7 @@ class GarbageCollector(Controller):
             await self.client.delete(node.resource, node.name, space, propagation=decision.delete, uid=node.uid)
         elif decision.drop_owners:
             await self._drop_owners(node, decision.drop_owners)
-        # An owner may go before its kind is watched, and then nobody would tell.
+        # An owner may be deleted before its kind is watched, and then no event arrives.
         unwatched = any(uid not in self._graph.nodes for uid, state in states.items() if state is OwnerState.SOLID)
         return _UNSURE_SECONDS if unwatched else None
 
@@ -134,7 +134,7 @@ class GarbageCollector(Controller):
         if known is None or known.namespace not in ("", node.namespace):
             resource = self._kinds.get((owner["apiVersion"].rpartition("/")[0], owner["kind"]))
             if resource is None:
-                # Perhaps a definition that was just made; never delete for want of knowledge.
+                # Perhaps the definition was just created. Never delete because something is unknown.
                 return OwnerState.SOLID
             live = await self.client.find(resource, owner["name"], node.namespace if resource.namespaced else None)
             if live is None or live["metadata"]["uid"] != owner["uid"]:

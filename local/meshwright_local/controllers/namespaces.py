@@ -1,4 +1,4 @@
-"""Namespace lifecycle: a namespace being deleted is emptied, resource by resource, and then finalized."""
+"""Namespace lifecycle: empties a namespace that is being deleted, resource by resource, then finalizes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NamespaceController(Controller):
         self._namespaces = self.watch_resource(NAMESPACES)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Empty one namespace that is being deleted; look again while something is left."""
+        """Empty one namespace that is being deleted; retry while objects are left."""
         namespace = self._namespaces.get(key)
         if namespace is None or not namespace["metadata"].get("deletionTimestamp"):
             return None
@@ -31,13 +31,13 @@ class NamespaceController(Controller):
             await self._report_remaining(namespace, remaining)
             return _RETRY_SECONDS
         body = {**namespace, "spec": {"finalizers": [item for item in finalizers if item != _FINALIZER]}}
-        # The object may have changed since; nothing of it matters to its end.
+        # The object may have changed since, but nothing in it affects its deletion.
         body["metadata"] = {"name": key[1], "uid": namespace["metadata"]["uid"]}
         await self.client.request("PUT", NAMESPACES.path(None, key[1], "finalize"), body=body)
         return None
 
     async def _empty(self, namespace: str) -> dict[str, int]:
-        """Ask for the deletion of everything inside; returns how many of each `plural.group` are still there."""
+        """Delete everything in the namespace. Return how many objects of each `plural.group` are left."""
         remaining: dict[str, int] = {}
         for resource, verbs in (await self.client.resources()).items():
             if not resource.namespaced or not verbs >= {"list", "deletecollection"}:
@@ -54,7 +54,7 @@ class NamespaceController(Controller):
         return remaining
 
     async def _report_remaining(self, namespace: Object, remaining: dict[str, int]) -> None:
-        # The real controller's words, with the dot that its core group leaves behind ("pods. has 1 ...").
+        # The real controller's text, with the dot after a plural of the core group ("pods. has 1 ...").
         listing = ", ".join(f"{name} has {count} resource instances" for name, count in sorted(remaining.items()))
         message = f"Some resources are remaining: {listing}"
         conditions = (namespace.get("status") or {}).get("conditions") or ()

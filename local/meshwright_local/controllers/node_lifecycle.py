@@ -1,8 +1,9 @@
-"""Node lifecycle: nodes without heartbeats become unreachable, and pods leave nodes that do not want them.
+"""Node lifecycle: taints nodes without heartbeats as unreachable, and evicts pods that do not tolerate the taints.
 
-A node's agent renews its Lease. When renewals stop, conditions become Unknown and the node is tainted; the NoExecute
-taint evicts pods after the time they tolerate. Pods of a node whose object is gone are removed at once, for nobody is
-left to confirm their end. Time is measured from when a renewal was seen here, so clocks need not agree.
+A node's agent renews its Lease. If renewals stop, the node's conditions become Unknown and the node is tainted; the
+NoExecute taint evicts pods after the time they tolerate. Pods of a node whose object is gone are deleted at once,
+because no agent is left to confirm that they stopped. Time is measured from the moment when this process received a
+renewal, so clocks need not agree.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ UNREACHABLE = "node.kubernetes.io/unreachable"
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """How often nodes show that they live and how patient the controller is, in seconds."""
+    """Intervals and timeouts of heartbeats, in seconds."""
 
     renew: float = 10.0
-    """Between two renewals of a node's lease."""
+    """Interval between two renewals of a node's lease."""
     heartbeat: float = 40.0
     """Without a renewal for this long, a node is unreachable."""
     tolerate: float = 30.0
-    """Pods that do not say otherwise stay this long on an unreachable node. Kubernetes' admission says 300."""
+    """Default time that pods stay on an unreachable node. Kubernetes' admission sets 300."""
     check: float = 2.0
-    """Between two looks at the clock."""
+    """Interval between two checks."""
 
 
 class NodeController(Controller):
@@ -62,13 +63,13 @@ class NodeController(Controller):
         return (("", node),)
 
     def _lease_changed(self, change: Change) -> Iterable[Key]:
-        # A renewal is only noted: the node is looked at when its time would have been up.
+        # Only record a renewal: the node is checked when its timeout would have passed.
         if key_of(change.object)[0] == LEASE_NAMESPACE and change.type is not ChangeType.DELETED:
             self._seen[change.object["metadata"]["name"]] = time.monotonic()
         return ()
 
     async def reconcile(self, key: Key) -> float | None:
-        """Judge one node by its silence and its taints, and what that means for its pods."""
+        """Update one node's conditions and taints from its heartbeats, and evict pods."""
         name, node = key[1], self._nodes.get(key)
         if node is None:
             self._seen.pop(name, None)
@@ -103,7 +104,7 @@ class NodeController(Controller):
             await self.client.set_condition(PODS, pod, condition)
 
     async def _set_taints(self, name: str, node: Object, wanted: str | None) -> None:
-        """Have exactly the lifecycle taint that fits the node's state, for scheduling and for running pods."""
+        """Set exactly the lifecycle taint that matches the node's state, for scheduling and for running pods."""
         old = _taints(node)
         others = [taint for taint in old if taint["key"] not in (NOT_READY, UNREACHABLE)]
         mine = [taint for taint in old if taint["key"] == wanted]
@@ -142,13 +143,13 @@ def _taints(node: Object) -> list[Object]:
 
 
 def seconds_to_stay(taints: Iterable[Object], tolerations: Sequence[Object], default: float) -> float | None:
-    """How long a pod may stay on a node: None for ever, 0 not at all.
+    """Return how many seconds a pod may stay on a node: None is forever.
 
     Args:
         taints: The node's taints; only NoExecute ones evict.
-        tolerations: The pod's. Among several that cover a taint the shortest time counts, as in Kubernetes.
-        default: For taints of an unreachable or not ready node that the pod says nothing about: what Kubernetes'
-            admission would add to every pod as tolerationSeconds.
+        tolerations: The pod's. If several cover a taint the shortest time counts, as in Kubernetes.
+        default: Time for the taints of an unreachable or not ready node that the pod has no toleration for, as
+            Kubernetes' admission adds it to every pod as tolerationSeconds.
     """
     shortest: float | None = None
     for taint in taints:

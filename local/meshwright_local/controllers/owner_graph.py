@@ -1,4 +1,4 @@
-"""Who owns whom: the graph that garbage collection works on, and its decisions (pure)."""
+"""The graph of owners and dependents for garbage collection, and its decisions (pure)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ ORPHAN = "orphan"
 
 
 class OwnerState(Enum):
-    """What is known of an owner."""
+    """The state of an owner."""
 
     SOLID = 0
     """It exists."""
     LEAVING = 1
-    """It waits, in foreground deletion, for the dependents that block it."""
+    """It waits in foreground deletion for the dependents that block it."""
     GONE = 2
-    """It does not exist under that uid."""
+    """No object has that uid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One object of the cluster, reduced to what ownership needs."""
+    """One object of the cluster, reduced to the fields that ownership needs."""
 
     resource: Resource
     namespace: str
@@ -38,7 +38,7 @@ class Node:
 
     @classmethod
     def of(cls, resource: Resource, item: Object) -> Node:
-        """Reduce an object."""
+        """Return the reduced form of an object."""
         metadata = item["metadata"]
         owners, finalizers = metadata.get("ownerReferences") or (), metadata.get("finalizers") or ()
         space, deleting = metadata.get("namespace") or "", bool(metadata.get("deletionTimestamp"))
@@ -46,12 +46,12 @@ class Node:
 
     @property
     def in_foreground(self) -> bool:
-        """Whether it is being deleted after its dependents."""
+        """Whether it is in foreground deletion: its dependents are deleted first."""
         return self.deleting and FOREGROUND in self.finalizers
 
     @property
     def orphaning(self) -> bool:
-        """Whether it is being deleted without its dependents."""
+        """Whether it is being deleted and its dependents are orphaned."""
         return self.deleting and ORPHAN in self.finalizers
 
 
@@ -80,11 +80,11 @@ class Graph:
         return old
 
     def dependents(self, uid: str) -> list[Node]:
-        """The objects that name this uid as an owner."""
+        """Return the objects with this uid in their owner references."""
         return [self.nodes[dependent] for dependent in self._dependents.get(uid, ())]
 
     def blockers(self, uid: str) -> list[Node]:
-        """The dependents that hold up their owner's foreground deletion."""
+        """Return the dependents that block their owner's foreground deletion."""
 
         def blocks(node: Node) -> bool:
             return any(owner["uid"] == uid and owner.get("blockOwnerDeletion") for owner in node.owners)
@@ -94,14 +94,14 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class DependentDecision:
-    """What becomes of a dependent: deleted with a policy, freed of some references, or left alone."""
+    """What to do with a dependent: delete it with a policy, remove some references, or nothing."""
 
     delete: str | None = None
     drop_owners: frozenset[str] = frozenset()
 
 
 def decide_dependent(node: Node, states: Mapping[str, OwnerState], has_dependents: bool) -> DependentDecision:
-    """Kubernetes' rule: an object lives while one owner is solid; then only references to others are dropped.
+    """Decide by Kubernetes' rule: an object stays while one owner is solid; only references to others are removed.
 
     Args:
         node: The dependent.

@@ -1,4 +1,4 @@
-"""Replica sets: as many pods of one template as asked for, and how many of them are ready and available."""
+"""Replica sets: the desired number of pods of one template, and the counts of ready and available pods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright_local.scheduler.snapshot import has_ended
 
 
 class ReplicaSetController(Controller):
-    """Creates missing pods and deletes surplus ones. It counts what the server says now: a cache would lag behind."""
+    """Creates missing pods and deletes surplus ones. It lists pods from the server, because a cache would lag."""
 
     def __init__(self, informers: Informers) -> None:
         super().__init__(informers, "replicaset-controller")
@@ -21,7 +21,7 @@ class ReplicaSetController(Controller):
         self.watch_resource(PODS, lambda change: owner_key(change, "ReplicaSet"))
 
     async def reconcile(self, key: Key) -> float | None:
-        """Bring the number of one set's pods to what it asks for; when the next pod becomes available."""
+        """Scale one set to its number of replicas. Return the seconds until the next pod becomes available."""
         item = await self.client.find(REPLICA_SETS, key[1], key[0])
         if item is None or item["metadata"].get("deletionTimestamp"):
             return None
@@ -30,7 +30,7 @@ class ReplicaSetController(Controller):
         for _ in range(wanted - len(pods)):
             pod = await self.client.create(PODS, _pod_of(item), key[0])
             self.events.emit(item, "Normal", "SuccessfulCreate", f"Created pod: {pod['metadata']['name']}")
-        # Those that serve nobody yet go first.
+        # Delete pods that are not ready first.
         for pod in sorted(pods, key=lambda pod: ready_for(pod) is not None)[: max(0, len(pods) - wanted)]:
             await self.client.delete(PODS, pod["metadata"]["name"], key[0], uid=pod["metadata"]["uid"])
             self.events.emit(item, "Normal", "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
@@ -53,7 +53,7 @@ class ReplicaSetController(Controller):
 
 
 async def own_pods(client: ApiClient, item: Object) -> list[Object]:
-    """The pods a replica set made and that are not over, those being deleted included."""
+    """Return a replica set's pods that have not ended, including those being deleted."""
     selector = ",".join(f"{key}={value}" for key, value in (item["spec"]["selector"].get("matchLabels") or {}).items())
     listed = (await client.list(PODS, item["metadata"]["namespace"], label_selector=selector or None)).items
     uid = item["metadata"]["uid"]
@@ -61,7 +61,7 @@ async def own_pods(client: ApiClient, item: Object) -> list[Object]:
 
 
 def ready_for(pod: Object) -> float | None:
-    """Seconds since a pod became ready; None when it is not."""
+    """Return the seconds since a pod became ready; None if it is not ready."""
     for condition in (pod.get("status") or {}).get("conditions") or ():
         if condition["type"] == "Ready" and condition["status"] == "True":
             since = timestamps.parse(condition["lastTransitionTime"])
@@ -70,7 +70,7 @@ def ready_for(pod: Object) -> float | None:
 
 
 def controlled_by(owner: Object, kind: str) -> list[Object]:
-    """The ownerReferences of what a controller made for an object."""
+    """Return the ownerReferences for an object that a controller creates."""
     reference = {"apiVersion": "apps/v1", "kind": kind, "controller": True, "blockOwnerDeletion": True}
     return [{**reference, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}]
 

@@ -1,9 +1,9 @@
-"""Persistent volume claims: each gets a directory of its own, shared by all nodes of the cluster.
+"""Persistent volume claims: each gets its own directory, shared by all nodes of the cluster.
 
-The provisioner makes a PersistentVolume of type hostPath for a claim and binds the two. All embedded nodes are one
-machine, so such a directory can be mounted by any number of pods on any nodes at once, whatever the access mode. Claims
-of another storage class, or for a volume or selector of their own, are left for whoever serves them. A claim in use is
-kept until no pod needs it, as on a real cluster, and its directory is deleted with it.
+The provisioner creates a PersistentVolume of type hostPath for a claim and binds the two. All embedded nodes are one
+machine, so any number of pods on any nodes can mount such a directory, in every access mode. The provisioner ignores
+claims with another storage class, a volume name or a selector. As on a real cluster, a claim in use is not deleted
+until no pod needs it; its directory is deleted with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClaimController(Controller):
         return [key_of(claim) for claim in claims if claim and claim["metadata"].get("deletionTimestamp")]
 
     async def reconcile(self, key: Key) -> float | None:
-        """Give one claim its volume, or let both go."""
+        """Provision and bind one claim's volume, or finish the deletion of both."""
         claim = await self.client.find(CLAIMS, key[1], key[0])
         uid = claim["metadata"]["uid"] if claim else None
         for volume in [item for item in self._volumes.values() if _claimant(item) == key]:
@@ -62,7 +62,7 @@ class ClaimController(Controller):
         return ours and spec.get("volumeName") in (None, "", own)
 
     async def _provision(self, claim: Object) -> Object:
-        """Make the volume of a claim; its name follows from the claim's uid, so a repetition finds the first."""
+        """Create the volume of a claim. Its name contains the claim's uid, so a retry finds the existing one."""
         metadata, spec = claim["metadata"], claim["spec"]
         name = f"pvc-{metadata['uid']}"
         path = self._directory / name
@@ -106,7 +106,7 @@ class ClaimController(Controller):
         await self.client.patch(CLAIMS, name, {"status": status}, space, subresource="status")
 
     async def _remove_protection(self, claim: Object) -> None:
-        """Drop the protection of a claim being deleted once no pod that may still run names it."""
+        """Remove the protection finalizer of a deleted claim once no pod that may still run uses it."""
         (space, name), metadata = key_of(claim), claim["metadata"]
         finalizers = metadata.get("finalizers") or []
         if _CLAIM_PROTECTION not in finalizers:
@@ -119,7 +119,7 @@ class ClaimController(Controller):
         await self.client.patch(CLAIMS, name, body, space)
 
     async def _reclaim(self, volume: Object) -> None:
-        """The claim of a volume is gone: delete it with its directory if it was provisioned here."""
+        """Delete the volume of a deleted claim, with its directory, if it was provisioned here."""
         metadata = volume["metadata"]
         if (metadata.get("annotations") or {}).get(_PROVISIONED_BY) != PROVISIONER:
             return

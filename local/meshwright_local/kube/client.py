@@ -1,4 +1,4 @@
-"""A small asynchronous Kubernetes API client: raw dictionaries in and out, nothing generated.
+"""A small asynchronous Kubernetes API client for raw dictionaries, without generated code.
 
 The scheduler, the controllers and the node agents of the embedded cluster use it and nothing else, so they work against
 any API server. The official client is not used here: its models cost more than the requests.
@@ -26,7 +26,7 @@ _PAGE = "500"
 
 
 class ApiError(Exception):
-    """An answer of 400 or more. `reason` is the machine-readable one of the Status object."""
+    """A response with code 400 or more. `reason` is that of the Status object."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -36,7 +36,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, status: int, content: bytes) -> ApiError:
-        """From an answer's body; whatever is no Status object becomes the message."""
+        """Create it from a response body. A body that is not a Status object becomes the message."""
         try:
             body = orjson.loads(content)
             return cls(status, body.get("reason", ""), body.get("message", ""))
@@ -45,12 +45,12 @@ class ApiError(Exception):
 
 
 REQUEST_ERRORS = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
-"""What a request may raise that is no defect of the caller."""
+"""Exceptions of a request that are not bugs of the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectList:
-    """A consistent list: every item, and the revision to watch from."""
+    """A consistent list: all items, and the revision to watch from."""
 
     items: list[Object]
     resource_version: str
@@ -59,7 +59,8 @@ class ObjectList:
 class ApiClient:
     """Requests to one API server over a shared pool of connections.
 
-    Every method raises ApiError for an error answer, aiohttp.ClientError or TimeoutError when the server is away.
+    Every method raises ApiError for an error response, and aiohttp.ClientError or TimeoutError if the server is
+    unavailable.
     """
 
     def __init__(self, connection: Connection, *, user_agent: str = "meshwright-local", timeout: float = 30.0) -> None:
@@ -99,7 +100,7 @@ class ApiClient:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Any:
-        """One request; the decoded JSON answer, or the text of one that is no JSON."""
+        """Send one request. Return the decoded JSON response, or the text of a response that is not JSON."""
         data = None if body is None else orjson.dumps(body)
         headers = {} if body is None else {"Content-Type": content_type}
         url = self.connection.url + path
@@ -112,12 +113,12 @@ class ApiClient:
             return orjson.loads(content) if "json" in response.content_type else content.decode()
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
-        """One object."""
+        """Return one object."""
         answer: Object = await self.request("GET", resource.path(namespace, name))
         return answer
 
     async def find(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
-        """One object, or None when there is none."""
+        """Return one object, or None if it does not exist."""
         try:
             return await self.get(resource, name, namespace)
         except ApiError as error:
@@ -133,7 +134,7 @@ class ApiClient:
         label_selector: str | None = None,
         field_selector: str | None = None,
     ) -> ObjectList:
-        """Every matching object, fetched in pages. Items get the kind and apiVersion that lists leave out."""
+        """Return all matching objects, fetched in pages. Adds the kind and apiVersion that list items lack."""
         params = _params(labelSelector=label_selector, fieldSelector=field_selector, limit=_PAGE)
         items: list[Object] = []
         while True:
@@ -146,7 +147,7 @@ class ApiClient:
             params["continue"] = continue_token
 
     async def create(self, resource: Resource, body: Object, namespace: str | None = None) -> Object:
-        """Create an object; the namespace is the body's own unless given."""
+        """Create an object, in the namespace of its metadata unless `namespace` is given."""
         space = namespace or (body.get("metadata") or {}).get("namespace")
         full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
         answer: Object = await self.request("POST", resource.path(space), body=full)
@@ -168,7 +169,7 @@ class ApiClient:
         return answer
 
     async def set_condition(self, resource: Resource, item: Object, condition: Object) -> None:
-        """Merge one condition into the status of exactly this object (409 when another has taken its name)."""
+        """Merge one condition into the status of exactly this object (409 if a new object has its name)."""
         metadata = item["metadata"]
         body = {"metadata": {"uid": metadata["uid"]}, "status": {"conditions": [condition]}}
         space = metadata.get("namespace")
@@ -185,7 +186,7 @@ class ApiClient:
         propagation: str | None = None,
         uid: str | None = None,
     ) -> bool:
-        """Delete an object; False when there was none, or (with `uid`) only another one of that name."""
+        """Delete an object. Return False if it did not exist or, with `uid`, only another object has that name."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
@@ -210,7 +211,7 @@ class ApiClient:
         label_selector: str | None = None,
         field_selector: str | None = None,
     ) -> AsyncIterator[Object]:
-        """Watch events `{type, object}` after a revision, until the server ends the stream.
+        """Yield watch events `{type, object}` after a revision, until the server ends the stream.
 
         Raises:
             ApiError: The stream carried an error; 410 means the revision is too old, so list again.
@@ -232,7 +233,7 @@ class ApiClient:
     async def lines(
         self, path: str, params: Mapping[str, str] | None = None, *, idle: float | None = None
     ) -> AsyncIterator[bytes]:
-        """The lines of a streamed answer, such as a watch or a pod's log, without their line ends.
+        """Yield the lines of a streamed response, such as a watch or a pod's log, without line ends.
 
         Lines may be of any length, which aiohttp's own line reader does not allow.
         """
@@ -249,7 +250,7 @@ class ApiClient:
                 yield rest
 
     async def resources(self) -> dict[Resource, frozenset[str]]:
-        """Every served resource with its verbs, each group in its preferred version; subresources are left out."""
+        """Return every served resource with its verbs, each group in its preferred version, without subresources."""
         versions = [("", "v1")]
         for group in (await self.request("GET", "/apis")).get("groups") or ():
             versions.append((group["name"], group["preferredVersion"]["version"]))
@@ -258,7 +259,7 @@ class ApiClient:
             try:
                 answer = await self.request("GET", f"/apis/{group}/{version}" if group else f"/api/{version}")
             except ApiError as error:
-                # A group whose last definition went away between the two requests, or an aggregated server is down.
+                # The last definition of a group was deleted between the two requests, or an aggregated server is down.
                 if error.status in (404, 503):
                     continue
                 raise
@@ -269,7 +270,7 @@ class ApiClient:
         return found
 
     async def wait_ready(self, seconds: float = 30.0) -> None:
-        """Wait until the server says it is ready; TimeoutError when it does not within the time."""
+        """Wait until the server is ready. Raises TimeoutError if it takes too long."""
         async with asyncio.timeout(seconds):
             while True:
                 try:

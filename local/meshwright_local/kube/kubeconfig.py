@@ -14,7 +14,7 @@ import yaml
 
 
 class KubeconfigError(Exception):
-    """A kubeconfig file that cannot be used; the message names the file and the field."""
+    """A kubeconfig file cannot be used; the message names the file and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Connection:
     url: str
     token: str | None = None
     ca_pem: str | None = None
-    """Certificates to trust; None: the system's."""
+    """Certificates to trust; None: those of the system."""
     client_pem: str | None = None
-    """Client certificate and private key, concatenated; None without one."""
+    """Client certificate and private key, concatenated; None if there is none."""
     verify: bool = True
 
     def __repr__(self) -> str:
         return f"Connection({self.url!r})"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """The TLS settings, or None over plain HTTP."""
+        """Return the TLS settings, or None for plain HTTP."""
         if not self.url.startswith("https://"):
             return None
         context = ssl.create_default_context(cadata=self.ca_pem)
@@ -41,7 +41,7 @@ class Connection:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         if self.client_pem:
-            # The ssl module takes key pairs from files only; this one is private to us and gone at once.
+            # The ssl module reads key pairs only from files. This file is private and deleted at once.
             with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
                 file.write(self.client_pem)
                 file.flush()
@@ -53,14 +53,14 @@ class Connection:
         """Read one context (default: the current one) of a kubeconfig file.
 
         Raises:
-            KubeconfigError: No such file or context, or credentials by a plugin, which are not supported.
+            KubeconfigError: The file or context does not exist, or a plugin provides the credentials.
         """
         try:
             config = yaml.safe_load(path.read_text())
         except (OSError, yaml.YAMLError) as error:
             raise KubeconfigError(f"{path}: cannot be read: {error}") from error
         if not isinstance(config, dict):
-            raise KubeconfigError(f"{path}: is no kubeconfig")
+            raise KubeconfigError(f"{path}: is not a kubeconfig file")
         chosen = _entry(config, path, "contexts", "context", context or config.get("current-context") or "")
         cluster = _entry(config, path, "clusters", "cluster", chosen.get("cluster", ""))
         user = _entry(config, path, "users", "user", chosen["user"]) if chosen.get("user") else {}
@@ -94,7 +94,7 @@ def _pem(section: dict[str, Any], field: str, path: Path) -> str | None:
 
 
 def write_kubeconfig(path: Path, connection: Connection) -> None:
-    """Write a kubeconfig file with one context, readable by its owner alone; an existing file is replaced at once."""
+    """Write a kubeconfig file with one context, readable only by its owner. Replaces an existing file atomically."""
     cluster: dict[str, object] = {"server": connection.url}
     if connection.ca_pem:
         cluster["certificate-authority-data"] = base64.b64encode(connection.ca_pem.encode()).decode()

@@ -1,4 +1,4 @@
-"""Events for people: recorded in the background, counted up when they repeat."""
+"""Kubernetes Events: posted in the background; a repetition increments the count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """Posts events of one component. `emit` never waits and never fails; `run` does the requests."""
+    """Posts events of one component. `emit` never waits and never fails; `run` sends the requests."""
 
     def __init__(self, client: ApiClient, component: str, host: str = "") -> None:
         self._client = client
@@ -23,24 +23,24 @@ class EventRecorder:
         self._queue: asyncio.Queue[tuple[Object, str, str, str]] = asyncio.Queue(maxsize=1000)
 
     def emit(self, item: Object, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        """Say what happened to an object. Dropped when a thousand others wait: events are no record of truth."""
+        """Queue an event about an object. Drops it if 1,000 others wait."""
         try:
             self._queue.put_nowait((item, kind, reason, message))
         except asyncio.QueueFull:
             logger.warning("event dropped: %s %s", reason, message)
 
     async def run(self) -> None:
-        """Post until cancelled."""
+        """Post queued events until cancelled."""
         while True:
             item, kind, reason, message = await self._queue.get()
             try:
                 await self._post(item, kind, reason, message)
             except REQUEST_ERRORS as error:
-                # Also the ordinary outcome in a namespace that is being deleted.
+                # This is expected in a namespace that is being deleted.
                 logger.debug("event %s not posted: %s", reason, error)
 
     async def _post(self, item: Object, kind: str, reason: str, message: str) -> None:
-        """Create the event; its name follows from what it says, so a repetition finds the first and counts it up."""
+        """Create the event. Its name is a hash of its content, so a repetition finds it and increments its count."""
         metadata, moment = item["metadata"], timestamps.now()
         digest = hashlib.sha256(repr((metadata["uid"], self._source, reason, message)).encode()).hexdigest()
         name, namespace = f"{metadata['name']}.{digest[:16]}", metadata.get("namespace") or "default"

@@ -1,7 +1,7 @@
 """List and watch: a local copy of a resource that reports every difference, also across lost connections.
 
-A watch alone forgets what vanished while it was disconnected. So after each interruption the resource is listed
-again and compared with the copy; what is missing is reported as deleted, and a name whose uid changed as deleted and
+A watch misses deletions while it is disconnected. After each interruption the reflector therefore lists the resource
+again and compares it with the copy: it reports missing objects as deleted, and a name whose uid changed as deleted and
 added.
 """
 
@@ -19,7 +19,7 @@ from meshwright_local.kube.resources import Object, Resource, key_of
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 5.0
+_MAX_BACKOFF_SECONDS = 5.0
 
 
 class ChangeType(StrEnum):
@@ -32,7 +32,7 @@ class ChangeType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference: the object as it is now (or was last, when deleted) and as it was before."""
+    """One difference: the object now (if it was deleted, its last state) and before."""
 
     type: ChangeType
     object: Object
@@ -42,7 +42,7 @@ class Change:
 class Reflector:
     """Keeps `objects` equal to a resource on the server and calls `listeners` for every change, in order.
 
-    Listeners are plain functions that must not block: they put work into queues. `synced` is set after the first list.
+    Listeners are functions that must not block, for example by adding to a queue. `synced` is set after the first list.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Reflector:
         self._trim = trim
 
     async def run(self) -> None:
-        """Follow the resource until cancelled; outages are retried with growing pauses."""
+        """Watch the resource until cancelled. Retries with exponential backoff."""
         version = ""
         failures = 0
         while True:
@@ -82,11 +82,11 @@ class Reflector:
                         self._store(ChangeType(event["type"]), event["object"])
             except REQUEST_ERRORS as error:
                 version = ""
-                # A revision that is too old is ordinary: list again at once.
+                # A revision that is too old is expected: list again at once.
                 failures += not (isinstance(error, ApiError) and error.status in (410, 504))
                 logger.debug("%s: watch lost: %r", self.resource.plural, error)
-            pause = min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) if failures else 0.0
-            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - spreads retries, guards nothing
+            backoff = min(_MAX_BACKOFF_SECONDS, 0.05 * 2 ** min(failures, 10)) if failures else 0.0
+            await asyncio.sleep(backoff * (0.5 + random.random()))  # noqa: S311 - jitter, not a secret
 
     async def _list(self) -> str:
         listed = await self._client.list(
@@ -128,7 +128,7 @@ class Reflector:
 
 
 class Informers:
-    """Reflectors by resource, each started once however many components ask for it."""
+    """One shared reflector per resource for all components of a process."""
 
     def __init__(self, client: ApiClient) -> None:
         self.client = client
@@ -136,11 +136,11 @@ class Informers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def get(self, resource: Resource) -> Reflector:
-        """The reflector of a resource. It begins with `start`, so that listeners added before miss nothing."""
+        """Return the reflector of a resource. It runs from `start` on: listeners that are added before miss nothing."""
         return self._reflectors.setdefault(resource, Reflector(self.client, resource))
 
     def start(self) -> None:
-        """Start every reflector that was asked for."""
+        """Start every reflector that `get` returned."""
         self._tasks = [asyncio.create_task(reflector.run()) for reflector in self._reflectors.values()]
 
     async def stop(self) -> None:

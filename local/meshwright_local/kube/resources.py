@@ -1,4 +1,4 @@
-"""API resources by name: where each kind lives in the URL space of a Kubernetes API server."""
+"""API resources: the URL paths of each kind on a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from meshwright.api import labels
 
 Object = dict[str, Any]
-"""A raw Kubernetes object, as JSON gives it."""
+"""A raw Kubernetes object, decoded from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind of object an API server keeps."""
+    """One kind of object that an API server stores."""
 
     group: str
     version: str
@@ -27,7 +27,7 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """The URL path of the collection (without `namespace`: of all namespaces), one object, or its subresource."""
+        """Return the URL path of a collection (without `namespace`: of all namespaces), an object or a subresource."""
         parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
         if self.namespaced and namespace:
             parts += ["namespaces", namespace]
@@ -47,11 +47,11 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 REPLICA_SETS = Resource("apps", "v1", "replicasets", "ReplicaSet")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 LEASE_NAMESPACE = "kube-node-lease"
-"""Where nodes keep their leases."""
+"""Namespace of the nodes' leases."""
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
 JOBS = Resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND)
 
 
 def key_of(item: Object) -> tuple[str, str]:
-    """`(namespace, name)` of an object; the namespace is empty for cluster-wide ones."""
+    """Return `(namespace, name)` of an object; the namespace is empty for cluster-scoped objects."""
     return item["metadata"].get("namespace") or "", item["metadata"]["name"]

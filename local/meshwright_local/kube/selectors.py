@@ -9,7 +9,7 @@ from meshwright_local.kube.resources import Object
 
 
 def requirement_holds(values: Mapping[str, str], requirement: Object) -> bool:
-    """One `{key, operator, values}`: In, NotIn, Exists, DoesNotExist, Gt or Lt."""
+    """Return whether values satisfy a requirement `{key, operator, values}`."""
     value = values.get(requirement["key"])
     wanted = requirement.get("values") or []
     match requirement["operator"]:
@@ -32,7 +32,7 @@ def requirement_holds(values: Mapping[str, str], requirement: Object) -> bool:
 
 
 def labels_match(selector: Object | None, labels: Mapping[str, str]) -> bool:
-    """A LabelSelector: None selects nothing, the empty one everything."""
+    """Return whether a LabelSelector matches labels: None matches nothing, an empty one everything."""
     if selector is None:
         return False
     plain = selector.get("matchLabels") or {}
@@ -42,7 +42,7 @@ def labels_match(selector: Object | None, labels: Mapping[str, str]) -> bool:
 
 
 def node_term_matches(term: Object, node: Object) -> bool:
-    """One nodeSelectorTerm; an empty term matches no node, as in Kubernetes."""
+    """Return whether a nodeSelectorTerm matches a node. An empty term matches no node, as in Kubernetes."""
     expressions = term.get("matchExpressions") or ()
     fields = term.get("matchFields") or ()
     if not expressions and not fields:
@@ -55,7 +55,7 @@ def node_term_matches(term: Object, node: Object) -> bool:
 
 
 def node_matches(pod_spec: Object, node: Object) -> bool:
-    """`nodeSelector` and required node affinity of a pod."""
+    """Return whether a node satisfies a pod's `nodeSelector` and required node affinity."""
     labels = node["metadata"].get("labels") or {}
     if any(labels.get(key) != value for key, value in (pod_spec.get("nodeSelector") or {}).items()):
         return False
@@ -64,14 +64,14 @@ def node_matches(pod_spec: Object, node: Object) -> bool:
 
 
 def required_node_terms(pod_spec: Object) -> list[Object] | None:
-    """The required node affinity's terms (any must match), or None without one."""
+    """Return the terms of the required node affinity, of which one must match, or None if there is none."""
     affinity = (pod_spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
     return None if required is None else list(required.get("nodeSelectorTerms") or ())
 
 
 def pinned_to(pod_spec: Object) -> set[str] | None:
-    """The only nodes a pod can go to, when every term of its required affinity names some; else None."""
+    """Return the only nodes that a pod can run on, if every term of its required affinity names nodes; else None."""
     terms = required_node_terms(pod_spec)
     names: set[str] = set()
     for term in terms or ():
@@ -83,11 +83,11 @@ def pinned_to(pod_spec: Object) -> set[str] | None:
 
 
 def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
-    """Whether any toleration covers a taint."""
+    """Return whether any toleration covers a taint."""
     return any(toleration_covers(toleration, taint) for toleration in tolerations)
 
 
 def toleration_covers(toleration: Object, taint: Object) -> bool:
-    """Whether one toleration covers a taint."""
+    """Return whether one toleration covers a taint."""
     key, value, effect = toleration.get("key"), toleration.get("value"), toleration.get("effect")
     return covers_taint(key, toleration.get("operator", "Equal"), value, effect, taint)

@@ -1,4 +1,4 @@
-"""Time as Kubernetes writes it."""
+"""Timestamps in the formats of Kubernetes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import datetime
 
 
 def now() -> str:
-    """Now, RFC 3339 in whole seconds: metav1.Time."""
+    """Return the current time as metav1.Time: RFC 3339 in whole seconds."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def now_micro() -> str:
-    """Now with microseconds: metav1.MicroTime."""
+    """Return the current time as metav1.MicroTime: with microseconds."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def parse(text: str) -> datetime.datetime:
-    """A point in time, with any number of fractional digits.
+    """Parse a time with any number of fractional digits.
 
     Raises:
-        ValueError: Not RFC 3339.
+        ValueError: The text is not RFC 3339.
     """
     head, dot, tail = text.removesuffix("Z").partition(".")
     digits = tail[:6] if dot and tail.isdigit() else ""

@@ -36,26 +36,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent needs beside its node."""
+    """Settings of an agent, apart from its node."""
 
     directory: Path
-    """Volumes, logs and homes of pods go here, by uid."""
+    """Directory of pods' volumes, logs and home directories, by uid."""
     kubelet: KubeletTls
     renew_seconds: float = 10.0
-    """Between two renewals of the node's lease."""
+    """Interval between two renewals of the node's lease."""
     restart_backoff_seconds: float = 10.0
-    """Seconds before the second restart of a container, as a kubelet has it."""
+    """Seconds before the second restart of a container, as in the kubelet."""
     isolate: bool = True
-    """Give containers a file system of their own where this process may do so; False: never."""
+    """Give containers their own view of the file system if this process is permitted to; False: never."""
 
 
 class NodeAgent:
-    """One node. `start` returns when it is registered; `stop` leaves no process behind."""
+    """The agent of one node. `start` returns when it is registered; `stop` leaves no process behind."""
 
     def __init__(self, client: ApiClient, spec: NodeSpec, addresses: PodAddresses, settings: AgentSettings) -> None:
         self.spec = spec
         self.isolated = False
-        """Whether containers of this node have a file system of their own; known once it is started."""
+        """Whether containers of this node have their own view of the file system; known once it is started."""
         self._client = client
         self._addresses = addresses
         self._settings = settings
@@ -69,7 +69,7 @@ class NodeAgent:
         self._pods: Reflector
 
     async def start(self) -> None:
-        """Serve the kubelet's endpoints, register the node, then run pods."""
+        """Serve the kubelet's endpoints, register the node, and begin to run pods."""
         directory = self._settings.directory
         self.isolated = self._settings.isolate and await _can_isolate(directory / "trial")
         if self.isolated:
@@ -90,7 +90,7 @@ class NodeAgent:
         self._serve(self._sweep())
 
     async def stop(self) -> None:
-        """Kill every pod's processes and end. The API is told nothing: to it, the node just falls silent."""
+        """Kill every pod's processes and stop. Reports nothing to the API server, which only misses heartbeats."""
         self._online.clear()
         for runner in self._runners.values():
             runner.kill()
@@ -110,31 +110,31 @@ class NodeAgent:
         self._host = None
 
     async def power_off(self) -> None:
-        """The machine loses power: all its processes are gone at once and nobody is told. `recover` boots it."""
+        """Simulate a power loss: kill all processes at once, without a report to the API server, until `recover`."""
         await self.stop()
 
     async def partition(self) -> None:
-        """The control plane and this node lose sight of each other; pods keep running, and reaching each other.
+        """Simulate a partition from the control plane: pods keep running and can reach each other.
 
-        No heartbeat, status or event is sent, no new or deleted pod is noticed, and logs and exec are refused, until
-        `recover`.
+        Until `recover`, the agent sends no heartbeat, status or event, notices no new or deleted pod, and rejects logs
+        and exec.
         """
         await self._disconnect()
 
     async def recover(self) -> None:
-        """The end of `power_off` or `partition`: register again and catch up. Does nothing to a node that is well."""
+        """End `power_off` or `partition`: register again and catch up. Does nothing on a healthy node."""
         if self._host is None:
             await self.start()
         elif not self._online.is_set():
             await self._connect(self._host)
 
     def signal(self, namespace: str, pod: str, container: str = "", number: Signals = SIGKILL) -> None:
-        """Send a signal to a container's main process, as an accident would; by default kill its first container.
+        """Send a signal to a container's main process; by default kill the pod's first container.
 
-        The container's restart policy decides what follows. With SIGKILL its other processes die with it.
+        The restart policy applies. After SIGKILL the container's other processes are killed too.
 
         Raises:
-            KeyError: No such container runs on this node.
+            KeyError: The container does not run on this node.
         """
         found = self.find(namespace, pod)
         running = self.container(found, container or found["spec"]["containers"][0]["name"]) if found else None
@@ -143,16 +143,16 @@ class NodeAgent:
         running.signal(number)
 
     def find(self, namespace: str, name: str) -> Object | None:
-        """A pod of this node."""
+        """Return a pod of this node."""
         return self._pods.objects.get((namespace, name))
 
     def container(self, pod: Object, name: str) -> Container | None:
-        """A container of a pod that this agent has started; it stays until the pod's object is gone."""
+        """Return a container that this agent has started. It exists until the pod's object is gone."""
         runner = self._runners.get(pod["metadata"]["uid"])
         return next((item for item in runner.all_containers if item.name == name), None) if runner else None
 
     def pod_directory(self, uid: str) -> Path:
-        """Everything a pod left on this node, such as its logs."""
+        """Return the directory of everything that a pod leaves on this node, such as its logs."""
         return self._settings.directory / "pods" / uid
 
     async def _connect(self, host: Host) -> None:
@@ -211,10 +211,10 @@ class NodeAgent:
         runner.update(pod)
 
     def _admission_failure(self, pod: Object) -> tuple[str, str] | None:
-        """Why a pod does not fit what is left, as `(reason, message)`: it may have come past the scheduler."""
+        """Return why a pod does not fit, as `(reason, message)`: it may have bypassed the scheduler."""
         used: Counter[str] = Counter()
         for uid, runner in self._runners.items():
-            # The scheduler gave away what a pod held as soon as its object was gone, and its processes die right now.
+            # The scheduler reuses a pod's resources once its object is gone; its processes may not be killed yet.
             if not runner.over and uid not in self._leaving:
                 used += pod_requests(runner.sandbox.pod)
         for name, amount in pod_requests(pod).items():
@@ -225,7 +225,7 @@ class NodeAgent:
         return None
 
     async def _forget(self, uid: str) -> None:
-        """The object is gone: so must everything of the pod be, at once."""
+        """Remove everything of a pod at once, because its object is gone."""
         runner, task = self._runners.get(uid), self._tasks.get(uid)
         if runner is not None and task is not None:
             runner.kill()
@@ -237,13 +237,13 @@ class NodeAgent:
         await asyncio.to_thread(_remove, self.pod_directory(uid))
 
     async def _release(self, runner: PodRunner) -> None:
-        """Give back what a pod had, once its processes are gone."""
+        """Release a pod's resources, once its processes are gone."""
         await runner.gone()
         self._addresses.names.remove(runner.sandbox.hosts)
         self._addresses.release(runner.sandbox.ip)
 
     async def _sweep(self) -> None:
-        """Remove what is left of pods that vanished while no agent ran."""
+        """Remove the files of pods that were deleted while no agent ran."""
         await self._pods.synced.wait()
         known = {pod["metadata"]["uid"] for pod in self._pods.objects.values()} | set(self._runners)
         for directory in (self._settings.directory / "pods").glob("*"):
@@ -257,7 +257,7 @@ def _remove(directory: Path) -> None:
 
 
 async def _can_isolate(trial: Path) -> bool:
-    """Try whether containers can have a file system of their own."""
+    """Return whether containers can have their own view of the file system, by trying it."""
     trial.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     view = FileSystemView(
         str(trial), "trial", [Mount(str(trial), "/meshwright/trial"), Mount(str(trial), "/dev/meshwright")]

@@ -20,7 +20,7 @@ from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NAMESPACES,
 logger = logging.getLogger(__name__)
 
 FILE_SYSTEM_ANNOTATION = f"{labels.GROUP}/pod-file-system"
-"""On nodes: `mounted` where containers see their volumes at their mount paths, else `rewritten`."""
+"""On nodes: `mounted` if containers see their volumes at their mount paths, else `rewritten`."""
 
 _LEASE_DURATION = 40
 _HEALTHY = (
@@ -39,12 +39,12 @@ class NodeSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[Object, ...] = ()
     capacity: Mapping[str, str] = field(default_factory=lambda: {"cpu": "64", "memory": "256Gi", "pods": "110"})
-    """What it claims to have; not measured, because several nodes share one machine."""
+    """Advertised resources. They are not measured, because several nodes share one machine."""
     address: str = "127.0.0.1"
 
 
 class NodeRegistration:
-    """Registers a node, keeps its lease fresh and its status current."""
+    """Registers a node, renews its lease and updates its status."""
 
     def __init__(self, client: ApiClient, spec: NodeSpec, kubelet_port: int, file_system: str) -> None:
         self._client = client
@@ -71,7 +71,7 @@ class NodeRegistration:
         await self._renew()
 
     async def run(self, renew_seconds: float) -> None:
-        """Renew the lease every few seconds until cancelled, and the rest when somebody doubts or deleted it."""
+        """Renew the lease every few seconds until cancelled. Repair the node if it was tainted, changed or deleted."""
         while True:
             try:
                 await self._renew()
@@ -92,7 +92,7 @@ class NodeRegistration:
         except ApiError as error:
             if error.status != 404:
                 raise
-            # The control plane makes the namespace, and may be a moment behind.
+            # The control plane creates the namespace, perhaps a little later.
             await self._create(NAMESPACES, {"metadata": {"name": LEASE_NAMESPACE}})
             await self._create(LEASES, {"metadata": {"name": name, "namespace": LEASE_NAMESPACE}, "spec": spec})
 
@@ -100,7 +100,7 @@ class NodeRegistration:
         try:
             await self._client.create(resource, body)
         except ApiError as error:
-            # Another node was first.
+            # Another node created it first.
             if error.status != 409:
                 raise
 
@@ -117,7 +117,7 @@ class NodeRegistration:
                 {"type": "Hostname", "address": spec.name},
             ],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
-            # From 1.36 on a kube-apiserver passes exec on as a WebSocket to nodes that say this, to others as SPDY.
+            # Since 1.36 a kube-apiserver forwards exec as a WebSocket to nodes with this feature, to others as SPDY.
             "declaredFeatures": ["ExtendWebSocketsToKubelet"],
             "nodeInfo": {
                 **dict.fromkeys(("machineID", "systemUUID", "bootID", "kubeProxyVersion"), ""),

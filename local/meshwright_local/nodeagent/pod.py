@@ -1,4 +1,4 @@
-"""One pod's life on a node: volumes, init containers, containers, the end, and the confirmation of its deletion."""
+"""One pod's lifecycle on a node: volumes, init containers, containers, termination, confirmation of its deletion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOST = "The container could not be located when the pod was terminated"
 
 
 class PodRunner:
-    """Runs a pod bound to this node. `run` returns when no process of it is left and the API knows."""
+    """Runs a pod bound to this node. `run` returns when none of its processes is left and the API has its status."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -42,46 +42,46 @@ class PodRunner:
 
     @property
     def all_containers(self) -> list[Container]:
-        """Init containers, then the others."""
+        """The init containers, then the others."""
         return [*self.init, *self.containers]
 
     @property
     def deleting(self) -> bool:
-        """Whether somebody deleted the pod."""
+        """Whether the pod was deleted."""
         return bool(self.sandbox.pod["metadata"].get("deletionTimestamp"))
 
     def update(self, pod: Object) -> None:
-        """The object changed: notice its deletion, also when a later one gives it less time."""
+        """Handle a change of the object: a deletion, or a second one with a shorter grace period."""
         self.sandbox.pod = pod
         if self.deleting:
             self._stop(float(pod["metadata"].get("deletionGracePeriodSeconds", self.sandbox.grace)))
 
     def fail(self, reason: str, message: str, grace: float = 0.0) -> None:
-        """End the pod as failed, before or after it has begun."""
+        """End the pod as failed, before or after its containers have started."""
         self._failure = (reason, message)
         self.sandbox.event("Warning", reason, message)
         self._stop(grace)
 
     def kill(self) -> None:
-        """End every process at once: the object is gone, or the node ends."""
+        """Kill every process at once, because the object is gone or the node stops."""
         self._stopping.set()
         for container in self.all_containers:
             container.kill()
 
     async def gone(self) -> None:
-        """Wait until no process of the pod is left, and remove what only they needed."""
+        """Wait until no process of the pod is left, and remove files that only they needed."""
         for container in self.all_containers:
             await container.gone()
         await asyncio.to_thread(discard_links, self.sandbox.directory)
 
     async def run(self) -> None:
-        """Live."""
+        """Run the pod until it ends."""
         reporting = asyncio.create_task(self._report())
         try:
             await self._live()
         except Exception:
-            logger.exception("pod %s/%s failed in its agent", self.sandbox.namespace, self.sandbox.name)
-            self.fail("NodeAgentError", "the node agent's log says more")
+            logger.exception("pod %s/%s: error in the node agent", self.sandbox.namespace, self.sandbox.name)
+            self.fail("NodeAgentError", "see the log of the node agent")
         finally:
             self.kill()
             reporting.cancel()
@@ -93,7 +93,7 @@ class PodRunner:
         await self.confirm_deletion()
 
     async def confirm_deletion(self) -> None:
-        """Tell the API that nothing of a deleted pod runs any more; only then does its object go away."""
+        """Confirm to the API server that no process of a deleted pod runs; only then is its object removed."""
         sandbox, client = self.sandbox, self.sandbox.host.client
         while self.deleting:
             await sandbox.host.online.wait()
@@ -111,7 +111,7 @@ class PodRunner:
         if seconds is not None:
             left = seconds - (timestamps.parse(timestamps.now()) - timestamps.parse(self._start_time)).total_seconds()
             self._timers.append(asyncio.get_running_loop().call_later(left, self._deadline_passed))
-        # Whoever reads `status.podIP` may do so from the container's first moment on.
+        # A container may read `status.podIP` as soon as it starts.
         await self._flush()
         await self._prepare_volumes()
         for container in self.init:
@@ -127,17 +127,17 @@ class PodRunner:
                 group.create_task(container.run())
 
     def _adopt(self) -> bool:
-        """Take over a pod that an earlier agent ran. Its processes died with that agent.
+        """Take over a pod of an earlier agent. Its processes died with that agent.
 
         Returns:
-            Whether the pod is over because nothing may be restarted.
+            Whether the pod has ended because nothing may be restarted.
         """
         reported = (self.sandbox.pod.get("status") or {}).get("containerStatuses") or ()
         before = {item["name"]: item for item in reported}
         for container in self.containers:
             item = before.get(container.name) or {}
             state = item.get("state") or {"waiting": {}}
-            # A log shows a run that its agent did not live to report. Running twice would be worse than failing.
+            # A log proves a run that the earlier agent did not report. To run it twice would be worse than to fail.
             runs = len(list(container.logs.glob("*.log")))
             if not runs and "waiting" in state:
                 continue
@@ -153,7 +153,7 @@ class PodRunner:
         return any(container.terminated for container in self.containers)
 
     async def _prepare_volumes(self) -> None:
-        """Make the volumes, waiting for what is missing until the pod is told to stop."""
+        """Set up the volumes. Wait for missing objects until the pod is stopped."""
         stop_requested = ""
         while not self._stopping.is_set():
             try:
@@ -172,7 +172,7 @@ class PodRunner:
         self.fail("DeadlineExceeded", message, self.sandbox.grace)
 
     def _stop(self, grace: float) -> None:
-        """Ask every container to end, and kill what is left when the grace period is over."""
+        """Ask every container to stop, and kill the remaining ones after the grace period."""
         loop = asyncio.get_running_loop()
         at = loop.time() + grace
         if at >= self._kill_at:
@@ -192,7 +192,7 @@ class PodRunner:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Return once the API has the present status, or the pod's object is gone."""
+        """Return once the API server has the current status, or the pod's object is gone."""
         sandbox, client = self.sandbox, self.sandbox.host.client
         async with self._reporting:
             while True:
@@ -201,7 +201,7 @@ class PodRunner:
                 body = self.status()
                 if body == self._sent:
                     return
-                # The uid makes the server refuse a report about an earlier pod of the same name.
+                # The uid makes the server reject a report about an earlier pod of the same name.
                 patch = {"metadata": {"uid": sandbox.uid}, "status": body}
                 how = {"subresource": "status", "content_type": STRATEGIC_PATCH}
                 try:
@@ -215,7 +215,7 @@ class PodRunner:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def phase(self) -> str:
-        """Pending, Running, Succeeded or Failed."""
+        """Return the phase: Pending, Running, Succeeded or Failed."""
         if self.over:
             ends = [container.terminated or {"exitCode": 137} for container in self.containers]
             ends += [container.terminated for container in self.init if container.terminated]
@@ -225,7 +225,7 @@ class PodRunner:
         return "Running" if begun else "Pending"
 
     def status(self) -> Object:
-        """The pod status to report, as a strategic merge patch."""
+        """Return the pod status to report, as a strategic merge patch."""
         host, phase = self.sandbox.host.spec, self.phase()
         ready = not self.over and all(container.status["ready"] for container in self.containers)
         unready = {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady")
@@ -241,7 +241,7 @@ class PodRunner:
             "reason": reason,
             "message": message,
             "startTime": self._start_time,
-            # The merge is by address: one of an earlier life of the pod would stay beside the present one.
+            # The merge key is the address: without this, an address of an earlier run of the pod would stay.
             **{"podIP": self.sandbox.ip, "podIPs": [{"$patch": "replace"}, {"ip": self.sandbox.ip}]},
             **{"hostIP": host.address, "hostIPs": [{"$patch": "replace"}, {"ip": host.address}]},
             "conditions": [self._condition(*condition) for condition in conditions],
@@ -252,6 +252,6 @@ class PodRunner:
     def _condition(self, kind: str, holds: bool, reason: str | None) -> Object:
         if self._transitions.get(kind, (None,))[0] != holds:
             self._transitions[kind] = (holds, timestamps.now())
-        # An empty reason is written too: a patch leaves out nothing that it does not name.
+        # Write an empty reason too: a patch does not remove fields that it does not name.
         value, since = "True" if holds else "False", self._transitions[kind][1]
         return {"type": kind, "status": value, "lastTransitionTime": since, "reason": None if holds else reason}

@@ -1,4 +1,4 @@
-"""What the parts of one running pod share: its object, its place on this machine, and what it may ask of its node."""
+"""State that the parts of one running pod share: its object, its directories, and services of its node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meshwright_local.kube.resources import SECRETS, Object, Resource
 from meshwright_local.nodeagent.node import NodeSpec
 
 API_ERRORS = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
-"""What a request may end with that may go better later."""
+"""Exceptions of a request that may succeed later."""
 
 
 class PodSpecError(Exception):
-    """Something in a pod's spec that is missing (yet), or cannot be had here; the message names it."""
+    """Something in a pod's spec is missing (yet), or is not supported here; the message names it."""
 
     def __init__(self, message: str, reason: str = "CreateContainerConfigError") -> None:
         super().__init__(message)
@@ -32,33 +32,33 @@ class PodSpecError(Exception):
 
 @dataclass(slots=True)
 class Host:
-    """What all pods of a node share."""
+    """State that all pods of a node share."""
 
     client: ApiClient
     spec: NodeSpec
     directory: Path
     recorder: EventRecorder
     probe_session: aiohttp.ClientSession
-    """Without credentials, unlike the client's."""
+    """A session without credentials, unlike the client's."""
     restart_backoff_seconds: float
     """Seconds before the second restart of a container; doubled each time. The first restart is immediate."""
     isolated: bool
-    """Whether containers see their volumes mounted; else paths are rewritten."""
+    """Whether volumes are mounted in containers; else paths are rewritten."""
     online: asyncio.Event
-    """Set while the node may tell the API server anything."""
+    """Set while the node may send requests to the API server."""
 
 
 class Sandbox:
     """A pod on this node.
 
     Attributes:
-        pod: The newest version of the object that is known.
-        directory: Everything of the pod on this machine, directly or by links.
-        home: HOME of its containers, and where they start.
-        hosts: What its containers see as /etc/hosts, where they have a view of their own.
-        temporary: TMPDIR of its containers. The name is short: sockets there must have less than 108 bytes.
-        account: Where its service account's credentials are, if it gets any.
-        changed: To be called whenever the state of a container changed.
+        pod: The newest known version of the object.
+        directory: Directory of all files of the pod on this machine, directly or by links.
+        home: HOME and working directory of its containers.
+        hosts: The file that its containers see as /etc/hosts, if they have their own view of the file system.
+        temporary: TMPDIR of its containers. Its name is short: socket paths must have less than 108 bytes.
+        account: Directory of its service account's credentials, if it has any.
+        changed: Callback for every change of a container's state.
     """
 
     def __init__(self, host: Host, pod: Object, ip: str) -> None:
@@ -76,14 +76,14 @@ class Sandbox:
         self.changed: Callable[[], None] = lambda: None
 
     def event(self, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        """Tell people what happened to the pod."""
+        """Post an event about the pod."""
         self.host.recorder.emit(self.pod, kind, reason, message)
 
     async def entries(self, resource: Resource, reference: Object) -> dict[str, bytes]:
-        """The entries of a config map or secret that a spec refers to; empty when it is missing and optional.
+        """Return the entries of a config map or secret; empty if it is missing and optional.
 
         Raises:
-            PodSpecError: It does not exist and is needed.
+            PodSpecError: It does not exist and is required.
         """
         name = reference.get("secretName") or reference["name"]
         found = await self.host.client.find(resource, name, self.namespace)
@@ -97,7 +97,7 @@ class Sandbox:
 
 
 def linked_directory(link: Path, parent: str | None = None) -> Path:
-    """A new temporary directory that a link of a pod's directory remembers; the old one if it is still there."""
+    """Return a temporary directory that a link in a pod's directory points to. Create it if it does not exist."""
     if not link.is_dir():
         link.unlink(missing_ok=True)
         link.symlink_to(tempfile.mkdtemp(prefix="mw-", dir=parent))
@@ -105,7 +105,7 @@ def linked_directory(link: Path, parent: str | None = None) -> Path:
 
 
 def discard_links(directory: Path) -> None:
-    """Remove what a pod's directory remembers to lie elsewhere: for a pod none of whose processes is left."""
+    """Remove the directories that links in a pod's directory point to, once none of its processes is left."""
     for link in (directory / "temporary", *directory.glob("volumes/*")):
         if link.is_symlink():
             shutil.rmtree(link.readlink(), ignore_errors=True)

@@ -1,14 +1,14 @@
-"""A pod's volumes as directories of this machine, and where its containers find them.
+"""A pod's volumes as directories of this machine, and their paths in its containers.
 
 Supported: emptyDir, hostPath, configMap, secret, downwardAPI, serviceAccountToken, projected, and persistentVolumeClaim
-bound to a volume that is a directory. Contents are those of the pod's start.
+bound to a volume that is a directory. Contents are those at the pod's start.
 
-Where containers have a view of their own, volumes are mounted there. Elsewhere nothing can be mounted for one process
-alone; *paths by environment* take its place: each text of the container that is a mount path, or lies below one, is
-rewritten to the real directory: values of environment variables, words of command and args, also the part after the `=`
-of `--option=/data/x`, and the working directory. A program that takes its paths from its environment or arguments, as
-containers should, notices nothing. One that has `/data` written in its code, or in the middle of a shell script, does
-not find it; and `readOnly` is not enforced.
+If containers have their own view of the file system, volumes are mounted there. Otherwise nothing can be mounted for a
+single process, and paths are rewritten: each text of the container that is a mount path, or is below one, becomes the
+path of the real directory. That includes values of environment variables, elements of command and args (also the part
+after the `=` of `--option=/data/x`), and the working directory. A program that reads its paths from its environment or
+arguments, as containers should, works unchanged. A program with `/data` in its code, or in the middle of a shell
+script, does not find it, and `readOnly` is not enforced.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from meshwright_local.nodeagent.sandbox import PodSpecError, Sandbox, linked_dir
 ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 _SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 _TOKEN_SECONDS = 365 * 24 * 3600
-_MEMORY = "/dev/shm"  # noqa: S108 - for volumes of memory, in directories of their own
+_MEMORY = "/dev/shm"  # noqa: S108 - for volumes in memory, each in its own directory
 
 Files = dict[str, tuple[bytes, int]]
-"""Relative path → content and mode."""
+"""Relative path -> content and mode."""
 
 
 async def prepare(sandbox: Sandbox) -> None:
-    """Make every volume of a pod, and its service account's credentials.
+    """Create every volume of a pod, and its service account's credentials.
 
     Raises:
-        PodSpecError: Something a volume needs does not exist yet, a kind of volume that is not supported, or a path
-            that is not of the stated type.
+        PodSpecError: An object that a volume needs does not exist yet, a kind of volume is not supported, or a
+            hostPath is not of the required type.
     """
     spec, root = sandbox.pod["spec"], sandbox.directory / "volumes"
     root.mkdir(exist_ok=True)
@@ -64,10 +64,10 @@ async def prepare(sandbox: Sandbox) -> None:
 
 
 def mounts(sandbox: Sandbox, container: Object, env: Mapping[str, str]) -> list[Mount]:
-    """A container's volume mounts, `subPath` and `subPathExpr` applied.
+    """Return a container's volume mounts, with `subPath` and `subPathExpr` applied.
 
     Raises:
-        PodSpecError: A sub-path that leaves its volume, or a volume that the pod has not.
+        PodSpecError: A sub-path is outside its volume, or the pod does not have a volume.
     """
     result = [Mount(str(sandbox.account), ACCOUNT_PATH, True)] if sandbox.account else []
     for mount in container.get("volumeMounts") or ():
@@ -82,9 +82,9 @@ def mounts(sandbox: Sandbox, container: Object, env: Mapping[str, str]) -> list[
 
 
 def rewrite(text: str, mounts: Iterable[Mount]) -> str:
-    """A text of a container that has no view of its own: itself a path, or `name=path`."""
+    """Rewrite a text of a container without its own view: a path, or `name=path`."""
     name, equals, path = ("", "", text) if text.startswith("/") else text.partition("=")
-    # The deepest mount wins, as with nested mounts.
+    # The deepest mount counts, as with nested mounts.
     for source, target, _ in sorted(mounts, key=lambda mount: -len(mount.target)):
         if path == target or path.startswith(target.rstrip("/") + "/"):
             return f"{name}{equals}{source}{path[len(target.rstrip('/')) :]}".rstrip("/")
@@ -92,10 +92,10 @@ def rewrite(text: str, mounts: Iterable[Mount]) -> str:
 
 
 async def claim_directory(client: ApiClient, namespace: str, name: str) -> Path:
-    """The directory that a persistent volume claim stands for.
+    """Return the directory of a persistent volume claim.
 
     Raises:
-        PodSpecError: There is no such claim, it is not bound yet, or its volume is no directory of this machine.
+        PodSpecError: The claim does not exist or is not bound yet, or its volume is not a directory of this machine.
     """
     claim = await client.find(CLAIMS, name, namespace)
     if claim is None or (claim.get("status") or {}).get("phase") != "Bound":
@@ -127,7 +127,7 @@ async def _files(sandbox: Sandbox, volume: Object) -> Files:
 
 async def _token(sandbox: Sandbox, audience: str | None) -> bytes:
     name = sandbox.pod["spec"].get("serviceAccountName") or "default"
-    # Nobody renews it, so it is to outlive the pod.
+    # It is not renewed, so it must outlive the pod.
     spec = {"audiences": [audience] if audience else [], "expirationSeconds": _TOKEN_SECONDS}
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
     path = _SERVICE_ACCOUNTS.path(sandbox.namespace, name, "token")

@@ -1,1 +1,1 @@
-"""Where the control plane comes from: embedded in this process, real binaries, or a cluster that exists."""
+"""Sources of the control plane: embedded in this process, real binaries, or an existing cluster."""

@@ -1,8 +1,8 @@
-"""Real control-plane binaries, found the way envtest finds them.
+"""Real control-plane binaries, located as envtest does.
 
 `TEST_ASSET_ETCD`, `TEST_ASSET_KUBE_APISERVER` and so on name one binary each, `KUBEBUILDER_ASSETS` a directory of them.
-etcd (3.5.30 or newer for current releases) and kube-apiserver are needed. kube-scheduler and kube-controller-manager
-are used when they are there; otherwise ours fill in. Nodes are always ours.
+etcd (3.5.30 or newer for current releases) and kube-apiserver are required. kube-scheduler and kube-controller-manager
+are used if they exist; otherwise the embedded ones run. Nodes are always simulated.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LIBC = ctypes.CDLL(None)
 
 
 def find_binary(name: str, environment: Mapping[str, str]) -> Path | None:
-    """Path of a binary: its own variable first, then the directory of all; None when there is none."""
+    """Return the path of a binary, from its own variable or else the common directory; None if there is none."""
     own = environment.get("TEST_ASSET_" + name.upper().replace("-", "_"))
     path = Path(own) if own else Path(environment.get("KUBEBUILDER_ASSETS") or _DEFAULT_DIRECTORY) / name
     return path if path.is_file() and os.access(path, os.X_OK) else None
 
 
 class AssetsProvider:
-    """etcd and kube-apiserver as processes on free ports of 127.0.0.1. They die with this process in any case."""
+    """Runs etcd and kube-apiserver on free ports of 127.0.0.1. They end with this process, however it ends."""
 
     def __init__(self, directory: Path, times: NodeTimes | None = None) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class AssetsProvider:
         self._processes: list[tuple[str, asyncio.subprocess.Process]] = []
 
     async def start(self) -> ControlPlane:
-        """Start what is there and wait for the API server."""
+        """Start the available binaries and wait for the API server."""
         binaries = {name: find_binary(name, os.environ) for name in ("etcd", "kube-apiserver")}
         for name, path in binaries.items():
             if path is None:
@@ -79,7 +79,7 @@ class AssetsProvider:
         )
 
     async def stop(self) -> None:
-        """Stop all, etcd last: without it kube-apiserver does not end on SIGTERM."""
+        """Stop all processes, etcd last: without etcd, kube-apiserver does not exit on SIGTERM."""
         for _, process in reversed(self._processes):
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -136,7 +136,7 @@ class AssetsProvider:
             f"--tls-private-key-file={tls.key}",
             f"--token-auth-file={tokens}",
             "--authorization-mode=RBAC",
-            # Pods here get no service account tokens: nothing mounts them.
+            # Pods get no service account tokens here, because nothing mounts them.
             "--disable-admission-plugins=ServiceAccount",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={tls.certificate}",
@@ -145,7 +145,7 @@ class AssetsProvider:
             "--endpoint-reconciler-type=none",
             f"--default-not-ready-toleration-seconds={math.ceil(self._times.tolerate)}",
             f"--default-unreachable-toleration-seconds={math.ceil(self._times.tolerate)}",
-            # For `kubectl logs`: how it shows itself to our nodes, and whom it believes to be one.
+            # For `kubectl logs`: its client certificate, and the authority it trusts for certificates of nodes.
             f"--kubelet-client-certificate={tls.certificate}",
             f"--kubelet-client-key={tls.key}",
             f"--kubelet-certificate-authority={tls.authority}",
@@ -170,5 +170,5 @@ class AssetsProvider:
 
 
 def _die_with_parent() -> None:
-    # However this process ends, also by SIGKILL, nothing of the control plane outlives it.
+    # No process of the control plane may outlive this process, not even after SIGKILL.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a provider gives: a control plane to connect to, and what of it is still missing."""
+"""The interface of providers: each starts a control plane and reports which components it includes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class ControlPlane:
     """A running control plane."""
 
     connection: Connection
-    """As its administrator."""
+    """Address and the administrator's credentials."""
     kubelet: KubeletTls | None
-    """With what nodes of ours serve its API server; None: it has nodes of its own and gets none of ours."""
+    """TLS settings of simulated nodes for its API server; None: it has its own nodes and gets no simulated ones."""
     has_scheduler: bool = False
     has_controllers: bool = False
 
 
 class Provider(Protocol):
-    """Starts a control plane, or finds one."""
+    """Starts a control plane, or connects to one."""
 
     async def start(self) -> ControlPlane:
-        """Start it; returns when its API server answers.
+        """Start it. Return when its API server responds.
 
         Raises:
             ProviderError: It cannot be started or used.
         """
 
     async def stop(self) -> None:
-        """Stop what was started; may be called at any time, also after a failed start."""
+        """Stop what was started. It may be called at any time, also after a failed start."""
 
 
 def serving_files(directory: Path, *, client: bool = False) -> certificates.TlsFiles:
-    """A new certificate of the directory's authority, which is made when it is not there.
+    """Write a new certificate, signed by the directory's authority, which is created if it does not exist.
 
-    The authority stays the same over restarts, so kubeconfig files that were copied elsewhere stay good. With `client`
-    the certificate also serves to connect to nodes.
+    The authority stays the same across restarts, so copies of the kubeconfig file stay valid. With `client`, the
+    certificate also authenticates the API server to nodes.
     """
     authority = certificates.load_authority(directory)
     certificate, key = authority.issue("meshwright-local", client=client)

@@ -13,12 +13,12 @@ from meshwright_local.providers.base import ControlPlane, ProviderError, serving
 
 
 class EmbeddedProvider:
-    """Our own API server; its scheduler, controllers and nodes are ours too.
+    """Runs the embedded API server. The scheduler, controllers and nodes are embedded too.
 
     Args:
-        directory: For certificates and, unless `in_memory`, every object.
-        in_memory: Forget all objects at the end.
-        port: Port on 127.0.0.1; 0 takes a free one.
+        directory: Directory of certificates and, unless `in_memory`, of all objects.
+        in_memory: Keep all objects only in memory.
+        port: Port on 127.0.0.1; 0 selects a free port.
     """
 
     def __init__(self, directory: Path, *, in_memory: bool, port: int = 0) -> None:

@@ -1,9 +1,9 @@
-"""A cluster that exists already, by its kubeconfig: nothing of its control plane is started or changed.
+"""An existing cluster, given by its kubeconfig. Its control plane is neither started nor changed.
 
-It is used with the nodes it has, which must offer GPUs. `with_nodes` adds simulated ones: node agents in this process
-that register there and run what its scheduler gives them, with this user's rights. Its API server must reach this
-machine's loopback addresses, so it must run here; logs and exec work if it does not insist on an authority of its own
-for kubelets' certificates.
+Its own nodes are used, which must have GPUs. `with_nodes` adds simulated nodes: node agents in this process that
+register there and run the pods that its scheduler binds to them, with this user's permissions. Its API server must
+reach this machine's loopback addresses, so it must run on this machine. Logs and exec work unless it requires a certain
+authority for kubelets' certificates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class KubeconfigProvider:
     Args:
         path: The kubeconfig file.
         context: One of its contexts.
-        directory: For the certificates of added nodes; only needed with them.
-        with_nodes: Let nodes be added.
+        directory: Directory for the certificates of added nodes; only needed with `with_nodes`.
+        with_nodes: Allow simulated nodes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KubeconfigProvider:
         self._directory = directory if with_nodes else None
 
     async def start(self) -> ControlPlane:
-        """Read the file, and see that the cluster answers and has what jobs need."""
+        """Read the file. Check that the cluster responds and has GPUs, unless simulated nodes are added."""
         try:
             connection = Connection.from_kubeconfig(self._path, self._context)
             async with ApiClient(connection, timeout=10) as client:
@@ -60,7 +60,7 @@ class KubeconfigProvider:
         tls = serving_files(self._directory / "certificates")
         authority = self._directory / "certificates" / "cluster-ca.crt"
         authority.write_text(connection.ca_pem or tls.authority.read_text())
-        # Nobody knows the token: the API server shows a client certificate of its cluster's authority.
+        # The token stays unknown: the API server authenticates with a client certificate of its cluster's authority.
         return KubeletTls(tls.certificate, tls.key, secrets.token_urlsafe(32), client_ca=authority)
 
     async def stop(self) -> None:

@@ -1,8 +1,8 @@
-"""Whether a pod fits a node, and why not (pure). Filters run in kube-scheduler's order and speak with its words
-(of taints with those of releases before 1.35, which name the taint).
+"""Whether a pod fits a node, and why not (pure).
 
-Covered: cordoned nodes, taints, node selector and affinity, resources, pod affinity and anti-affinity. Not covered:
-topology spread, host ports, volume topology and dynamic resource claims.
+Filters run in kube-scheduler's order and return its messages; for taints those of releases before 1.35, which name the
+taint. Supported: cordoned nodes, taints, node selector and affinity, resources, pod affinity and anti-affinity. Not
+supported: topology spread, host ports, volume topology and dynamic resource claims.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 
 def filter_reasons(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
-    """Why a pod cannot run on a node; empty when it can. The first filter that objects is the one that speaks."""
+    """Return why a pod cannot run on a node, from the first filter that rejects it; empty if it can."""
     return next((reasons for check in _FILTERS if (reasons := check(pod, view, snapshot))), [])
 
 
 def unschedulable_message(reasons: dict[str, list[str]]) -> str:
-    """kube-scheduler's sentence for a pod that fits nowhere, from every node's reasons."""
+    """Return kube-scheduler's message for a pod that fits no node, from every node's reasons."""
     if not reasons:
         return "no nodes available to schedule pods"
     counts = Counter(reason for node in reasons.values() for reason in node)
@@ -62,10 +62,10 @@ def _resources(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
 
 
 def _pod_affinity(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
-    """The pod's own terms, then those of the pods that are already there."""
+    """Check the pod's own terms, then those of the pods on nodes."""
     for term in _required(pod, "podAffinity"):
         near = any(_selects(term, pod, other, snapshot) for other in _in_domain(term, view, snapshot))
-        # The first pod of a group that wants to be together has nobody to join yet.
+        # The first pod of a group with affinity to itself has no other pod to join yet.
         alone = not any(_selects(term, pod, other, snapshot) for other, _ in snapshot.pods())
         if term["topologyKey"] not in view.labels or not (near or (alone and _selects(term, pod, pod, snapshot))):
             return ["node(s) didn't match pod affinity rules"]
@@ -94,7 +94,7 @@ def _same_domain(term: Object, one: NodeView, other: NodeView) -> bool:
 
 
 def _selects(term: Object, owner: Object, other: Object, snapshot: Snapshot) -> bool:
-    """Whether a term of `owner` speaks of `other`: its namespace and its labels."""
+    """Return whether a term of `owner` selects `other`, by namespace and labels."""
     space = other["metadata"].get("namespace") or ""
     named, selector = term.get("namespaces") or [], term.get("namespaceSelector")
     if named or selector is not None:

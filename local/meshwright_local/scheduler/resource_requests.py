@@ -1,4 +1,4 @@
-"""What a pod asks of a node (pure): its effective resource requests."""
+"""A pod's effective resource requests and a node's allocatable resources (pure)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from meshwright_local.kube.quantities import milli_value
 from meshwright_local.kube.resources import Object
 
 Amounts = Counter[str]
-"""Resource name → thousandths of its unit."""
+"""Resource name -> thousandths of its unit."""
 
 
 def pod_requests(pod: Object) -> Amounts:
-    """The effective request: containers together, or the largest init container, plus overhead; and one pod.
+    """Return the effective request: the sum of all containers or the largest init container, plus overhead and one pod.
 
-    Containers that only state a limit request that much, as the API server's defaults would have it.
+    A container with only a limit requests the same amount, as the API server defaults it.
     """
     spec = pod["spec"]
     total: Amounts = Counter()
     for container in spec.get("containers") or ():
         total.update(_container(container))
     for container in spec.get("initContainers") or ():
-        # Init containers run one after the other, before the others.
+        # Init containers run one after the other, before all other containers.
         total |= _container(container)
     total.update({name: milli_value(amount) for name, amount in (spec.get("overhead") or {}).items()})
     total["pods"] += 1000
@@ -29,7 +29,7 @@ def pod_requests(pod: Object) -> Amounts:
 
 
 def allocatable(node: Object) -> Amounts:
-    """What a node has to give."""
+    """Return a node's allocatable resources."""
     status = node.get("status") or {}
     amounts = status.get("allocatable") or status.get("capacity") or {}
     return Counter({name: milli_value(amount) for name, amount in amounts.items()})

@@ -1,7 +1,7 @@
-"""The scheduling loop: waiting pods in order, one binding each, over the API.
+"""The scheduling loop: binds waiting pods in order, over the API.
 
 A pass runs when a pod or node changes, so nothing is polled. A pod that was bound stays *assumed* on its node until the
-watch shows it there; otherwise the next pod would be given the same room.
+watch shows it there; otherwise the next pod would get the same resources.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RETRY_SECONDS = 0.5
 
 
 class Scheduler(Controller):
-    """Places pods whose schedulerName is the default one. Its one key stands for a pass over all that wait."""
+    """Schedules pods with the default schedulerName. Its only key stands for a pass over all waiting pods."""
 
     def __init__(self, informers: Informers) -> None:
         super().__init__(informers, scoring.DEFAULT_SCHEDULER)
@@ -39,7 +39,7 @@ class Scheduler(Controller):
         return (_PASS,)
 
     async def reconcile(self, _: Key) -> float | None:
-        """Try every waiting pod once, in order; when a request failed, again soon."""
+        """Try every waiting pod once, in order. Retry soon if a request failed."""
         waiting = [pod for pod in self._pods.values() if scoring.is_waiting(pod)]
         waiting = [pod for pod in waiting if pod["metadata"]["uid"] not in self._assumed]
         if not waiting:
@@ -54,7 +54,7 @@ class Scheduler(Controller):
                 else:
                     await self._place(pod, view)
             except REQUEST_ERRORS as error:
-                # Gone or bound by somebody else: the watch will tell. The rest is worth another pass.
+                # Deleted or bound by another scheduler: the watch reports it. Retry after any other error.
                 if not (isinstance(error, ApiError) and error.status in (404, 409)):
                     again = _RETRY_SECONDS
                 logger.debug("%s: %r", pod["metadata"]["name"], error)
@@ -88,7 +88,7 @@ class Scheduler(Controller):
         await self.client.request("POST", PODS.path(space, name, "binding"), body=body)
 
     async def _set_unscheduled_condition(self, pod: Object, reason: str, message: str) -> bool:
-        """Say in the pod's status why it waits; False when it says so already."""
+        """Write to the pod's status why it waits. Return False if the status already says so."""
         conditions = (pod.get("status") or {}).get("conditions") or ()
         old: Object = next((item for item in conditions if item["type"] == "PodScheduled"), {})
         if (old.get("reason"), old.get("message")) == (reason, message):
@@ -100,7 +100,7 @@ class Scheduler(Controller):
 
 
 def _node_changed(change: Change) -> Iterable[Key]:
-    # Heartbeats change a node's status every few seconds and free nothing.
+    # Heartbeats change a node's status every few seconds, but free no resources.
     known = change.old is not None and change.type is not ChangeType.DELETED
     return () if known and _scheduling_state(change.old or {}) == _scheduling_state(change.object) else (_PASS,)
 

@@ -1,4 +1,4 @@
-"""Which of the nodes a pod fits it goes to, and which pod comes first (pure)."""
+"""The order of waiting pods, and the choice among the nodes that a pod fits (pure)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ DEFAULT_SCHEDULER = "default-scheduler"
 
 
 def queue_order(pod: Object) -> tuple[int, str, int]:
-    """Sort key of waiting pods: priority first, then age; revisions break ties within a second."""
+    """Return the sort key of waiting pods: priority first, then age, then the revision for ties within a second."""
     metadata = pod["metadata"]
     revision = metadata.get("resourceVersion", "0")
     return -(pod["spec"].get("priority") or 0), metadata["creationTimestamp"], int(revision)
 
 
 def is_waiting(pod: Object) -> bool:
-    """Whether a pod is this scheduler's to place, gates aside."""
+    """Return whether this scheduler is responsible for a pod, regardless of scheduling gates."""
     spec, metadata = pod["spec"], pod["metadata"]
     mine = spec.get("schedulerName", DEFAULT_SCHEDULER) == DEFAULT_SCHEDULER
     return mine and not spec.get("nodeName") and not metadata.get("deletionTimestamp")
 
 
 def best_node(pod: Object, views: Iterable[NodeView]) -> NodeView:
-    """The node with most preferred-affinity weight, then the most free room, then the first by name."""
+    """Return the node with the highest preferred-affinity weight, then the most free resources, then by name."""
     return min(views, key=lambda view: (-_preference(pod, view), -_free_share(view), len(view.pods), view.name))
 
 
@@ -41,7 +41,7 @@ def _preference(pod: Object, view: NodeView) -> int:
 
 
 def _free_share(view: NodeView) -> float:
-    """Mean free share over the node's resources: kube-scheduler's LeastAllocated with equal weights."""
+    """Return the mean free share of the node's resources: kube-scheduler's LeastAllocated with equal weights."""
     total = allocatable(view.node)
     shares = [view.free[name] / amount for name, amount in total.items() if amount > 0 and name != "pods"]
     return sum(shares) / len(shares) if shares else 0.0

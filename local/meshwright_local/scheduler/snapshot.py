@@ -1,4 +1,4 @@
-"""The cluster as one scheduling pass sees it (pure): nodes with what runs on them."""
+"""The cluster as one scheduling pass sees it (pure): nodes with their pods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright_local.scheduler.resource_requests import Amounts, allocatable, p
 
 @dataclass(slots=True)
 class NodeView:
-    """A node, its pods and what they leave free."""
+    """A node, its pods and its free resources."""
 
     node: Object
     free: Amounts
@@ -29,7 +29,7 @@ class NodeView:
         return self.node["metadata"].get("labels") or {}
 
     def add(self, pod: Object) -> None:
-        """Count a pod in."""
+        """Add a pod and subtract its requests."""
         self.pods.append(pod)
         self.free.subtract(pod_requests(pod))
 
@@ -42,14 +42,14 @@ class Snapshot:
     namespaces: Mapping[str, Mapping[str, str]]
 
     def pods(self) -> Iterable[tuple[Object, NodeView]]:
-        """Every assigned pod that is not over, with its node."""
+        """Yield every assigned pod that has not ended, with its node."""
         for view in self.nodes.values():
             for pod in view.pods:
                 yield pod, view
 
 
 def has_ended(pod: Object) -> bool:
-    """Whether a pod has ended: it holds no resources any more."""
+    """Return whether a pod has ended, so that it no longer occupies resources."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
@@ -64,8 +64,8 @@ def take_snapshot(
     Args:
         nodes: Node objects.
         pods: Pod objects, assigned or not.
-        assumed: Pod uid → node, for pods just bound that `pods` may still show as unassigned.
-        namespaces: Namespace → labels.
+        assumed: Pod uid -> node, for pods just bound that `pods` may still show as unassigned.
+        namespaces: Namespace -> labels.
     """
     views = {node["metadata"]["name"]: NodeView(node, Counter(allocatable(node))) for node in nodes}
     for pod in pods:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.api.precision import Precision
 from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 
 
-def combination_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def combination_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     """What of a run does not go together."""
     if run.layout.shard_ranks > 1:
         yield from _engine_problems(run, training)
@@ -19,7 +19,7 @@ def combination_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str
         yield from _outer_problems(run, training)
 
 
-def _engine_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def _engine_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     engine, stage = data_parallel_engine(run.parallelism), run.parallelism.zero_stage
     if training.parameter_offload and engine is not DataParallelEngine.FSDP:
         yield (
@@ -41,7 +41,7 @@ def _engine_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         )
 
 
-def _outer_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def _outer_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     optimizer = training.optimizer
     if training.precision is Precision.FP16 or training.fp8 is not None or not training.master_weights:
         yield (

@@ -8,13 +8,13 @@ from dataclasses import replace
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.context import head_exchange_ranks, heads_divide
 from meshwright.rules.nearest import nearest
 from meshwright.sequence_sharding import SequenceSharding, size
 
 
-def context_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+def context_problems(run: NativeRun, model: Architecture, training: TrainingSpec) -> Iterator[str]:
     """What forbids the run to share its rows, each with the nearest values that work."""
     spec, context, length = run.parallelism, run.context, training.sequence_length
     if spec.context_method is ContextMethod.RING_ULYSSES:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.api.training import OuterMethod
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.nearest import nearest
 from meshwright.schedules.registry import kind_of
 
@@ -15,7 +15,7 @@ _HYBRID = (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_
 _FIELD = "`parallelism.dataParallel."
 
 
-def replica_problems(run: RunConfig) -> Iterator[str]:
+def replica_problems(run: NativeRun) -> Iterator[str]:
     """What does not fit, each with its field and the fix."""
     spec, stage = run.parallelism.data_parallel, run.parallelism.zero_stage
     strategy = spec.strategy
@@ -34,15 +34,11 @@ def replica_problems(run: RunConfig) -> Iterator[str]:
     yield from _reshard_problems(run)
 
 
-def _flat_problems(run: RunConfig) -> Iterator[str]:
+def _flat_problems(run: NativeRun) -> Iterator[str]:
     model, stage = run.architecture, run.parallelism.zero_stage
     if run.expert > 1 and run.parallelism.data_parallel.shard_size is not None:
         yield f"`parallelism.expert: {run.expert}` cannot be combined with {_FIELD}shardSize`: remove one"
-    if (
-        data_parallel_engine(run.parallelism) is not DataParallelEngine.FLAT
-        or run.data_parallel * run.context == 1
-        or model is None
-    ):
+    if data_parallel_engine(run.parallelism) is not DataParallelEngine.FLAT or run.data_parallel * run.context == 1:
         return
     alternative = f"use {_FIELD}strategy: FSDP` with `parallelism.zeroStage` 2 or 3, or `zeroStage: 0`"
     if model.mixture is not None and (run.expert > 1 or run.tensor > 1):
@@ -53,8 +49,8 @@ def _flat_problems(run: RunConfig) -> Iterator[str]:
         yield f"`parallelism.schedule: {run.parallelism.order.value}` does not go with flat shards: {alternative}"
 
 
-def _outer_problems(run: RunConfig) -> Iterator[str]:
-    outer = run.training.outer if run.training is not None else None
+def _outer_problems(run: NativeRun) -> Iterator[str]:
+    outer = run.training.outer
     if outer is None:
         return
     replicas = run.data_parallel
@@ -71,18 +67,14 @@ def _outer_problems(run: RunConfig) -> Iterator[str]:
             f"`training.outer.everySteps: {every}` must divide `checkpoint.everySteps: {checkpoint.interval}`: islands "
             f"are equal after a round alone; nearest: {nearest_values}"
         )
-    if (
-        outer.method is OuterMethod.FED_AVG
-        and run.data is not None
-        and (run.data.claim_name is None or run.data.mixture)
-    ):
+    if outer.method is OuterMethod.FED_AVG and (run.data.claim_name is None or run.data.mixture):
         yield (
             "`training.outer.method: FedAvg` needs `data.claimName` and no `data.mixture`: each island has files of "
             "its own, in the folders `island-0`, `island-1`, ... of the volume"
         )
 
 
-def _reshard_problems(run: RunConfig) -> Iterator[str]:
+def _reshard_problems(run: NativeRun) -> Iterator[str]:
     size = run.parallelism.data_parallel.reshard_size
     if size is None:
         return
@@ -97,7 +89,7 @@ def _reshard_problems(run: RunConfig) -> Iterator[str]:
     yield from _divisor("reshardSize", size, run.parallelism.data_parallel.shard_size or run.data_parallel, run)
 
 
-def _divisor(field: str, size: int | None, replicas: int, run: RunConfig) -> Iterator[str]:
+def _divisor(field: str, size: int | None, replicas: int, run: NativeRun) -> Iterator[str]:
     if size is None or replicas % size == 0:
         return
     replicas_text = f"`replicas: {run.data_parallel}`"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from meshwright.api.model_parts import Activation
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import mixture_problems
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.nearest import nearest
 
 
-def expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
+def expert_problems(run: NativeRun, model: Architecture) -> Iterator[str]:
     """What keeps a mixture's experts from running, in sentences with the nearest values that work."""
     mixture, replicas, expert_degree = model.mixture, run.data_parallel * run.context, run.expert
     experts = mixture.experts if mixture else 1
@@ -63,5 +63,5 @@ def expert_problems(run: RunConfig, model: Architecture) -> Iterator[str]:
         )
 
 
-def _uses_fp8(run: RunConfig) -> bool:
-    return run.training is not None and run.training.fp8 is not None
+def _uses_fp8(run: NativeRun) -> bool:
+    return run.training.fp8 is not None

@@ -8,13 +8,13 @@ from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.nearest import nearest
 from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
 from meshwright.schedules.registry import kind_of, schedules_where
 
 
-def pipeline_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+def pipeline_problems(run: NativeRun, model: Architecture, training: TrainingSpec) -> Iterator[str]:
     """What keeps a run's pipeline from running, in sentences with the nearest values that work."""
     yield from _misplaced_field_problems(run)
     yield from _split_problems(run, model, training)
@@ -23,7 +23,7 @@ def pipeline_problems(run: RunConfig, model: Architecture, training: TrainingSpe
         yield from _asynchronous_problems(run, model, training)
 
 
-def _misplaced_field_problems(run: RunConfig) -> Iterator[str]:
+def _misplaced_field_problems(run: NativeRun) -> Iterator[str]:
     parallelism = run.parallelism
     kind = kind_of(parallelism.order)
     if parallelism.virtual_stages is not None and not kind.virtual_stages:
@@ -38,7 +38,7 @@ def _misplaced_field_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _split_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+def _split_problems(run: NativeRun, model: Architecture, training: TrainingSpec) -> Iterator[str]:
     rank_stages = stages_per_rank(run.parallelism, run.pipeline)
     if run.pipeline * rank_stages > model.layers:
         stages = f" with {rank_stages} stages a rank" if rank_stages > 1 else ""
@@ -53,7 +53,7 @@ def _split_problems(run: RunConfig, model: Architecture, training: TrainingSpec)
         yield str(error)
 
 
-def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
+def _micro_batch_problems(run: NativeRun) -> Iterator[str]:
     kind, ranks, count = kind_of(run.parallelism.order), run.pipeline, run.micro_batches
     if kind.whole_rounds and count % ranks:
         nearest_values = nearest(count, lambda n: n % ranks == 0, count + ranks)
@@ -78,7 +78,7 @@ def _micro_batch_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _asynchronous_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+def _asynchronous_problems(run: NativeRun, model: Architecture, training: TrainingSpec) -> Iterator[str]:
     schedule = run.parallelism.order
     kind = kind_of(schedule)
     if not kind.asynchronous:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.data import Packing
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
 from meshwright.api.training import (
     ActivationCheckpointing,
@@ -13,11 +12,11 @@ from meshwright.api.training import (
     OptimizerSpec,
     TrainingSpec,
 )
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 
 
-def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def memory_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     """What of a run cannot be executed, each with the field and the fix."""
     yield from _layout_problems(run, training)
     yield from _graph_problems(run, training)
@@ -25,7 +24,7 @@ def memory_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
     yield from _offload_problems(training.optimizer, training)
 
 
-def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def _layout_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     if training.parameter_offload and not (run.parallelism.zero_stage > 1 and run.layout.shard_ranks > run.islands):
         # Islands share no shards: each needs somebody to share with.
         fits = 2 * run.islands
@@ -43,7 +42,7 @@ def _layout_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         )
 
 
-def _graph_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def _graph_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     """What breaks the graph of a compiled layer, in which `Selective` is decided."""
     if not training.compile or training.checkpointing is not ActivationCheckpointing.SELECTIVE:
         return
@@ -51,8 +50,8 @@ def _graph_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
     graph_breaks = {
         f"`parallelism.tensor: {run.tensor}`": run.tensor > 1,
         f"`parallelism.context: {run.context}`": run.context > 1,
-        "`data.packing: Documents`": run.data is not None and run.data.packing is Packing.DOCUMENTS,
-        "`model.mixture`": run.architecture is not None and run.architecture.mixture is not None,
+        "`data.packing: Documents`": run.packs_documents,
+        "`model.mixture`": run.architecture.mixture is not None,
         "`training.fp8.update: Delayed`": fp8 is not None and fp8.update is Fp8Update.DELAYED,
         f"`parallelism.schedule: {order.value}`": run.pipeline > 1 and not kind_of(order).whole_backward,
     }

@@ -15,7 +15,7 @@ from meshwright.api.training import TrainingSpec
 from meshwright.data.tokenizers import BYTE_VOCABULARY
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import missing_adapter_problem
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.nearest import nearest
 from meshwright.rules.resolved.compatibility import combination_problems
 from meshwright.rules.resolved.context import context_problems
@@ -25,13 +25,11 @@ from meshwright.rules.resolved.pipeline import pipeline_problems
 from meshwright.rules.resolved.precision_memory import memory_problems
 
 
-def run_problems(run: RunConfig) -> list[str]:
+def run_problems(run: NativeRun) -> list[str]:
     """Why ranks would refuse a run of this runtime: each sentence names the field and what would do; none if they would
     not. What only files or devices can tell is not among them.
     """
     model, data, training = run.architecture, run.data, run.training
-    if model is None or data is None or training is None:
-        return ["`model`, `data` and `training` are required unless `runtime.command` is set"]
     problems = list(expert_problems(run, model))
     if run.data_parallel * run.context % run.expert:
         # There is no layout, and so nothing else to check.
@@ -85,7 +83,7 @@ def _adapter_problems(model: Architecture, training: TrainingSpec) -> Iterator[s
         yield f"`training.lora.targets`: {problem}"
 
 
-def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec) -> Iterator[str]:
+def _tensor_problems(run: NativeRun, model: Architecture, training: TrainingSpec) -> Iterator[str]:
     divisible = {
         "model.heads": model.heads,
         "model.kvHeads": model.kv_heads,
@@ -104,7 +102,7 @@ def _tensor_problems(run: RunConfig, model: Architecture, training: TrainingSpec
         yield from _overlap_problems(run, training)
 
 
-def _overlap_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def _overlap_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     if run.tensor == 1 or not run.parallelism.sequence:
         yield (
             "`parallelism.tensorOverlap: true` needs `parallelism.sequence: true` and `parallelism.tensor` of at least "
@@ -117,7 +115,7 @@ def _overlap_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
         )
 
 
-def _training_problems(run: RunConfig, training: TrainingSpec) -> Iterator[str]:
+def _training_problems(run: NativeRun, training: TrainingSpec) -> Iterator[str]:
     parts = run.data_parallel * run.micro_batches
     batch = training.global_batch_size
     if batch % parts:
@@ -147,7 +145,7 @@ def _evaluation_problems(training: TrainingSpec, data: DataSpec) -> Iterator[str
         yield "`training.evaluation` needs `data.heldOut` above 0: it is measured on documents that are not trained on"
 
 
-def _data_problems(run: RunConfig, model: Architecture, data: DataSpec) -> Iterator[str]:
+def _data_problems(run: NativeRun, model: Architecture, data: DataSpec) -> Iterator[str]:
     # What the files of other tokenizers need is not known without reading them: `data.vocabulary` does.
     if data.tokenizer is Tokenizer.BYTE and model.vocab_size < BYTE_VOCABULARY:
         yield (

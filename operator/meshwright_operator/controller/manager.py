@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from kubernetes.aio.client import Configuration
 
-from meshwright_operator.controller.health import health_application
-from meshwright_operator.controller.http_server import serve_application
+from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS

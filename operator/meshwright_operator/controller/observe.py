@@ -19,10 +19,9 @@ from meshwright.planner.plan import Plan, make_plan
 from meshwright.rules.validation import check_edit
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
-from meshwright_operator.decide.applied_spec import running_spec
-from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.applied_spec import revision_of, running_spec
+from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, Rejection, Worker, has_started, observe_workers
-from meshwright_operator.decide.revision import revision_of
 from meshwright_operator.kube.cache import Cache, JobKey, Object
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.scheduling.scheduler import JobScheduler

@@ -11,7 +11,8 @@ from meshwright.api import names
 from meshwright.api.labels import GANG_GATE, LABEL_JOB
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import ApiError, KubeClient, core_path, pods_path
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import core_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.manifests.owned_objects import service, token_secret
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod

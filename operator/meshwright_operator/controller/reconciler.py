@@ -20,20 +20,20 @@ from meshwright_operator import logging_config
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job, suspended_by_user
 from meshwright_operator.controller.pod_control import ForeignObjectError, PodControl, PodsRejectedError
 from meshwright_operator.controller.start_timeline import StartTimeline
-from meshwright_operator.controller.status_writer import ConflictError, StatusRejectedError, StatusWriter
+from meshwright_operator.controller.status_patch import ConflictError, StatusRejectedError, StatusWriter
 from meshwright_operator.coordinator.rendezvous import Rendezvous
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, placement_outcome, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
-from meshwright_operator.decide.mesh_generation import document
+from meshwright_operator.decide.mesh_generation import document, rank_zero_worker, uses_external_scheduler
 from meshwright_operator.decide.observed import Observed, Rejection, WorkerState
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
-from meshwright_operator.decide.rank_assignment import rank_zero_worker, uses_external_scheduler
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import ApiError, KubeClient, jobs_path
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.worker_pod import PodContext

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from meshwright.api.conditions import READY, is_true
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import JobEvent
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 
 CHECKPOINT_NOTE_SECONDS = 60.0
 FIRST_STEP = "first-step"

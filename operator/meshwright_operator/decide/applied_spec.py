@@ -1,17 +1,25 @@
-"""The spec that plan, pods and ranks were made from, kept in status.
+"""Which spec runs: the revision that an edit changes, and the spec that plan, pods and ranks were made from, in status.
 
-`spec` holds only what the owner wants now. When that is invalid, or has no room yet, lost pods must still be made again
-as the others of the gang are, and the ranks be told what they were told before: this is where that stands.
+`spec` holds only what the owner wants now. If that is invalid or does not fit yet, lost pods must still be replaced by
+pods like the others of the gang, and ranks must get the run configuration they had: the applied spec says which.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 from pydantic import ValidationError
 
+from meshwright.api.edits import restarting_parts
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MAX_APPLIED_SPEC, ParallelTrainingJobStatus
 from meshwright_operator.decide.observed import has_started
-from meshwright_operator.decide.revision import revision_of
+
+
+def revision_of(spec: ParallelTrainingJobSpec) -> str:
+    """Ten hex digits over all that plan, pods and run configuration are made from: another one restarts the workers."""
+    return hashlib.sha256(json.dumps(restarting_parts(spec), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def encode_spec(spec: ParallelTrainingJobSpec) -> str:

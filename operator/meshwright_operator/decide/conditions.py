@@ -4,7 +4,7 @@ impossible is Stalled; anything on its way is Reconciling, and never Reconciling
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from meshwright.api import conditions as names
@@ -28,6 +28,28 @@ class JobState:
     def reconciling(self) -> bool:
         """Whether the operator works on changing it."""
         return not self.ready and not self.stalled
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedEdit:
+    """An edit that cannot be put into effect (yet): the job continues as it was, and its conditions say so."""
+
+    reason: str
+    """CamelCase, for the conditions."""
+    message: str
+    retryable: bool
+    """Whether free or other nodes can help; else only another edit can."""
+
+
+def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobState) -> JobState:
+    """The state of a job of which `revision` continues, in the state `running`, because an edit is blocked.
+
+    Never Ready, however well the old revision does: its owner asks for something else now.
+    """
+    message = f"{blocked_edit.message}; until then revision {revision} goes on ({running.reason}: {running.message})"
+    return replace(
+        running, reason=blocked_edit.reason, message=message, ready=False, stalled=not blocked_edit.retryable
+    )
 
 
 def set_condition(

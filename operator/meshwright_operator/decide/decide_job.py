@@ -13,9 +13,9 @@ from meshwright_operator.decide import (
     failure_detection,
     gang,
     lifecycle,
+    mesh_generation,
     placement_outcome,
     progress,
-    rank_assignment,
     restart_policy,
 )
 from meshwright_operator.decide.applied_spec import encode_spec
@@ -229,7 +229,7 @@ def _start_generation(decision: Decision) -> None:
             decision.starting(message, reason)
             decision.requeue_within(seconds)
         case gang.Place():
-            if rank_assignment.uses_external_scheduler(observed):
+            if mesh_generation.uses_external_scheduler(observed):
                 placement_outcome.create_unbound_pods(decision, step)
             else:
                 decision.place = step
@@ -291,7 +291,7 @@ def _move_off_draining_nodes(decision: Decision) -> None:
     observed = decision.observed
     draining = tuple(w for w in observed.workers if w.node_drain_reason and not w.node_down)
     spec = observed.spec
-    if rank_assignment.uses_external_scheduler(observed):
+    if mesh_generation.uses_external_scheduler(observed):
         return  # only its own scheduler knows whether there is room elsewhere
     if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
         return

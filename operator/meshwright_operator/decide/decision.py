@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
 from meshwright_operator.decide import conditions, lifecycle, restart_policy
-from meshwright_operator.decide.blocked_edit import blocked_job_state
+from meshwright_operator.decide.conditions import blocked_job_state
 from meshwright_operator.decide.events import NORMAL, WARNING, JobEvent
 from meshwright_operator.decide.gang import MapRanks, Place
 from meshwright_operator.decide.observed import Observed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_operator.decide import failure_detection, rank_assignment, restart_policy
+from meshwright_operator.decide import failure_detection, mesh_generation, restart_policy
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import parse_time, seconds_since
@@ -118,7 +118,7 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
-    if rank_assignment.uses_external_scheduler(observed) and (step := _external_scheduler_step(observed)) is not None:
+    if mesh_generation.uses_external_scheduler(observed) and (step := _external_scheduler_step(observed)) is not None:
         return step
     return _wait_for_agents(observed, pending_cause)
 
@@ -132,7 +132,7 @@ def _external_scheduler_step(observed: Observed) -> Step | None:
     unbound = [pod for pod in pods if not pod.bound]
     if unbound:
         return _wait_for_binding(observed, pods, unbound)
-    known = rank_assignment.slots(observed)
+    known = mesh_generation.slots(observed)
     return MapRanks({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
 
 

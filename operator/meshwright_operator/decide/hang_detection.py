@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from meshwright.protocol.messages import RankProcess
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.agents import ReceivedReport
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, Worker, WorkerState
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.timestamps import seconds_since
 

@@ -8,8 +8,8 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, WorkerState
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 

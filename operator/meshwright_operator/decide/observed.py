@@ -12,7 +12,7 @@ from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import WorkerState as AgentState
 from meshwright_operator.decide.agents import Agents, ReceivedReport
-from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.kube.pod_info import Pod
 
 

@@ -14,8 +14,8 @@ from meshwright.api.status import MAX_SAFE_INTEGER, CheckpointStatus, Evaluation
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import Evaluation, Progress, WorkerReport
 from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, WorkerState
-from meshwright_operator.decide.rank_assignment import rank_zero_worker
 from meshwright_operator.timestamps import format_time, parse_time
 
 THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")

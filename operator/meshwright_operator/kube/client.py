@@ -21,22 +21,19 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import aiohttp
 import orjson
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
-from meshwright.api.labels import FIELD_MANAGER, GROUP, PLURAL, VERSION
+from meshwright.api.labels import FIELD_MANAGER
 from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.paths import LEASES, resource_of
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 Object = dict[str, Any]
-
-JOBS = f"/apis/{GROUP}/{VERSION}"
-CORE = "/api/v1"
-LEASES = "/apis/coordination.k8s.io/v1"
 
 PAGE_SIZE = 500
 IDENTITY_ENCODING = "identity"
@@ -282,37 +279,3 @@ def _retry_after(text: str) -> float | None:
     except ValueError:
         return None
     return max(0.0, (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
-
-
-def resource_of(path: str) -> str:
-    """The resource a path names, such as `pods` or `paralleltrainingjobs/status`: a label value of few values."""
-    parts = path.strip("/").split("/")
-    parts = parts[2:] if parts[0] == "api" else parts[3:]
-    if parts[:1] == ["namespaces"] and len(parts) > 2:
-        parts = parts[2:]
-    return "/".join([parts[0], *parts[2:3]]) if parts else ""
-
-
-def jobs_path(namespace: str | None, name: str | None = None) -> str:
-    """Path of a job, of the jobs of a namespace, or of all jobs."""
-    return _path(JOBS, namespace, PLURAL, name)
-
-
-def pods_path(namespace: str | None, name: str | None = None) -> str:
-    """Path of a pod, of the pods of a namespace, or of all pods."""
-    return _path(CORE, namespace, "pods", name)
-
-
-def core_path(namespace: str | None, resource: str, name: str | None = None) -> str:
-    """Path in the core group."""
-    return _path(CORE, namespace, resource, name)
-
-
-def lease_path(namespace: str, name: str | None = None) -> str:
-    """Path of a Lease."""
-    return _path(LEASES, namespace, "leases", name)
-
-
-def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:
-    where = f"/namespaces/{quote(namespace)}" if namespace else ""
-    return f"{root}{where}/{resource}" + (f"/{quote(name)}" if name else "")

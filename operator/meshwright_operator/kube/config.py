@@ -1,18 +1,12 @@
-"""How the process reaches the API server: one configuration for the client and, in kopf's words, for the watches."""
+"""How the process reaches the API server: one configuration for the client and the watches."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import kopf
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
-from kubernetes.aio.client.rest import RESTClientObject
-
-from meshwright.api.labels import FIELD_MANAGER
-from meshwright_operator.kube.client import IDENTITY_ENCODING
-from meshwright_operator.kube.watch_liveness import WatchLiveness, monitored_session
 
 SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 
@@ -44,16 +38,3 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
     except (config.ConfigException, OSError, ValueError) as error:
         raise KubeConfigError(f"cannot find the cluster: {error}; give --kubeconfig FILE") from None
     return configuration
-
-
-async def kopf_session(configuration: Configuration, liveness: WatchLiveness) -> kopf.AiohttpSession:
-    """The same connection for kopf, with the token of this moment; kopf closes it, and asks again after a 401."""
-    token = await configuration.get_api_key_with_prefix("BearerToken")
-    headers = {
-        "User-Agent": FIELD_MANAGER,
-        "Accept-Encoding": IDENTITY_ENCODING,
-        **({"Authorization": token} if token else {}),
-    }
-    # The client reads certificates from files, and only as it is made.
-    context = RESTClientObject(configuration).ssl_context
-    return kopf.AiohttpSession(server=configuration.host, aiohttp_session=monitored_session(liveness, headers, context))

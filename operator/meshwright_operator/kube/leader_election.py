@@ -13,8 +13,9 @@ import logging
 import time
 from typing import Any
 
-from meshwright_operator.kube.client import ApiError, KubeClient, lease_path
+from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.paths import lease_path
 from meshwright_operator.timestamps import format_micro_time, utc_now
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ import aiohttp
 import orjson
 
 from meshwright.api.labels import LABEL_JOB
-from meshwright_operator.kube.client import ApiError, KubeClient, Object, pods_path
+from meshwright_operator.kube.client import ApiError, KubeClient, Object
+from meshwright_operator.kube.paths import pods_path
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.watches import EventHandlers

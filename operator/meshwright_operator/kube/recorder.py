@@ -17,7 +17,8 @@ from typing import Any
 
 from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
 from meshwright_operator.decide.events import WARNING, JobEvent
-from meshwright_operator.kube.client import ApiError, KubeClient, core_path
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import core_path
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_micro_time, format_time, utc_now
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from meshwright.api.labels import LABEL_JOB
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import ApiError, KubeClient, core_path, jobs_path, pods_path
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics

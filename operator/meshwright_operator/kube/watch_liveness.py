@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from meshwright_operator.kube.client import resource_of
+from meshwright_operator.kube.paths import resource_of
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 

@@ -1,27 +1,28 @@
-"""What watches tell: every event goes into the cache and its job's key into the queue. And the watches that kopf keeps.
+"""Watches that kopf runs: every event updates the cache and queues its job's key.
 
 kopf's state-changing handlers are edge-triggered and write to the objects; `on.event` does neither. These handlers
-never fail, never write and return None (kopf would write anything else into the object's status). Those it calls are
-coroutines because kopf runs plain functions in threads; pods are followed by `podwatch`.
+never fail, never write and return None (kopf would write anything else into the object's status). Those that kopf calls
+are coroutines because it runs plain functions in threads; pods are followed by `pod_informer`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import kopf
+from kopf import DiffBaseStorage, ProgressStorage
 from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
 
-from meshwright.api.labels import GROUP, PLURAL, VERSION
+from meshwright.api.labels import FIELD_MANAGER, GROUP, PLURAL, VERSION
 from meshwright_operator.kube.cache import Cache, JobKey, Object, key_of
-from meshwright_operator.kube.client import PAGE_SIZE, core_path, jobs_path, pods_path
-from meshwright_operator.kube.config import kopf_session
-from meshwright_operator.kube.kopf_storage import disable_persistence
+from meshwright_operator.kube.client import IDENTITY_ENCODING, PAGE_SIZE
+from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
-from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.kube.watch_liveness import WatchLiveness, monitored_session
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
@@ -174,3 +175,60 @@ def _settings(idle_seconds: float) -> kopf.OperatorSettings:
     settings.process.ultimate_exiting_timeout = None
     settings.queueing.exit_timeout = 0.5
     return settings
+
+
+async def kopf_session(configuration: Configuration, liveness: WatchLiveness) -> kopf.AiohttpSession:
+    """The same connection for kopf, with the token of this moment; kopf closes it, and asks again after a 401."""
+    token = await configuration.get_api_key_with_prefix("BearerToken")
+    headers = {
+        "User-Agent": FIELD_MANAGER,
+        "Accept-Encoding": IDENTITY_ENCODING,
+        **({"Authorization": token} if token else {}),
+    }
+    # The client reads certificates from files, and only as it is made.
+    context = RESTClientObject(configuration).ssl_context
+    return kopf.AiohttpSession(server=configuration.host, aiohttp_session=monitored_session(liveness, headers, context))
+
+
+class NoDiff(DiffBaseStorage):
+    """No object has an essence: none ever changed."""
+
+    def build(self, *, body: Any, extra_fields: Iterable[Any] | None = None) -> Any:
+        """Nothing of the object."""
+        return {}
+
+    def fetch(self, *, body: Any) -> None:
+        """There is no earlier essence."""
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Keeps nothing."""
+
+
+class NoProgress(ProgressStorage):
+    """No handler has a state."""
+
+    def fetch(self, *, key: Any, body: Any) -> None:
+        """There is no state."""
+
+    def store(self, *, key: Any, record: Any, body: Any, patch: Any) -> None:
+        """Keeps nothing."""
+
+    def purge(self, *, key: Any, body: Any, patch: Any) -> None:
+        """There is nothing to forget."""
+
+    def touch(self, *, body: Any, patch: Any, value: str | None) -> None:
+        """Writes nothing: a touch would make an event of its own."""
+
+    def clear(self, *, essence: Any) -> Any:
+        """The essence as it is."""
+        return essence
+
+
+def disable_persistence(settings: kopf.OperatorSettings) -> None:
+    """Makes kopf keep nothing on objects, and copy nothing to compare them.
+
+    kopf copies every object of every event, deeply and several times, to see what changed since a handler ran last.
+    The handlers here only take note of events, so half of the operator's time would go into an answer that nobody uses.
+    """
+    settings.persistence.diffbase_storage = NoDiff()
+    settings.persistence.progress_storage = NoProgress()

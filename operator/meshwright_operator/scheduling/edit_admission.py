@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.planner.plan import Plan
-from meshwright_operator.decide.blocked_edit import BlockedEdit
+from meshwright_operator.decide.conditions import BlockedEdit
+from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
-from meshwright_operator.decide.rank_assignment import uses_external_scheduler
 from meshwright_operator.kube.cache import JobKey, Object
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler

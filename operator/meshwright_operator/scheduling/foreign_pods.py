@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from meshwright.api.labels import LABEL_JOB
 from meshwright.planner.cluster.pod_resources import HOSTNAME_LABEL
 from meshwright_operator.kube.cache import Cache
-from meshwright_operator.kube.client import ApiError, KubeClient, pods_path
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import pods_path
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
 
 ACTIVE = "status.phase!=Succeeded,status.phase!=Failed"

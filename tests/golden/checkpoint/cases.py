@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.api.precision import Precision
 from meshwright.models.huggingface.reader import architecture_from_config
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import Outcome
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
@@ -40,7 +40,7 @@ class Case:
     timed: bool = False
     """Whether the order of updates follows the clock, so that the numbers differ from one run to the next."""
 
-    def run(self) -> RunConfig:
+    def run(self) -> NativeRun:
         """As small as it can be: every layer is some ten tensors more in the file."""
         run = small_run(**{"layers": 1, "steps": STEPS, "every": 1, **self.options})
         if self.config is None:

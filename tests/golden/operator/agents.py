@@ -15,6 +15,7 @@ from meshwright.protocol.messages import (
     WorkerReport,
     WorkerState,
 )
+from meshwright.protocol.run_config import NativeRun
 from tests.operator.world import Agent, Operator
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Worker(Agent):
                 self.state = WorkerState.RUNNING
             return
         run = self.document.run if self.document is not None else None
-        training = run.training if run is not None else None
+        training = run.training if isinstance(run, NativeRun) else None
         super().train(seconds, float(training.steps) if training is not None else COMMAND_SECONDS)
         if training is None or run is None or self.first_rank or self.state not in (*GOING_ON, WorkerState.COMPLETE):
             return
@@ -107,7 +108,7 @@ class Worker(Agent):
             self.exit_code, self.message, self.letter = None, "", ""
 
     def report(self) -> WorkerReport:
-        native = self.document is not None and self.document.run.training is not None
+        native = self.document is not None and isinstance(self.document.run, NativeRun)
         live = self.state in (*GOING_ON, WorkerState.FAILED) and self.document is not None
         reports = native and self.state in (*GOING_ON, WorkerState.COMPLETE) and not self.first_rank
         trains = reports and self.state is not WorkerState.STARTING and self.trained >= 1
@@ -143,8 +144,8 @@ class Worker(Agent):
     def _progress(self) -> Progress:
         step = int(self.trained)
         assert self.document is not None
+        assert isinstance(self.document.run, NativeRun)
         training = self.document.run.training
-        assert training is not None
         tokens = float(training.global_batch_size * training.sequence_length)
         samples = step * training.global_batch_size
         return Progress(step=step, loss=8.0 / (step + 1), tokens_per_second=tokens, step_seconds=1.0, samples=samples)

@@ -15,7 +15,7 @@ from meshwright.api import labels
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.protocol.messages import MeshRequest
 from meshwright.rules.validation import SPEC_RULES, check_edit, check_spec
-from meshwright_operator.decide.revision import revision_of
+from meshwright_operator.decide.applied_spec import revision_of
 from tests.golden import files
 from tests.golden.operator.machine import Machine, make_nodes, play
 from tests.golden.operator.moves import BASE, applied

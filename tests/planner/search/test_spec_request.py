@@ -18,8 +18,9 @@ from meshwright.planner.plan import Plan, make_plan, make_plans
 from meshwright.planner.search.best_first import search
 from meshwright.planner.search.errors import NothingFitsError
 from meshwright.planner.search.spec_request import apply_strategy, search_request
+from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.validation import check_spec
-from meshwright_worker.trainer.run_validation import validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, node, racks, spec_of
 
 PRODUCT = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
@@ -74,7 +75,9 @@ jobs = st.builds(
 def refused(spec: ParallelTrainingJobSpec, plan: Plan) -> list[str]:
     """What the API and the worker say against a plan."""
     run = plan.run_config(spec)
-    filled = spec.model_copy(update={"parallelism": run.parallelism, "training": run.training})
+    assert isinstance(run, NativeRun)
+    parallelism = run.parallelism.model_copy(update=run.degrees)
+    filled = spec.model_copy(update={"parallelism": parallelism, "training": run.training})
     problems = [f"{problem.field}: {problem.message}" for problem in check_spec(filled)]
     try:
         validate_run(run)
@@ -169,7 +172,7 @@ def test_the_cheapest_saving_that_fits_is_taken_and_told() -> None:
     assert plan.strategy.checkpointing == "Selective"
     assert any(reason.startswith("activation checkpointing Selective: without it a rank") for reason in plan.reasons)
     run = plan.run_config(spec_of(**{**LONG, "training": short, "parallelism": SHARDED}))
-    assert run.training is not None
+    assert isinstance(run, NativeRun)
     assert run.training.activation_checkpointing == "Selective"
     given = spec_of(**{**LONG, "training": {**short, "activationCheckpointing": "Full"}, "parallelism": SHARDED})
     assert make_plan(given, cluster(1)).strategy.checkpointing == "Full"

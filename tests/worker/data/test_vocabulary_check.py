@@ -15,8 +15,8 @@ from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.vocabulary_check import check_vocabulary
+from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.run_validation import InvalidRunError
 from meshwright_worker.trainer.train import train
 from tests.distributed.cases import Recorder
 from tests.distributed.configs import small_run
@@ -29,7 +29,6 @@ def task_of(
 ) -> RankTask:
     """A rank of several whose master is nowhere: it fails in another way as soon as it tries to meet anybody."""
     run = small_run(**layout, data=replicas, vocab_size=vocab_size)
-    assert run.data is not None
     return RankTask(
         run=run.model_copy(update={"data": DataSpec(claim_name="text", **data)}),
         generation=1,
@@ -114,6 +113,4 @@ def test_tokenizers_need_a_place_for_their_file(volume: Path) -> None:
 
 
 def check(task: RankTask) -> None:
-    assert task.run.architecture is not None
-    assert task.run.data is not None
-    check_vocabulary(task, task.run.architecture, task.run.data)
+    check_vocabulary(task)

@@ -24,8 +24,9 @@ from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
 from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
+from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLengths
-from meshwright_worker.trainer.run_validation import InvalidRunError, validate_run
+from meshwright_worker.trainer.train import validate_run
 from tests.distributed.configs import small_run
 from tests.distributed.moe_models import MIXTURES
 

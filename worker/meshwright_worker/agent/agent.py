@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import MeshRequest, WorkerReport
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent import state_machine as decisions
 from meshwright_worker.agent.coordinator_client import CoordinatorClient
 from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
@@ -214,7 +215,7 @@ class Agent:
         log.info(
             "generation %d: ranks %s of %d, store %s", document.generation, list(ranks), document.world_size, master
         )
-        self._training_log = TrainingLog(document.run.training.steps if document.run.training else None)
+        self._training_log = TrainingLog(document.run.training.steps if isinstance(document.run, NativeRun) else None)
         self._metrics.generation(document.generation, ranks, restart=self._started_before)
         self._started_before = True
         try:

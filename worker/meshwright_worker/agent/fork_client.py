@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_pipe, signal_process
 from meshwright_worker.rank.fork_server import MAX_MESSAGE, RUNTIME_MODULE, encode_request
 from meshwright_worker.rank.task import RankTask
@@ -77,7 +78,7 @@ class ForkServerClient:
             await self.stop()
             raise ForkServerError(f"the training runtime was not imported within {PRELOAD_SECONDS:g} s") from None
 
-    async def fork(self, task: RankTask, environment: Mapping[str, str]) -> RankHandle:
+    async def fork(self, task: RankTask[NativeRun], environment: Mapping[str, str]) -> RankHandle:
         """Fork the process of one rank once the server is ready. One call at a time.
 
         Raises:

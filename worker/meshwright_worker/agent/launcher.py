@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.rank_environment import (
@@ -58,7 +59,7 @@ class Launcher:
         Raises:
             LaunchError: the fork server cannot be started.
         """
-        if start.document.run.command is None:
+        if isinstance(start.document.run, NativeRun):
             try:
                 await self._server.ready()
             except (ForkServerError, OSError) as error:
@@ -78,8 +79,8 @@ class Launcher:
         run = start.document.run
         try:
             environment = rank_environment(start.document, start.member, rank, self._settings)
-            if run.command is None:
-                task = rank_task(start.document, start.member, rank, self._settings)
+            if isinstance(run, NativeRun):
+                task = rank_task(start.document, run, start.member, rank, self._settings)
                 handle = await self._server.fork(task, environment)
             else:
                 full_environment = {**self._environment, **environment}

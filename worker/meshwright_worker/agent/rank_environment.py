@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.api import labels
 from meshwright.layout import Layout
-from meshwright.protocol.messages import MeshDocument, MeshMember, RunConfig
+from meshwright.protocol.messages import MeshDocument, MeshMember
+from meshwright.protocol.run_config import NativeRun, Run
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.rank.task import RankTask
 
@@ -82,10 +83,12 @@ def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     return environment
 
 
-def rank_task(document: MeshDocument, member: MeshMember, rank: int, settings: Settings) -> RankTask:
-    """Build the task of `rank` for the built-in runtime."""
+def rank_task(
+    document: MeshDocument, run: NativeRun, member: MeshMember, rank: int, settings: Settings
+) -> RankTask[NativeRun]:
+    """Build the task of `rank` for the built-in runtime; `run` is the document's."""
     return RankTask(
-        run=document.run,
+        run=run,
         generation=document.generation,
         rank=rank,
         world_size=document.world_size,
@@ -100,7 +103,7 @@ def rank_task(document: MeshDocument, member: MeshMember, rank: int, settings: S
     )
 
 
-def _layout(run: RunConfig, world_size: int) -> Layout:
+def _layout(run: Run, world_size: int) -> Layout:
     layout = run.layout
     if layout.world_size != world_size:
         raise ValueError(f"the run's degrees make {layout.world_size} ranks, but the mesh has {world_size}")

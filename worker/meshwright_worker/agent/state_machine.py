@@ -22,6 +22,7 @@ from meshwright.protocol.messages import (
     WorkerReport,
     WorkerState,
 )
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
 
@@ -188,7 +189,7 @@ class AgentStateMachine:
             number=start.document.generation,
             first_rank=start.member.first_rank,
             count=start.member.ranks,
-            uses_builtin_runtime=start.document.run.command is None,
+            uses_builtin_runtime=isinstance(start.document.run, NativeRun),
             started=now,
         )
         return start

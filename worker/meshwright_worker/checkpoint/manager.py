@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.spec import CheckpointSpec
-from meshwright.api.training import TrainingSpec
-from meshwright.models.architecture import Architecture
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import (
@@ -36,7 +35,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        task: RankTask,
+        task: RankTask[NativeRun],
         spec: CheckpointSpec,
         root: str,
         mesh: Mesh,
@@ -137,21 +136,20 @@ class CheckpointManager:
         return int(total.item()) % MODULUS
 
 
-def manifest_template(
-    task: RankTask, architecture: Architecture, training: TrainingSpec, stream: str, mesh: Mesh
-) -> Manifest:
+def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:
     """Return the part of the manifest that all checkpoints of this generation share."""
+    training = run.training
     layout = LayoutRecord(
         tensor=mesh.layout.tensor,
         pipeline=mesh.layout.pipeline,
         data=mesh.layout.data,
         context=mesh.layout.context,
         expert=mesh.layout.expert,
-        zero_stage=task.run.parallelism.zero_stage,
+        zero_stage=run.parallelism.zero_stage,
     )
     return Manifest(
         state=TrainingState(),
-        architecture=architecture,
+        architecture=run.architecture,
         seed=training.seed,
         sequence_length=training.sequence_length,
         stream=stream,

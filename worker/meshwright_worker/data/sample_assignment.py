@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.training import OuterMethod, TrainingSpec
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.length_balance import assign_rows
 from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks
 
@@ -22,9 +22,9 @@ def is_federated(training: TrainingSpec) -> bool:
     return training.outer is not None and training.outer.method is OuterMethod.FED_AVG
 
 
-def island_data_dir(run: RunConfig, data_dir: str | None, rank: int) -> str | None:
+def island_data_dir(run: NativeRun, data_dir: str | None, rank: int) -> str | None:
     """Return the directory of a rank's corpus on the data volume. Uses rank and layout, since no group exists yet."""
-    if data_dir is None or run.training is None or not is_federated(run.training):
+    if data_dir is None or not is_federated(run.training):
         return data_dir
     # Replicas are the outermost dimension, so an island has consecutive ranks.
     return str(Path(data_dir) / f"island-{rank // (run.layout.world_size // run.islands)}")

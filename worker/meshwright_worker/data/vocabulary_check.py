@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from meshwright.api.data import DataFormat, DataSpec, Tokenizer
 from meshwright.data.files import join_uri
-from meshwright.models.architecture import Architecture
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TokenizerRecord
 from meshwright_worker.data.corpus import naming_corpus
 from meshwright_worker.data.open_corpus import data_root, open_data_folder, read_tokens_manifest
@@ -21,13 +21,14 @@ from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import RankTask
 
 
-def check_vocabulary(task: RankTask, model: Architecture, data: DataSpec) -> TokenizerRecord:
+def check_vocabulary(task: RankTask[NativeRun]) -> TokenizerRecord:
     """Return the record of this rank's tokenizer, after checking that the model's vocabulary contains all of its ids.
 
     Raises:
         InvalidRunError: it does not; names the nearest size that has a row for every id and divides over the ranks.
         DataError: the tokenizer or a manifest cannot be read.
     """
+    model, data = task.run.architecture, task.run.data
     root = island_data_dir(task.run, task.data_dir, task.rank)
     place = None if data.tokenizer is Tokenizer.BYTE else data_root(data, root)
     tokenizer = open_data_tokenizer(data, place or "")

@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.layout import Coordinates, Layout
+from meshwright.protocol.run_config import Run
 from meshwright_worker.distributed.device import init_device
 from meshwright_worker.rank.task import RankTask
 
@@ -101,7 +102,7 @@ class Mesh:
 
 
 @contextmanager
-def join_mesh(task: RankTask) -> Iterator[Mesh]:
+def join_mesh(task: RankTask[Run]) -> Iterator[Mesh]:
     """Build the mesh of the task's generation for the duration of the block; its groups are destroyed on every exit.
 
     Raises:
@@ -112,7 +113,7 @@ def join_mesh(task: RankTask) -> Iterator[Mesh]:
 
 
 @contextmanager
-def join_process_group(task: RankTask) -> Iterator[torch.device]:
+def join_process_group(task: RankTask[Run]) -> Iterator[torch.device]:
     """Create one group of all ranks of the task's generation, destroyed on exit; yields this rank's device.
 
     After an error, NCCL groups are not destroyed: that would wait for pending collectives, and so for peers that wait
@@ -121,8 +122,7 @@ def join_process_group(task: RankTask) -> Iterator[torch.device]:
     Raises:
         torch.distributed.DistError: a rank did not join within the time limit, or disconnected.
     """
-    training = task.run.training
-    device = init_device(task.local_rank, reproducible=training is None or training.deterministic)
+    device = init_device(task.local_rank, reproducible=task.run.deterministic)
     _pin_interface(task.pod_address)
     store = TCPStore(
         task.master_address,
@@ -159,7 +159,7 @@ def is_same_on_all_ranks(text: str, mesh: Mesh) -> bool:
     return int(extremes[0]) == -int(extremes[1])
 
 
-def build_mesh(task: RankTask, device: torch.device) -> Mesh:
+def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
     """Create the groups of the task's layout among connected ranks. Collective.
 
     Raises:

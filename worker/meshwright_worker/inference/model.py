@@ -15,7 +15,6 @@ from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
 from meshwright.rules.nearest import nearest
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import Manifest
@@ -32,6 +31,7 @@ from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, 
 from meshwright_worker.precision.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.rank.task import InferenceRun
 
 
 class KVCacheAttention(AttentionCore):
@@ -177,7 +177,7 @@ class CachedModel:
         return whole
 
 
-def inference_run(manifest: Manifest, layout: Layout, precision: Precision) -> RunConfig:
+def inference_run(manifest: Manifest, layout: Layout, precision: Precision) -> InferenceRun:
     """The run that builds a checkpoint's model for generation in a layout.
 
     Raises:
@@ -185,7 +185,7 @@ def inference_run(manifest: Manifest, layout: Layout, precision: Precision) -> R
     """
     model = _dropless(manifest.architecture)
     check_layout(layout, model)
-    return RunConfig(
+    return InferenceRun(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data_parallel=layout.data,
@@ -217,14 +217,16 @@ def _dropless(model: Architecture) -> Architecture:
     return model.model_copy(update={"mixture": model.mixture.model_copy(update={"capacity_factor": None})})
 
 
-def load_sharded_model(checkpoint: Path, manifest: Manifest, run: RunConfig, mesh: Mesh, capacity: int) -> CachedModel:
+def load_sharded_model(
+    checkpoint: Path, manifest: Manifest, run: InferenceRun, mesh: Mesh, capacity: int
+) -> CachedModel:
     """Load the model split over a mesh: each rank reads only its own part. Collective.
 
     Raises:
         CheckpointMismatchError: the checkpoint belongs to another model.
         PretrainedError: the model that adapters belong to cannot be read.
     """
-    (built,) = build_stages(run, _dropless(manifest.architecture), mesh)
+    (built,) = build_stages(run, mesh)
     shards = parameter_shards(built.module, built.distributed, run, mesh)
     _fill(shards, stage_buffers(built.module), checkpoint, manifest, mesh.checkpoint_group)
     return CachedModel(built.module, manifest.architecture, capacity, mesh)

@@ -23,10 +23,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from meshwright.api.data import Packing
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
 from meshwright.schedules.pipeline_layout import PipelineLayout, pipeline_layout
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, TENSOR, Mesh
@@ -52,6 +50,7 @@ from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
 from meshwright_worker.precision.fp8.scaling_recipe import fp8_recipes
+from meshwright_worker.rank.task import ModelRun
 
 
 @dataclass(frozen=True)
@@ -65,52 +64,40 @@ class LocalStage:
     """The parameters that are parts of larger ones, by name."""
 
 
-def build_stages(run: RunConfig, model: Architecture, mesh: Mesh) -> list[LocalStage]:
-    """Build this rank's shards of its stages, with initial weights.
-
-    Raises:
-        ValueError: `run` is not a run of the built-in runtime.
-    """
-    division = pipeline_division(run, model)
+def build_stages(run: ModelRun, mesh: Mesh) -> list[LocalStage]:
+    """Build this rank's shards of its stages, with initial weights."""
+    division = pipeline_division(run)
     stages = len(division.layers)
     # Once for all stages: creating groups is collective, and ranks may have different numbers of stages.
     context_groups = build_context_groups(SequenceSharding.of(run), mesh)
     return [
-        _build_stage(run, model, mesh, context_groups, index, stages, division.layers[index])
+        _build_stage(run, mesh, context_groups, index, stages, division.layers[index])
         for index in division.stages(mesh.coordinates.pipeline)
     ]
 
 
-def pipeline_division(run: RunConfig, model: Architecture) -> PipelineLayout:
-    """Return the run's pipeline division: its schedule, and the stages and layers of each rank.
-
-    Raises:
-        ValueError: `run` is not a run of the built-in runtime.
-    """
-    if run.training is None:
-        raise ValueError("`training` is required")
-    return pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, model, run.training.sequence_length)
+def pipeline_division(run: ModelRun) -> PipelineLayout:
+    """Return the run's pipeline division: its schedule, and the stages and layers of each rank."""
+    length = run.training.sequence_length
+    return pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, run.architecture, length)
 
 
 def _build_stage(
-    run: RunConfig,
-    model: Architecture,
+    run: ModelRun,
     mesh: Mesh,
     context_groups: ContextGroups,
     index: int,
     stages: int,
     layer_indices: range,
 ) -> LocalStage:
-    if run.training is None:
-        raise ValueError("`training` is required")
-    precision = run.training.precision
+    model, precision = run.architecture, run.training.precision
     with torch.device("meta"):
         stage = DecoderStage(model, compute_dtype(precision), index, stages, layer_indices).to(
             stored_dtype(run.training)
         )
     if run.training.lora is not None:
         apply_lora(stage, run.training.lora)
-    if run.context > 1 or packs_documents(run):
+    if run.context > 1 or run.packs_documents:
         install_context_attention(stage, SequenceSharding.of(run), context_groups)
     apply_expert_parallel(stage, mesh, sequence=run.parallelism.sequence, tensor=run.parallelism.expert_tensor)
     if mesh.layout.tensor > 1:
@@ -150,11 +137,6 @@ def _apply_local_features(
         )
     if training.loss_chunk_tokens is not None:
         use_chunked_loss(stage, training.loss_chunk_tokens, group, sequence=sequence)
-
-
-def packs_documents(run: RunConfig) -> bool:
-    """Return whether rows contain several documents, between which there is no attention."""
-    return run.data is not None and run.data.packing is Packing.DOCUMENTS
 
 
 def compile_layers(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_part, local_shard
@@ -66,7 +66,7 @@ class ParameterShard:
 
 
 def parameter_shards(
-    stage: DecoderStage, distributed: dict[str, DTensor], run: RunConfig, mesh: Mesh
+    stage: DecoderStage, distributed: dict[str, DTensor], run: Run, mesh: Mesh
 ) -> list[ParameterShard]:
     """Return the shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
     sharded = uses_fsdp(run)

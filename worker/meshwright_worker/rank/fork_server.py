@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import rank_main
 from meshwright_worker.rank.failures import describe
 from meshwright_worker.rank.process_lifetime import die_with_parent
@@ -34,10 +35,10 @@ from meshwright_worker.rank.task import RankTask
 RUNTIME_MODULE = "meshwright_worker.trainer.train"
 MAX_MESSAGE = 1 << 17
 
-_TASK = TypeAdapter(RankTask)
+_TASK = TypeAdapter(RankTask[NativeRun])
 
 
-def encode_request(task: RankTask, environment: Mapping[str, str]) -> bytes:
+def encode_request(task: RankTask[NativeRun], environment: Mapping[str, str]) -> bytes:
     """Encode a fork request.
 
     Raises:
@@ -49,7 +50,7 @@ def encode_request(task: RankTask, environment: Mapping[str, str]) -> bytes:
     return request
 
 
-def decode_request(data: bytes) -> tuple[RankTask, dict[str, str]]:
+def decode_request(data: bytes) -> tuple[RankTask[NativeRun], dict[str, str]]:
     """Decode a fork request into its task and environment."""
     request = json.loads(data)
     return _TASK.validate_python(request["task"]), request["environment"]
@@ -110,7 +111,7 @@ class ForkServer:
         return True
 
     def _run_child(
-        self, server: int, task: RankTask, environment: Mapping[str, str], events: int, output: int
+        self, server: int, task: RankTask[NativeRun], environment: Mapping[str, str], events: int, output: int
     ) -> NoReturn:
         try:
             die_with_parent(server)

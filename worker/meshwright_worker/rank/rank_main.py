@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import RankTask, StepReport
 
@@ -57,7 +58,7 @@ class PipeEvents:
             line = line[os.write(self._descriptor, line) :]
 
 
-def run(module: str, task: RankTask, environment: Mapping[str, str], descriptor: int) -> NoReturn:
+def run(module: str, task: RankTask[NativeRun], environment: Mapping[str, str], descriptor: int) -> NoReturn:
     """Run `module.train(task, events)` in this freshly forked process, then exit. SIGTERM must be blocked on entry.
 
     Exits with `os._exit`: torch's threads sometimes abort an interpreter that shuts down normally, and the agent relies

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.api.training import TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.run_config import NativeRun, Run
+
+RunT_co = TypeVar("RunT_co", bound=Run, covariant=True)
+
+
+class InferenceRun(Run):
+    """A trained model in a layout, to generate text with. It reads no training text and writes no checkpoint."""
+
+    architecture: Architecture
+    """The model."""
+    training: TrainingSpec
+    """Precision, seed, adapters and the length that the model was trained for."""
+
+    @property
+    def deterministic(self) -> bool:
+        """See `Run.deterministic`."""
+        return self.training.deterministic
+
+
+ModelRun = NativeRun | InferenceRun
+"""A run of one of Meshwright's own models."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankTask:
+class RankTask(Generic[RunT_co]):
     """One rank of one mesh generation. Serializable: it is sent to the forked process."""
 
-    run: RunConfig
+    run: RunT_co
     generation: int
     rank: int
     world_size: int

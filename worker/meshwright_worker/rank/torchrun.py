@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import TypeVar
 
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 from meshwright_worker.rank.task import RankTask
 
+RunT = TypeVar("RunT", bound=Run)
 
-def task_from_environment(run: RunConfig) -> RankTask:
+
+def task_from_environment(run: RunT) -> RankTask[RunT]:
     """Build this rank's task from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.api.training import TrainingSpec
-from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
@@ -40,9 +38,10 @@ from meshwright_worker.trainer.trainer import DivergedError, StepResult
 class AsyncPipelineTrainer:
     """`Trainer` for asynchronous schedules."""
 
-    def __init__(self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
+        training = run.training
         self._mesh, self._training = mesh, training
-        self.stages = build_stages(run, model, mesh)
+        self.stages = build_stages(run, mesh)
         (stage,) = self.stages
         self._micro_batches = MicroBatches(run, mesh)
         shards = parameter_shards(stage.module, stage.distributed, run, mesh)
@@ -62,7 +61,7 @@ class AsyncPipelineTrainer:
             double_buffered=kind_of(run.parallelism.order).double_buffered,
             tokens=tokens_of_step(training),
             channels=P2PChannels(mesh, pairs),
-            width=model.hidden_size,
+            width=run.architecture.hidden_size,
             slices=run.tensor if run.parallelism.sequence else 1,
             update=self._update,
         )

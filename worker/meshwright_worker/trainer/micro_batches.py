@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.api.data import DataFormat, Packing
-from meshwright.protocol.messages import RunConfig
+from meshwright.api.data import DataFormat
+from meshwright.protocol.run_config import NativeRun
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.prefetch import pin_batch
@@ -54,11 +54,11 @@ class TrimLengths:
         return min(self.whole, max(self.min_length, -(-needed // self.unit) * self.unit))
 
 
-def trim_lengths(run: RunConfig) -> TrimLengths | None:
+def trim_lengths(run: NativeRun) -> TrimLengths | None:
     """Return how a run's micro-batches are truncated, or None if they keep their full length. Uses no tensors."""
-    if run.training is None or not is_padded(run):
+    if not is_padded(run):
         return None
-    if run.training.fp8 is not None or (run.architecture is not None and run.architecture.mixture is not None):
+    if run.training.fp8 is not None or run.architecture.mixture is not None:
         return None
     deal, whole = SequenceSharding.of(run), run.training.sequence_length
     unit = deal.unit
@@ -67,14 +67,14 @@ def trim_lengths(run: RunConfig) -> TrimLengths | None:
     return TrimLengths(unit, -(-deal.min_length // unit) * unit, whole)
 
 
-def may_have_ignored_targets(run: RunConfig) -> bool:
+def may_have_ignored_targets(run: NativeRun) -> bool:
     """Return whether some tokens may have no target: padding, prompts, and the last token before another document."""
-    return is_padded(run) or (run.data is not None and run.data.packing is Packing.DOCUMENTS)
+    return is_padded(run) or run.packs_documents
 
 
-def is_padded(run: RunConfig) -> bool:
+def is_padded(run: NativeRun) -> bool:
     """Return whether rows are padded to the sequence length."""
-    return run.data is not None and run.data.format is DataFormat.PROMPT_COMPLETION
+    return run.data.format is DataFormat.PROMPT_COMPLETION
 
 
 class MicroBatches:
@@ -85,7 +85,7 @@ class MicroBatches:
         mesh: this rank's mesh.
     """
 
-    def __init__(self, run: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
         self._count, self._deal = run.micro_batches, SequenceSharding.of(run)
         self._rank, self._device = mesh.coordinates.context, mesh.device
         self._trim_lengths, self.padded = trim_lengths(run), is_padded(run)

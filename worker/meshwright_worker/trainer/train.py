@@ -4,51 +4,46 @@
 2. rendezvous: creates the process groups of the mesh generation;
 3. build: creates this rank's shard of the model and its optimizer;
 4. load: reads the newest complete checkpoint, in whatever layout it was written;
-5. steps: each is reported; checkpoints are written in the background at every interval;
+5. steps: each is reported; checkpoints are written in the background at every interval (`training_loop`);
 6. final checkpoint: written before the rank reports that it is done.
 
 Every rank takes each of these steps. Decisions that all ranks must share (which checkpoint, when to stop) depend only
-on values that all ranks have.
+on values that all ranks have. Before the rendezvous a rank takes part in no collective: peers may see other files and
+already wait there. A rank that finds an invalid run or invalid inputs reports the error and exits, and its agent's
+report stops the peers. Step 1 reads file lists, manifests, headers, and records that have to be tokenized anyway;
+tokens are verified as they are read (`meshwright.data.checksums`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from meshwright.api.training import TrainingSpec
-from meshwright.models.architecture import Architecture
 from meshwright.models.lora import skipped_targets
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
+from meshwright.rules.resolved.run_checks import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.corpus import CorpusError
-from meshwright_worker.data.length_balance import RowCost
-from meshwright_worker.data.prefetch import Prefetcher, StepSamples
-from meshwright_worker.data.sample_assignment import SampleAssignment, combined_identity
-from meshwright_worker.data.sample_order import SampleDigest
+from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.data.sample_assignment import combined_identity, island_data_dir
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks, join_mesh
 from meshwright_worker.models.lora import is_adapter
-from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
 from meshwright_worker.pretrained.tensor_files import PretrainedError
-from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.rank.task import Outcome, RankEvents, RankTask
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
-from meshwright_worker.trainer.mfu import step_flops
-from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
-from meshwright_worker.trainer.run_inputs import RunInputs, open_inputs
-from meshwright_worker.trainer.run_validation import validate_run
-from meshwright_worker.trainer.trainer import StepResult, Trainer
+from meshwright_worker.trainer.trainer import Trainer
+from meshwright_worker.trainer.training_loop import RunInputs, TrainingLoop
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +56,7 @@ def preload() -> None:
     """
 
 
-def train(task: RankTask, events: RankEvents) -> Outcome:
+def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
     """Run this rank of the task's mesh generation until training completes or stops.
 
     Raises:
@@ -76,31 +71,29 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         DivergedError: loss or gradients are not finite.
         RuntimeError: torch lost the connection to another rank.
     """
-    architecture, data, training = validate_run(task.run)
-    validate_device(device_properties(task.local_rank), task.local_world_size, training)
+    run = task.run
+    validate_run(run)
+    validate_device(device_properties(task.local_rank), task.local_world_size, run.training)
     with _phase(events, "data"):
-        tokenizer = check_vocabulary(task, architecture, data)
-        inputs = open_inputs(task, architecture, data, training)
+        tokenizer = check_vocabulary(task)
+        inputs = open_inputs(task)
     stream = inputs.stream
     started = time.monotonic()
     with join_mesh(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
         with _phase(events, "build"):
-            identity = combined_identity(training, stream.identity, mesh)
+            identity = combined_identity(run.training, stream.identity, mesh)
             # Stages read tokens and targets independently, so without this check different corpora would train
             # unnoticed.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-            trainer = build_trainer(task.run, mesh, inputs.samples)
+            trainer = build_trainer(run, mesh, inputs.samples)
         checkpoint_manager = None
-        if task.run.checkpoint is not None and task.checkpoint_dir is not None:
-            template = manifest_template(task, architecture, training, identity, mesh)
-            template = template.model_copy(update={"tokenizer": tokenizer})
-            checkpoint_manager = CheckpointManager(
-                task, task.run.checkpoint, task.checkpoint_dir, mesh, events, template
-            )
+        if run.checkpoint is not None and task.checkpoint_dir is not None:
+            template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": tokenizer})
+            checkpoint_manager = CheckpointManager(task, run.checkpoint, task.checkpoint_dir, mesh, events, template)
         with _phase(events, "load"):
-            load_initial_weights(trainer, architecture, training, mesh)
+            load_initial_weights(trainer, run, mesh)
             state = TrainingState()
             if checkpoint_manager is not None:
                 state = checkpoint_manager.load(
@@ -109,212 +102,63 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
             trainer.on_parameters_loaded(state.step)
         trainer.restore_state(state)
         events.running(state.step)
-        return _TrainingLoop(task.run, trainer, inputs, checkpoint_manager, mesh, events).run(state)
+        return TrainingLoop(run, trainer, inputs, checkpoint_manager, mesh, events).run(state)
 
 
-def build_trainer(run: RunConfig, mesh: Mesh, samples: int = 1) -> Trainer | AsyncPipelineTrainer:
-    """Return the trainer of this rank's part. `samples` is the number of samples of its island, see `Trainer`.
+def validate_run(run: NativeRun) -> None:
+    """Check that degrees, model, batch and data go together (rules: `meshwright.rules.resolved`).
 
     Raises:
-        InvalidRunError: the run cannot be executed in this layout.
+        InvalidRunError: they do not; lists every problem.
     """
-    architecture, _, training = validate_run(run)
-    if mesh.rank == 0 and training.lora is not None and (missing := skipped_targets(training.lora, architecture)):
+    problems = run_problems(run)
+    if problems:
+        raise InvalidRunError("; ".join(problems))
+
+
+def open_inputs(task: RankTask[NativeRun]) -> RunInputs:
+    """Open the training samples and the held-out samples, after checking the initial weights.
+
+    Raises:
+        DataError: the corpus is missing, damaged or too short; the message names the field and a value that works.
+        PretrainedError: `training.initialWeights` does not contain a complete model of this shape.
+    """
+    data, training = task.run.data, task.run.training
+    if training.initial_weights is not None:
+        check_pretrained(task.run.architecture, Path(training.initial_weights))
+    island_dir = island_data_dir(task.run, task.data_dir, task.rank)
+    try:
+        stream = open_stream(data, island_dir, training.sequence_length, training.seed)
+        requested = training.evaluation
+        evaluation = Evaluation(requested, training, data, island_dir) if requested is not None else None
+    except OSError as error:
+        raise CorpusError(f"`data` cannot be read: {error}") from error
+    return RunInputs(stream, evaluation)
+
+
+def build_trainer(run: NativeRun, mesh: Mesh, samples: int = 1) -> Trainer | AsyncPipelineTrainer:
+    """Return the trainer of this rank's part. `samples` is the number of samples of its island, see `Trainer`."""
+    lora = run.training.lora
+    if mesh.rank == 0 and lora is not None and (missing := skipped_targets(lora, run.architecture)):
         log.warning(missing)
     if kind_of(run.parallelism.order).asynchronous and run.pipeline > 1:
-        return AsyncPipelineTrainer(run, architecture, training, mesh)
-    return Trainer(run, architecture, training, mesh, samples)
+        return AsyncPipelineTrainer(run, mesh)
+    return Trainer(run, mesh, samples)
 
 
-def load_initial_weights(
-    trainer: Trainer | AsyncPipelineTrainer, model: Architecture, training: TrainingSpec, mesh: Mesh
-) -> None:
+def load_initial_weights(trainer: Trainer | AsyncPipelineTrainer, run: NativeRun, mesh: Mesh) -> None:
     """Fill the model from `training.initialWeights`, if it is set. Adapter checkpoints contain only the adapters.
 
     Raises:
         PretrainedError: the files contain another model, are damaged, or are not the same on every rank.
     """
-    if training.initial_weights is None:
+    weights = run.training.initial_weights
+    if weights is None:
         return
     shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
-    fingerprint = load_pretrained(shards, model, Path(training.initial_weights), trainer.buffers)
+    fingerprint = load_pretrained(shards, run.architecture, Path(weights), trainer.buffers)
     if not is_same_on_all_ranks(fingerprint, mesh):
         raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
-
-
-class _TrainingLoop:
-    """Runs the steps from a given state to the end of the run or to a stop."""
-
-    def __init__(
-        self,
-        run: RunConfig,
-        trainer: Trainer | AsyncPipelineTrainer,
-        inputs: RunInputs,
-        checkpoint_manager: CheckpointManager | None,
-        mesh: Mesh,
-        events: RankEvents,
-    ) -> None:
-        architecture, self._data, self._training = validate_run(run)
-        self._cost = RowCost.of(architecture)
-        self._micro_batches = run.micro_batches
-        self._micro_batcher = MicroBatches(run, mesh)
-        self._trainer = trainer
-        self._stream, self._evaluation = inputs.stream, inputs.evaluation
-        self._checkpoint_manager = checkpoint_manager
-        self._mesh = mesh
-        self._assignment = SampleAssignment.of(self._training, mesh)
-        self._islands = run.islands
-        self._step_flops = partial(
-            step_flops,
-            architecture,
-            self._training,
-            mesh.layout.world_size,
-            mesh.device,
-            rematerializes=run.parallelism.rematerialize,
-        )
-        self._full_row_flops = self._step_flops()
-        self._events = events
-        self._digest = SampleDigest()
-        self._unreported = 0.0
-        """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
-        self._samples = Prefetcher(self._read_samples, mesh.device)
-
-    def run(self, state: TrainingState) -> Outcome:
-        """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
-        try:
-            return self._run(state)
-        finally:
-            self._samples.close()
-
-    def _run(self, state: TrainingState) -> Outcome:
-        # Rank 0 carries the digest of earlier generations. Each rank adds its part, and saving sums them.
-        if self._mesh.rank == 0:
-            self._digest.value = state.digest
-        first, stopped = state.step + 1, False
-        for number in range(first, self._training.steps + 1):
-            started_at = time.monotonic()
-            state, stopped = self._step(number, state)
-            if number == first:
-                self._events.phase("first-step", time.monotonic() - started_at)
-            if stopped:
-                break
-            if self._checkpoint_manager is not None:
-                self._checkpoint_manager.report()
-                if self._checkpoint_manager.due(number):
-                    state, stopped = self._drain(state)
-                    self._save(state, wait=False)
-                    if stopped:
-                        break
-        state, _ = self._drain(state)
-        self._save(state, wait=True)
-        self._trainer.close()
-        return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
-
-    def _save(self, state: TrainingState, *, wait: bool) -> None:
-        trainer = self._trainer
-        if self._checkpoint_manager is not None:
-            self._checkpoint_manager.save(
-                trainer.shards,
-                trainer.optimizer,
-                state,
-                trainer.buffers,
-                trainer.outer,
-                trainer.compression_state,
-                wait=wait,
-            )
-
-    def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
-        started_at = time.monotonic()
-        coordinates = self._mesh.coordinates
-        batch = self._training.global_batch_size
-        consumed = state.samples + batch
-        mine = self._samples.take(state.samples, consumed if number < self._training.steps else None)
-        read = time.monotonic()
-        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
-        results = [] if result is None else [result]
-        evaluation = self._evaluation if self._evaluation is not None and self._evaluation.due(number) else None
-        if evaluation is not None:
-            # A pipeline without flushes drains first, so that all stages have the weights after this step.
-            results += self._trainer.drain()
-        if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
-            self._digest.add(mine.numbers, mine.samples)
-        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
-        after = self._report_results(results, after, time.monotonic() - started_at, read - started_at, evaluation)
-        return self._trainer.update_state(after), any(result.stop for result in results)
-
-    def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
-        """Finish all started steps; a pipeline without flushes is some steps behind.
-
-        Returns:
-            The state after them, and whether any rank was asked to stop in one of them.
-        """
-        started_at = time.monotonic()
-        results = self._trainer.drain()
-        stopped = any(result.stop for result in results)
-        return (
-            self._report_results(results, state, time.monotonic() - started_at, 0.0, None) if results else state
-        ), stopped
-
-    def _report_results(
-        self,
-        results: Sequence[StepResult],
-        state: TrainingState,
-        seconds: float,
-        data_seconds: float,
-        evaluation: Evaluation | None,
-    ) -> TrainingState:
-        """Report results, with an evaluation on the last one if given. Return the state with the last result's loss."""
-        if not results:
-            self._unreported += seconds
-            return state
-        if len(results) > 1:
-            # Several results arrive at once: divide the elapsed time equally between their steps.
-            seconds, self._unreported = (seconds + self._unreported) / len(results), 0.0
-        for result in results:
-            report = self._report(result, state, seconds, data_seconds / len(results))
-            if evaluation is not None and result is results[-1]:
-                report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
-            self._events.step(report)
-        return state.model_copy(update={"loss": results[-1].loss.hex()})
-
-    def _read_samples(self, first: int) -> StepSamples:
-        """Read this replica's samples of the step that begins with sample `first`."""
-        mine = self._assigned_samples(range(first, first + self._training.global_batch_size))
-        samples = self._stream.rows(mine)
-        batch = make_batch(samples, self._data, self._stream.separator, mine)
-        return StepSamples(mine, samples, self._micro_batcher.preslice(batch))
-
-    def _assigned_samples(self, step: range) -> Sequence[int]:
-        """Return the numbers of the samples that this replica takes in a step."""
-        if not self._data.balance:
-            return self._assignment.replica_samples(step)
-        return self._assignment.balanced_samples(
-            step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches
-        )
-
-    def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
-        tokens, flops = self._training.global_batch_size * self._training.sequence_length, self._full_row_flops
-        if result.token_counts is not None:
-            # Islands exchange results only after a round: multiply this island's counts instead.
-            token_counts = TokenCounts(
-                result.token_counts.tokens * self._islands, result.token_counts.squares * self._islands
-            )
-            tokens, flops = token_counts.tokens, self._step_flops(token_counts)
-        return StepReport(
-            step=result.step,
-            loss=result.loss,
-            gradient_norm=result.gradient_norm,
-            learning_rate=result.learning_rate,
-            tokens=tokens,
-            samples=state.samples - (state.step - result.step) * self._training.global_batch_size,
-            seconds=seconds,
-            data_seconds=data_seconds,
-            model_flops=flops.model,
-            hardware_flops=flops.hardware,
-            peak_flops=flops.peak,
-            experts=result.experts,
-            pipeline_bubble=result.bubble,
-        )
 
 
 @contextmanager

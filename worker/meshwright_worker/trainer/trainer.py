@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.api.training import TrainingSpec
-from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.collectives import all_reduce_sum
@@ -66,14 +64,13 @@ class Trainer:
     `samples` is the number of samples in this island's corpus, for `FedAvg`.
     """
 
-    def __init__(
-        self, run: RunConfig, model: Architecture, training: TrainingSpec, mesh: Mesh, samples: int = 1
-    ) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1) -> None:
+        model, training = run.architecture, run.training
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
-        self.stages = build_stages(run, model, mesh)
-        pipeline = build_executor(self.stages, run, model, mesh)
+        self.stages = build_stages(run, mesh)
+        pipeline = build_executor(self.stages, run, mesh)
         self._executor, self._shared_weights = pipeline.executor, pipeline.shared_weights
         shards = [
             (s.index, shard) for s in self.stages for shard in parameter_shards(s.module, s.distributed, run, mesh)

@@ -1,1 +1,1 @@
-"""What the API server checks and fills in before it stores an object."""
+"""Checks and defaults that the API server applies before it stores an object."""

@@ -1,4 +1,4 @@
-"""Admission: an object made to fit its kind, or refused with all that is wrong with it."""
+"""Admission: prunes, defaults and validates an object, or rejects it with all its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ZERO: dict[Any, Any] = {"string": "", "integer": 0, "number": 0, "boolean": Fal
 
 
 def check_type(resource: Resource, obj: Object) -> None:
-    """Refuse an object of another kind or version than the path's; fill in what is left out."""
+    """Reject an object of another kind or version than the path's. Fill in fields that are left out."""
     version, kind = obj.setdefault("apiVersion", resource.group_version), obj.setdefault("kind", resource.kind)
     if version != resource.group_version:
         expected = f"the expected API version ({resource.group_version})"
@@ -28,7 +28,7 @@ def check_type(resource: Resource, obj: Object) -> None:
 
 
 def check_identity(resource: Resource, new: Object, old: Object) -> None:
-    """Refuse an update that speaks of another object than the path's, or of an older state of it."""
+    """Reject an update of another object than the path's, or of an older state of it."""
     metadata, was = new["metadata"], old["metadata"]
     for key in ("name", "namespace"):
         if metadata.get(key) not in (None, "", was.get(key)):
@@ -43,10 +43,10 @@ def check_identity(resource: Resource, new: Object, old: Object) -> None:
 
 
 def admit(resource: Resource, obj: Object, old: Object | None, options: WriteOptions, subresource: str) -> None:
-    """Prune, default and check an object in place.
+    """Prune, default and validate an object in place.
 
     Raises:
-        ApiError: 400 for a value of the wrong type in a built-in kind, 422 for everything else that is wrong.
+        ApiError: 400 for a value of the wrong type in a built-in kind, 422 for all other errors.
     """
     drop_unknown_fields(resource, obj, options)
     causes = _prepare_custom(resource, obj, old) if resource.custom else _prepare_builtin(resource, obj, old)
@@ -67,7 +67,7 @@ def admit(resource: Resource, obj: Object, old: Object | None, options: WriteOpt
 
 
 def drop_unknown_fields(resource: Resource, obj: Object, options: WriteOptions) -> None:
-    """Prune in place; unknown fields are an error, a warning or nothing, by the field validation asked for."""
+    """Prune in place. Unknown fields are an error, a warning or ignored, by the requested field validation."""
     dropped = [f'unknown field "{path}"' for path in prune(resource.node, obj)]
     if dropped and options.field_validation == "Strict":
         raise _unreadable(resource, f"strict decoding error: {', '.join(dropped)}")
@@ -89,7 +89,7 @@ def _prepare_custom(resource: Resource, obj: Object, old: Object | None) -> list
 
 
 def _prepare_builtin(resource: Resource, obj: Object, old: Object | None) -> list[Cause]:
-    """Types first, as decoding into a struct does; then defaults, which may rely on them."""
+    """Check types first, as decoding into a Go struct does, then set defaults, which may depend on them."""
     _zero_fill(resource.node.properties.get("status"), obj.get("status"))
     causes = validate(resource.node, obj, old)
     wrong = next((c for c in causes if c.reason == "FieldValueTypeInvalid" or c.field == "<nil>"), None)
@@ -104,7 +104,7 @@ def _prepare_builtin(resource: Resource, obj: Object, old: Object | None) -> lis
 
 
 def _zero_fill(node: SchemaNode | None, value: Any) -> None:
-    """Give required scalars that are missing their zero value in place, as Go's structs do in what a status reports."""
+    """Set missing required scalars to their zero value in place, as Go's structs do in a status."""
     if node is not None and isinstance(value, dict):
         for key in node.required:
             sub = node.properties.get(key)

@@ -1,4 +1,4 @@
-"""Names, labels and selectors: which texts are good ones, and text selectors as predicates on objects."""
+"""Names, labels and selectors: validation, and text selectors as predicates on objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _WORD = "(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])"
 _ENDS = "and must start and end with an alphanumeric character"
 _REGEX = "regex used for validation is"
-# Form -> longest, pattern, what the real server says of a text that does not match.
+# Form -> maximum length, pattern, the real server's message for a text that does not match.
 _FORMS = {
     "subdomain": (
         253,
@@ -59,7 +59,7 @@ _FIELD = re.compile(r"([^=!]+?)(==|=|!=)(.*)")
 
 
 def problem(form: str, text: str) -> str | None:
-    """What is wrong with a text as `subdomain`, `label`, `dns-1035`, `value` or `path-segment`; None: nothing."""
+    """Return the error of a text as `subdomain`, `label`, `dns-1035`, `value` or `path-segment`; None if valid."""
     longest, pattern, words = _FORMS[form]
     if len(text) > longest:
         return f"must be no more than {longest} bytes"
@@ -67,7 +67,7 @@ def problem(form: str, text: str) -> str | None:
 
 
 def key_problem(key: str) -> str | None:
-    """What is wrong with a label key, annotation key or finalizer; None when nothing is."""
+    """Return the error of a label key, annotation key or finalizer; None if valid."""
     prefix, slash, name = key.rpartition("/")
     wrong = problem("subdomain", prefix) if slash else None
     if wrong:
@@ -76,7 +76,7 @@ def key_problem(key: str) -> str | None:
 
 
 def check_metadata(metadata: Object, form: str) -> list[Cause]:
-    """What is wrong with an object's metadata, whose types already fit the schema; `form` is that of its name."""
+    """Return the errors of an object's metadata, whose types already match the schema; `form` is that of its name."""
     found = [("name", name := metadata.get("name", ""), problem(form, name))]
     for key, value in (metadata.get("labels") or {}).items():
         found += [("labels", key, key_problem(key)), ("labels", value, problem("value", value))]
@@ -100,7 +100,7 @@ def check_metadata(metadata: Object, form: str) -> list[Cause]:
 
 
 def field_value(obj: Object, path: str) -> Any:
-    """What stands under a dotted path; None when nothing does."""
+    """Return the value at a dotted path; None if there is none."""
     value: Any = obj
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -108,10 +108,10 @@ def field_value(obj: Object, path: str) -> Any:
 
 
 def label_selector(text: str) -> Callable[[Labels], bool]:
-    """A predicate on labels from a selector such as `a=b,c in (d,e),!f`.
+    """Return a predicate on labels from a selector such as `a=b,c in (d,e),!f`.
 
     Raises:
-        ApiError: 400 for what is no selector.
+        ApiError: 400 if it is not a valid selector.
     """
     tests = [_label_test(term.strip(), text) for term in re.split(r",(?![^()]*\))", text) if term.strip()]
     return lambda labels: all(test(labels) for test in tests)
@@ -133,13 +133,13 @@ def _label_test(term: str, whole: str) -> Callable[[Labels], bool]:
 
 
 def field_selector(text: str, known: Mapping[str, str]) -> Callable[[Object], bool]:
-    """A predicate on objects from a selector such as `spec.nodeName=n1,status.phase!=Failed`.
+    """Return a predicate on objects from a selector such as `spec.nodeName=n1,status.phase!=Failed`.
 
-    `known` names the fields that the resource allows beside its name and namespace, each with the value of an object
-    that lacks it.
+    `known` has the fields that the resource allows in addition to name and namespace, each with the value for an object
+    without the field.
 
     Raises:
-        ApiError: 400 for what is no selector or a field that cannot be selected by.
+        ApiError: 400 for an invalid selector, or a field that is not supported.
     """
     allowed = {"metadata.name": "", "metadata.namespace": "", **known}
     tests = []

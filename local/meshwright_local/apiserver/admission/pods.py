@@ -1,4 +1,4 @@
-"""Pods: defaults, checks, what may change later, quality of service, priority, graceful deletion."""
+"""Pods: defaults, validation, permitted updates, quality of service, priority, graceful deletion."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _IMMUTABLE_TEXT = (
 
 
 class PodRules(Rules):
-    """Pods wait for their node's agent to stop them."""
+    """Deletion of a pod waits until its node's agent has stopped it."""
 
     graceful = True
     returns_deleted = True
 
     def defaults(self, obj: Object) -> None:
-        """The defaults of a pod's spec."""
+        """Set the defaults of a pod's spec."""
         if isinstance(obj.get("spec"), dict):
             default_pod_spec(obj["spec"])
 
     def create(self, obj: Object, store: Store) -> None:
-        """What limit ranges add, the first status, and the number behind the priority class."""
+        """Apply limit ranges, and set the first status and the value of the priority class."""
         spec = obj["spec"]
         apply_limits(store, obj)
         obj["status"] = {"phase": "Pending", "qosClass": qos_class(spec)}
@@ -63,7 +63,7 @@ class PodRules(Rules):
         _set_priority(obj, store)
 
     def update(self, new: Object, old: Object, subresource: str) -> None:
-        """What admission set stays when a client leaves it out; `podIP` is the first of `podIPs`, and right."""
+        """Restore fields that admission has set and the client left out; set `podIP` to the first of `podIPs`."""
         kept = {key: old["spec"][key] for key in ("priority", "preemptionPolicy") if key in old["spec"]}
         new["spec"] = {**kept, **new["spec"]}
         status = new.get("status") or {}
@@ -74,7 +74,7 @@ class PodRules(Rules):
             status["podIP"] = first
 
     def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
-        """Checks of a new spec, of what an update changed in it, and of the addresses in a status."""
+        """Validate a new spec, the changes of an update, and the addresses in a status."""
         if not isinstance(obj.get("spec"), dict):
             return [status_errors.required("spec")]
         if old is None:
@@ -82,11 +82,11 @@ class PodRules(Rules):
         return _check_addresses(obj.get("status") or {}) if subresource else _check_change(obj["spec"], old["spec"])
 
     def deletion_pending(self, obj: Object) -> bool:
-        """While there is grace left."""
+        """Whether some of the grace period is left."""
         return bool(obj["metadata"].get("deletionGracePeriodSeconds"))
 
     def grace(self, obj: Object, requested: int | None) -> int:
-        """What was asked for, else what the pod says; none where nothing runs."""
+        """Return the requested grace period, else that of the pod; 0 if nothing runs."""
         if not obj["spec"].get("nodeName") or obj.get("status", {}).get("phase") in ("Succeeded", "Failed"):
             return 0
         grace = requested if requested is not None else obj["spec"].get("terminationGracePeriodSeconds", _GRACE_SECONDS)
@@ -162,7 +162,7 @@ def _default_container(container: Object) -> None:
 
 
 def check_pod_spec(spec: Object, path: str) -> list[Cause]:
-    """What is wrong with a new pod's spec, whose types already fit the schema."""
+    """Return the errors of a new pod's spec, whose types already match the schema."""
     containers, volumes = containers_of(spec, path), [volume["name"] for volume in spec.get("volumes") or ()]
     named = [(f"{path}.volumes[{index}]", name) for index, name in enumerate(volumes)]
     causes = _check_names(named) + _check_names([(where, c["name"]) for where, c in containers])
@@ -239,7 +239,7 @@ def _check_change(spec: Object, was: Object) -> list[Cause]:
 
 
 def _frozen(spec: Object, *, gated: bool) -> Object:
-    """The part of a spec that an update may not touch; while a pod is gated it may still be aimed at nodes."""
+    """Return the immutable part of a spec. While a pod is gated, its node selection may still change."""
     free = (*_MUTABLE, "nodeSelector", "affinity") if gated else _MUTABLE
     kept: Object = {key: value for key, value in spec.items() if key not in free}
     for key in ("containers", "initContainers"):
@@ -248,7 +248,7 @@ def _frozen(spec: Object, *, gated: bool) -> Object:
 
 
 def qos_class(spec: Object) -> str:
-    """Guaranteed, Burstable or BestEffort, by the CPU and memory the containers ask for."""
+    """Return Guaranteed, Burstable or BestEffort, by the containers' CPU and memory requests."""
 
     def requested(container: Object, kind: str) -> dict[str, Any]:
         values = (container.get("resources") or {}).get(kind) or {}

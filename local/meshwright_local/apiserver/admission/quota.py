@@ -1,7 +1,7 @@
-"""ResourceQuota and LimitRange: what a namespace may hold, and what one pod or container may ask for.
+"""ResourceQuota and LimitRange: limits of a namespace, and of one pod or container.
 
-Both are admission in the real server, and so are their errors here, word for word: a gang of pods that does not fit
-must fail as it does on a cluster. The use of each quota is counted anew from what stands, so it cannot drift.
+Both are admission plugins of the real server. Errors are the same here, word for word: a gang of pods that does not fit
+must fail as it does on a cluster. The use of each quota is recounted from the existing objects, so it cannot drift.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _WITH_GENERATION = ("pods", "services", "secrets", "configmaps", "persistentvolu
 _ALIASES = {name: f"requests.{name}" for name in ("cpu", "memory", "ephemeral-storage")}
 _DEMANDED = ("cpu", "memory", "requests.cpu", "requests.memory", "limits.cpu", "limits.memory")
 Amounts = dict[str, tuple[Fraction, quantities.Form]]
-"""Resource name -> how much of it, and how that was written."""
+"""Resource name -> amount, and how it was written."""
 
 
 def containers_of(spec: Object, path: str = "spec") -> list[tuple[str, Object]]:
-    """All containers of a pod's spec, initial ones first, each with where it stands."""
+    """Yield all containers of a pod's spec, init containers first, each with its path."""
     return [
         (f"{path}.{key}[{index}]", container)
         for key in ("initContainers", "containers")
@@ -35,14 +35,14 @@ def containers_of(spec: Object, path: str = "spec") -> list[tuple[str, Object]]:
 
 
 class QuotaRules(Rules):
-    """ResourceQuotas: their use is known from the start."""
+    """ResourceQuotas."""
 
     def create(self, obj: Object, store: Store) -> None:
-        """The first status."""
+        """Set the first status, with the current use."""
         obj["status"] = _status(store, obj)
 
     def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
-        """Only what is enforced here is accepted."""
+        """Reject what is not enforced here."""
         spec = obj.get("spec") or {}
         causes = [
             not_allowed(f"spec.{key}", "not enforced here") for key in ("scopes", "scopeSelector") if spec.get(key)
@@ -60,7 +60,7 @@ class LimitRangeRules(Rules):
     """LimitRanges: bounds of containers and pods, and defaults of containers."""
 
     def defaults(self, obj: Object) -> None:
-        """A container's limit is the maximum unless it says otherwise, its request the limit, or else the minimum."""
+        """Default a container's limit to the maximum, and its request to the limit, or else to the minimum."""
         for item in (obj.get("spec") or {}).get("limits") or ():
             if item.get("type") == "Container":
                 item["default"] = {**(item.get("max") or {}), **(item.get("default") or {})}
@@ -68,17 +68,17 @@ class LimitRangeRules(Rules):
                 item["defaultRequest"] = requests
 
     def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
-        """Only what is enforced here is accepted."""
+        """Reject what is not enforced here."""
         types = [item["type"] for item in (obj.get("spec") or {}).get("limits") or ()]
         wrong = [(i, kind) for i, kind in enumerate(types) if kind not in ("Container", "Pod")]
         return [unsupported_value(f"spec.limits[{i}].type", kind, ("Container", "Pod")) for i, kind in wrong]
 
 
 def apply_limits(store: Store, pod: Object) -> None:
-    """Give a new pod's containers the defaults of the namespace's LimitRanges in place, and hold it to their bounds.
+    """Apply the defaults of the namespace's LimitRanges to a new pod in place, and enforce their bounds.
 
     Raises:
-        ApiError: 403, naming every bound that it breaks.
+        ApiError: 403, with every bound that it violates.
     """
     ranges = store.all(LIMIT_RANGES, pod["metadata"]["namespace"])
     items = [item for found in ranges for item in (found.get("spec") or {}).get("limits") or ()]
@@ -107,7 +107,7 @@ def apply_limits(store: Store, pod: Object) -> None:
 
 
 def _violated_bounds(item: Object, requests: Object, limits: Object) -> Iterator[str]:
-    """The bounds that a container or pod breaks, in the words of the real server."""
+    """Return the bounds that a container or pod violates, as the real server words them."""
     kind = item["type"]
     for bound, missing, given in (("min", "request", requests), ("max", "limit", limits)):
         for name, enforced in (item.get(bound) or {}).items():
@@ -131,7 +131,7 @@ def _violated_bounds(item: Object, requests: Object, limits: Object) -> Iterator
 
 
 def check_quotas(store: Store, resource: Resource, obj: Object) -> None:
-    """Hold a new object to the quotas of its namespace.
+    """Enforce the quotas of a new object's namespace.
 
     Raises:
         ApiError: 403, as the real server words it.
@@ -153,7 +153,7 @@ def check_quotas(store: Store, resource: Resource, obj: Object) -> None:
 
 
 def updated_quotas(store: Store, resource: Resource, obj: Object) -> Iterator[Object]:
-    """The quotas that a write of `obj` changed the status of, with the right one, free to be stored."""
+    """Return copies of the quotas whose status a write of `obj` changed, with the new status."""
     namespace = obj["metadata"].get("namespace")
     for item in list(store.all(QUOTAS, namespace)) if namespace else ():
         hard = (item.get("spec") or {}).get("hard") or {}
@@ -180,7 +180,7 @@ def _used(store: Store, namespace: str, hard: Object) -> Amounts:
 
 
 def _use(key: tuple[str, str], obj: Object) -> Amounts:
-    """What one object uses, by every name that a quota may give it; pods that have ended are only counted."""
+    """Return one object's use, by every name that a quota may have; pods that have ended are only counted."""
     use: Amounts = {f"count/{qualified(*key)}": (Fraction(1), "decimal")}
     ended = key == PODS and (obj.get("status") or {}).get("phase") in ("Succeeded", "Failed")
     if not key[0] and key[1] in _WITH_GENERATION and not ended:
@@ -195,7 +195,7 @@ def _use(key: tuple[str, str], obj: Object) -> Amounts:
 
 
 def _totals(spec: Object) -> dict[str, dict[str, str]]:
-    """A pod's requests and limits: the sum over its containers, or what one init container asks for if that is more."""
+    """Return a pod's requests and limits: the sum over its containers, or those of an init container if larger."""
     out: dict[str, dict[str, str]] = {}
     for kind in ("requests", "limits"):
         total: Amounts = {}
@@ -214,7 +214,7 @@ def _amounts(container: Object, kind: str) -> Amounts:
 
 
 def _added(total: Amounts, more: Amounts) -> Amounts:
-    """The sums, each written like its first part that is not nothing."""
+    """Return the sums, each written in the form of its first summand that is not 0."""
     out = dict(total)
     for name, (value, form) in more.items():
         before = total.get(name, (Fraction(0), form))
@@ -223,7 +223,7 @@ def _added(total: Amounts, more: Amounts) -> Amounts:
 
 
 def _missing(hard: Object, spec: Object) -> str:
-    """What a quota counts and containers leave open, such as `limits.cpu for: a,b; memory for: a`."""
+    """Return what a quota counts but containers do not set, such as `limits.cpu for: a,b; memory for: a`."""
     found = []
     for name in sorted(set(_DEMANDED).intersection(hard)):
         kind, _, resource = _ALIASES.get(name, name).partition(".")

@@ -1,1 +1,1 @@
-"""Who a request comes from, and the certificates of the cluster."""
+"""Authentication, authorization and the certificates of the cluster."""

@@ -1,7 +1,7 @@
 """A certificate authority for one machine, and serving certificates signed by it (ECDSA P-256).
 
 The API server and the node agents' log and exec endpoints serve TLS with certificates of this authority; clients trust
-it through the kubeconfig. Certificates are cheap to make (milliseconds), so an in-memory server has its own each time.
+it through the kubeconfig. Creating certificates takes milliseconds, so an in-memory server creates its own each time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _USAGES = ("content_commitment", "key_encipherment", "data_encipherment", "key_a
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Certificate, key and the authority to trust, as files."""
+    """Files of a certificate, its key and the authority."""
 
     certificate: Path
     key: Path
@@ -49,9 +49,9 @@ class Authority:
         return self.certificate.public_bytes(serialization.Encoding.PEM).decode()
 
     def issue(self, common_name: str, names: Iterable[str] = LOCAL_NAMES, *, client: bool = False) -> tuple[str, str]:
-        """A serving certificate for host names and IP addresses; returns certificate and key as PEM.
+        """Issue a serving certificate for host names and IP addresses. Return certificate and key as PEM.
 
-        With `client` it also proves who connects, as a real API server does to kubelets.
+        With `client`, it is also a client certificate, as a real API server uses for kubelets.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if client else [])]
@@ -66,7 +66,7 @@ class Authority:
 
 
 def create_authority(common_name: str = "meshwright-local-ca") -> Authority:
-    """A new certificate authority."""
+    """Create a certificate authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(
         digital_signature=True, key_cert_sign=True, crl_sign=True, decipher_only=False, **dict.fromkeys(_USAGES, False)
@@ -76,12 +76,14 @@ def create_authority(common_name: str = "meshwright-local-ca") -> Authority:
 
 
 def load_authority(directory: Path) -> Authority:
-    """The authority kept in a directory (`ca.crt`, `ca.key`); made when it is not there."""
+    """Load the authority of a directory (`ca.crt`, `ca.key`). Create it if it does not exist."""
     certificate, key = directory / "ca.crt", directory / "ca.key"
     if certificate.exists() and key.exists():
         private = serialization.load_pem_private_key(key.read_bytes(), password=None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{key} holds no elliptic curve key; remove {directory} to have a new authority made")
+            raise ValueError(
+                f"{key} does not contain an elliptic curve key; remove {directory} to create a new authority"
+            )
         return Authority(x509.load_pem_x509_certificate(certificate.read_bytes()), private)
     authority = create_authority()
     write_private(key, _key_pem(authority.key))
@@ -90,7 +92,7 @@ def load_authority(directory: Path) -> Authority:
 
 
 def server_context(certificate_pem: str, key_pem: str) -> ssl.SSLContext:
-    """A TLS context that serves with a certificate; the private file that `ssl` insists on is gone at once."""
+    """Return a TLS context that serves with a certificate. Deletes the private file that `ssl` needs at once."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
         file.write(f"{certificate_pem}\n{key_pem}")
@@ -100,7 +102,7 @@ def server_context(certificate_pem: str, key_pem: str) -> ssl.SSLContext:
 
 
 def client_context(authority_pem: str) -> ssl.SSLContext:
-    """A TLS context that trusts an authority and nothing else."""
+    """Return a TLS context that trusts only one authority."""
     return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=authority_pem)
 
 

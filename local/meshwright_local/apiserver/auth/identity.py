@@ -1,8 +1,8 @@
-"""Who asks, and what they may do: bearer tokens, impersonation, roles and bindings (RBAC), and reviews of all these.
+"""Authentication and authorization: bearer tokens, impersonation, roles and bindings (RBAC), and reviews.
 
-Service account tokens are JWTs in form, signed with a key that only this server knows, so that they can be given to
-processes and checked again without storing them. Roles can be written by whoever may write roles: unlike a real server,
-this one does not ask for the `escalate` and `bind` verbs, and it does not aggregate cluster roles.
+Service account tokens have the form of JWTs, signed with a key that only this server knows, so they can be verified
+without being stored. Every user that may write roles may write any role: unlike a real server, this one does not check
+the `escalate` and `bind` verbs. It does not aggregate cluster roles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class RequestAttributes:
-    """Something a user wants to do: a verb on a resource, or on a path outside the resources."""
+    """Attributes of a request: a verb on a resource, or on a non-resource path."""
 
     verb: str
     group: str = ""
@@ -60,17 +60,17 @@ class RequestAttributes:
 
     @property
     def resource(self) -> str:
-        """The resource as rules name it, such as `pods/log`."""
+        """The resource as in rules, such as `pods/log`."""
         return f"{self.plural}/{self.subresource}" if self.subresource else self.plural
 
 
 def admin() -> User:
-    """The user that may do everything."""
+    """Return the user that may do everything."""
     return User("kubernetes-admin", (ADMINS, AUTHENTICATED))
 
 
 def impersonated(user: str, groups: list[str], uid: str) -> User:
-    """The user that an administrator acts as."""
+    """Return the user that an administrator impersonates."""
     if user.startswith(SERVICE_ACCOUNT):
         namespace = user.removeprefix(SERVICE_ACCOUNT).partition(":")[0]
         groups = [*groups, SERVICE_ACCOUNTS, f"{SERVICE_ACCOUNTS}:{namespace}"]
@@ -83,8 +83,8 @@ class Authenticator:
 
     Args:
         tokens: static tokens.
-        key: signs service account tokens; a new one makes all earlier tokens worthless.
-        account_exists: asked with namespace, name and uid whether a service account still stands.
+        key: signs service account tokens; a new key invalidates all earlier tokens.
+        account_exists: returns whether the service account with a namespace, name and uid still exists.
     """
 
     def __init__(self, tokens: Mapping[str, User], key: bytes, account_exists: Callable[[str, str, str], bool]) -> None:
@@ -93,7 +93,7 @@ class Authenticator:
         self._account_exists = account_exists
 
     def authenticate(self, authorization: str) -> User:
-        """The user behind an Authorization header, the anonymous one without any; raises ApiError 401."""
+        """Return the user of an Authorization header, the anonymous one if there is none; raises ApiError 401."""
         if not authorization:
             return User(ANONYMOUS, (UNAUTHENTICATED,))
         scheme, _, token = authorization.partition(" ")
@@ -103,11 +103,11 @@ class Authenticator:
         return user
 
     def identify(self, token: str) -> User | None:
-        """The user behind a token; None when it is worth nothing. Static tokens are compared by their hash."""
+        """Return the user of a token; None if it is invalid. Static tokens are compared by their hash."""
         return self._tokens.get(hashlib.sha256(token.encode()).digest()) or self._service_account(token)
 
     def token_request(self, account: Object, request: Object) -> Object:
-        """The answer to a TokenRequest for a service account; raises ApiError 400 for a malformed spec."""
+        """Return the response to a TokenRequest for a service account; raises ApiError 400 for a malformed spec."""
         spec = request.get("spec") or {}
         seconds, audiences = spec.get("expirationSeconds"), spec.get("audiences") or []
         if not isinstance(seconds, int | None) or not isinstance(audiences, list):
@@ -117,7 +117,7 @@ class Authenticator:
         return {**request, "status": {"token": token, "expirationTimestamp": moment}}
 
     def issue(self, account: Object, seconds: int | None, audiences: list[str]) -> tuple[str, int]:
-        """A token for a service account object, and when it expires in seconds since 1970."""
+        """Return a token for a service account, and its expiration in seconds since 1970."""
         now, metadata = int(time.time()), account["metadata"]
         expiry = now + min(max(_MIN_SECONDS, seconds or _DEFAULT_SECONDS), 1 << 32)
         claims = {
@@ -161,7 +161,7 @@ def _decode(text: str) -> bytes:
 
 
 def initial_roles() -> Iterator[tuple[str, Object]]:
-    """The cluster roles and bindings that exist from the start: (plural, object)."""
+    """Return the cluster roles and bindings that exist from the start: (plural, object)."""
     every = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}, {"nonResourceURLs": ["*"], "verbs": ["*"]}]
     own = {"authorization.k8s.io": ["selfsubjectaccessreviews", "selfsubjectrulesreviews"]}
     own["authentication.k8s.io"] = ["selfsubjectreviews"]
@@ -185,17 +185,17 @@ def initial_roles() -> Iterator[tuple[str, Object]]:
 
 
 class Authorizer:
-    """Decides by the roles and bindings that stand in the cluster."""
+    """Decides by the roles and bindings in the cluster."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def allows(self, user: User, attributes: RequestAttributes) -> bool:
-        """Whether a user may do something. Administrators may do everything, whatever the roles say."""
+        """Return whether a user may do something. Administrators may do everything, regardless of roles."""
         return ADMINS in user.groups or any(_allows(r, attributes) for r in self.rules(user, attributes.namespace))
 
     def rules(self, user: User, namespace: str) -> Iterator[Object]:
-        """The rules that apply to a user: cluster-wide ones, and those of a namespace when one is named."""
+        """Return the rules that apply to a user: cluster-wide ones, and those of a namespace if one is given."""
         bindings = [*self._store.all((RBAC, "clusterrolebindings"))]
         bindings += self._store.all((RBAC, "rolebindings"), namespace) if namespace else ()
         for binding in bindings:
@@ -227,7 +227,7 @@ def _allows(rule: Object, attributes: RequestAttributes) -> bool:
 
 
 def review(plural: str, body: Object, user: User, authenticator: Authenticator, authorizer: Authorizer) -> Object:
-    """Answer a review: a question about users, tokens and permissions; raises ApiError 400 for a malformed spec."""
+    """Answer a review of a user, token or permission; raises ApiError 400 for a malformed spec."""
     spec = body.get("spec") or {}
     if not isinstance(spec, dict):
         raise bad_request("spec must be an object")

@@ -1,1 +1,1 @@
-"""Which resources the API server serves, and how their objects are read and written."""
+"""The resources that the API server serves, and reads and writes of their objects."""

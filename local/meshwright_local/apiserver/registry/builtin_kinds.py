@@ -1,7 +1,7 @@
-"""The built-in resources as a table, and the rules of those that do more than be stored (pods have their own file).
+"""The built-in resources as a table, and the behavior of kinds that are not only stored (pods have their own file).
 
-Resources whose whole point is what an API server does with them are served only when this one does it: no admission
-webhook is accepted and then ignored.
+Resources that configure the API server itself are served only if this one implements them: no admission webhook is
+accepted and then ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NETWORK = ipaddress.IPv4Network("10.96.0.0/16")
 
 
 class _Namespaces(Rules):
-    """Namespaces: their end waits until a controller has emptied them and called `/finalize`."""
+    """Namespaces: deletion waits until a controller has emptied them and called `/finalize`."""
 
     name_form = "label"
 
@@ -57,7 +57,7 @@ class _Namespaces(Rules):
 
 
 class _Services(Rules):
-    """Services: type, ports and a cluster IP of their own."""
+    """Services: type, ports and cluster IP."""
 
     name_form = "dns-1035"
     returns_deleted = True
@@ -105,7 +105,7 @@ class _Services(Rules):
 
 
 class _Data(Rules):
-    """Config maps and secrets: keys that can be file names, and `immutable`."""
+    """Config maps and secrets: valid keys, and `immutable`."""
 
     def defaults(self, obj: Object) -> None:
         if obj["kind"] == "Secret":
@@ -139,7 +139,7 @@ def _is_base64(text: str) -> bool:
 
 
 class _Claims(Rules):
-    """Persistent volume claims: a class and a phase."""
+    """Persistent volume claims: storage class and phase."""
 
     returns_deleted = True
 
@@ -169,7 +169,7 @@ class _PriorityClasses(Rules):
 
 
 class _Workloads(Rules):
-    """Kinds with a pod template: it must be one that pods could be made from."""
+    """Kinds with a pod template, which must be valid."""
 
     def defaults(self, obj: Object) -> None:
         spec = obj.get("spec") or {}
@@ -247,7 +247,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def builtin_resources() -> Iterator[Resource]:
-    """Every built-in resource, all in version v1."""
+    """Return every built-in resource, all in version v1."""
     types = builtin_types()
     for group, kind, plural, short, rules, more in _TABLE:
         name = types.names[group, "v1", kind]

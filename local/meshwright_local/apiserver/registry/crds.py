@@ -1,9 +1,9 @@
-"""CustomResourceDefinitions: what one must say, the resources that it makes, and which of them are served.
+"""CustomResourceDefinitions: their validation, and the resources that they define.
 
-Definitions are accepted and served within the write that creates them, so `Established` is true in the very answer.
-A structural schema says of every place what type it has, keeps value checks (`anyOf`, `not`, ...) apart from structure,
-and so can be pruned, defaulted and merged without guessing. CEL rules and patterns are compiled when the definition is
-written, so that a mistake shows then and not when an object meets it.
+Definitions are accepted and served within the write that creates them, so `Established` is true in its response. A
+structural schema has a type for every field and keeps value checks (`anyOf`, `not`, ...) apart from structure, so it
+can prune, default and merge without guessing. CEL rules and patterns are compiled when the definition is written, so
+errors appear then and not when an object is validated.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class CrdRules(Rules):
     """CustomResourceDefinitions."""
 
     def defaults(self, obj: Object) -> None:
-        """Names that follow from the kind, and no conversion."""
+        """Default the names from the kind, and the conversion to none."""
         spec = obj["spec"]
         spec.setdefault("conversion", {"strategy": "None"})
         kind = spec["names"]["kind"]
         spec["names"] |= {"singular": kind.lower(), "listKind": f"{kind}List", **spec["names"]}
 
     def create(self, obj: Object, store: Store) -> None:
-        """Accept or refuse the names, and have deletion wait for the objects."""
+        """Accept or reject the names, and add the finalizer for the objects."""
         obj["metadata"]["finalizers"] = sorted({*(obj["metadata"].get("finalizers") or ()), CLEANUP_FINALIZER})
         spec, now = obj["spec"], timestamps.now()
         others = [c["spec"] for c in store.all(CRDS) if is_established(c) and c["spec"]["group"] == spec["group"]]
@@ -62,7 +62,7 @@ class CrdRules(Rules):
             set_condition(obj, kind, status, now, reason=reason, message=message)
 
     def update(self, new: Object, old: Object, subresource: str) -> None:
-        """Versions that objects may be stored in are remembered; the finalizer stays until the objects are gone."""
+        """Retain the stored versions, and the finalizer until the objects are gone."""
         if subresource == "status":
             return
         if not new["metadata"].get("deletionTimestamp"):
@@ -73,7 +73,7 @@ class CrdRules(Rules):
         new["status"] = status | ({"acceptedNames": new["spec"]["names"]} if is_established(old) else {})
 
     def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
-        """Names, versions, schemas, and what stays as it was."""
+        """Validate names, versions, schemas and immutable fields."""
         if subresource == "status":
             return []
         spec, names, causes = obj["spec"], obj["spec"]["names"], []
@@ -101,24 +101,24 @@ class CrdRules(Rules):
         return causes + _check_versions(spec.get("versions") or [])
 
     def delete(self, obj: Object) -> None:
-        """Say that the objects are being deleted first."""
+        """Set the condition that the objects are being deleted first."""
         text = "CustomResource deletion is in progress"
         set_condition(obj, "Terminating", "True", timestamps.now(), reason="InstanceDeletionInProgress", message=text)
 
 
 def is_established(crd: Object) -> bool:
-    """Whether the resource is served."""
+    """Return whether the resource is served."""
     conditions = (crd.get("status") or {}).get("conditions") or ()
     return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
 
 def crd_key(crd: Object) -> ResourceKey:
-    """Where the objects of a definition are stored."""
+    """Return the store key of a definition's objects."""
     return crd["spec"]["group"], crd["spec"]["names"]["plural"]
 
 
 def version_rank(version: str) -> tuple[int, int, int, str]:
-    """Order of versions: stable before beta before alpha, newer before older, others last by name."""
+    """Return the sort key of versions: stable before beta before alpha, newer before older, others last by name."""
     match = _VERSION.fullmatch(version)
     if match is None:
         return 3, 0, 0, version
@@ -127,7 +127,7 @@ def version_rank(version: str) -> tuple[int, int, int, str]:
 
 
 def custom_resources(crd: Object) -> Iterator[Resource]:
-    """The resources that a definition has served: one for each of its versions."""
+    """Return the resources of a definition: one for each served version."""
     spec, names = crd["spec"], crd["spec"]["names"]
     for version in crd["spec"]["versions"] if is_established(crd) else ():
         if not version.get("served"):
@@ -169,7 +169,7 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
         return [status_errors.required("spec.versions", "must have at least one version")]
     causes: list[Cause] = []
     schemas = [(version.get("schema") or {}).get("openAPIV3Schema") for version in versions]
-    shared = all(schema == schemas[0] for schema in schemas)  # the server keeps a schema of all versions in one place
+    shared = all(schema == schemas[0] for schema in schemas)  # the server has one place for a schema of all versions
     if sum(bool(v["storage"]) for v in versions) != 1:
         text = "must have exactly one version marked as storage version"
         causes.append(status_errors.invalid_value("spec.versions", versions, text))
@@ -197,7 +197,7 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
 
 
 def check_structural(schema: Object, path: str) -> list[Cause]:
-    """What is not structural in a schema; `path` names it in messages."""
+    """Return the errors of a schema that is not structural; `path` is its path in messages."""
     causes: list[Cause] = []
     if schema.get("type") != "object":
         causes.append(status_errors.invalid_value(f"{path}.type", schema.get("type"), "must be object at the root"))
@@ -211,7 +211,7 @@ def check_structural(schema: Object, path: str) -> list[Cause]:
 
 
 def _check_place(causes: list[Cause], node: Object, path: str, *, comparable: bool) -> None:
-    """Check one place and all below; `comparable` says whether its earlier value can be told, for `oldSelf`."""
+    """Check a schema and all below it; `comparable`: its earlier value can be identified, for `oldSelf`."""
     causes += [
         status_errors.not_allowed(f"{path}.{key}", "is not allowed in a structural schema")
         for key in _UNSTRUCTURAL
@@ -270,7 +270,7 @@ def _check_list(node: Object, path: str) -> list[Cause]:
 
 
 def _check_branch(node: Object, branch: Object, path: str) -> list[Cause]:
-    """A branch of `anyOf` and its kin may check values, but say nothing of structure."""
+    """Check a branch of `anyOf` and the like, which may only validate values, not define structure."""
     causes: list[Cause] = []
     for key in branch:
         typed = key == "type" and node.get("x-kubernetes-int-or-string")
@@ -303,7 +303,7 @@ def _check_rules(node: Object, path: str, *, comparable: bool) -> list[Cause]:
 
 
 def _check_defaults(node: Object, path: str) -> list[Cause]:
-    """Defaults must fit the place they are for, or every object that needs them would be refused."""
+    """Check that defaults are valid. Otherwise every object that needs them would be rejected."""
     causes: list[Cause] = []
     if "default" in node:
         value, where = copy.deepcopy(node["default"]), f"{path}.default"

@@ -1,4 +1,4 @@
-"""Which groups, versions and resources are served: the registry, discovery documents and OpenAPI.
+"""The registry of served groups, versions and resources; discovery documents and OpenAPI.
 
 OpenAPI v3 is served per group and version (kubectl apply and explain), v2 in one document (older clients).
 """
@@ -29,7 +29,7 @@ VERSION: Object = {
     "compiler": f"Python {platform.python_version()}",
     "platform": f"linux/{platform.machine()}",
 }
-"""The document under `/version`: the release whose behaviour this server follows, marked as embedded."""
+"""The document under `/version`: the release whose behavior this server follows, marked as embedded."""
 
 REVIEWS = {
     ("authentication.k8s.io", "selfsubjectreviews"): "SelfSubjectReview",
@@ -38,10 +38,10 @@ REVIEWS = {
     ("authorization.k8s.io", "selfsubjectrulesreviews"): "SelfSubjectRulesReview",
     ("authorization.k8s.io", "subjectaccessreviews"): "SubjectAccessReview",
 }
-"""Resources that are asked rather than stored: (group, plural) -> kind."""
+"""Review resources, which are not stored: (group, plural) -> kind."""
 
 _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
-# Resource -> its subresources: name, kind, verbs, group of the kind where it is another.
+# Resource -> its subresources: name, kind, verbs, group of the kind if it differs.
 _SUBRESOURCES: dict[ResourceKey, tuple[tuple[str, str, list[str], str], ...]] = {
     ("", "namespaces"): (("finalize", "Namespace", ["update"], ""),),
     ("", "serviceaccounts"): (("token", "TokenRequest", ["create"], "authentication.k8s.io"),),
@@ -53,7 +53,7 @@ _SUBRESOURCES: dict[ResourceKey, tuple[tuple[str, str, list[str], str], ...]] = 
     ),
 }
 _INFO = {"title": "Kubernetes", "version": GIT_VERSION}
-# kubectl looks for fieldValidation among the parameters of a PATCH before it trusts the server to check fields.
+# kubectl relies on the server to validate fields only if PATCH has the parameter fieldValidation.
 _PARAMETERS = [
     {"name": name, "in": "query", "schema": {"type": "string", "uniqueItems": True}}
     for name in ("dryRun", "fieldManager", "fieldValidation")
@@ -61,7 +61,7 @@ _PARAMETERS = [
 
 
 class Registry:
-    """Resources by group, version and plural name: the built-in ones, and those of definitions."""
+    """Resources by group, version and plural name: built-in ones, and those of definitions."""
 
     def __init__(self) -> None:
         self._resources = {(r.group, r.version, r.plural): r for r in builtin_resources()}
@@ -72,46 +72,46 @@ class Registry:
         return iter(list(self._resources.values()))
 
     def get(self, group: str, version: str, plural: str) -> Resource | None:
-        """The resource, or None."""
+        """Return the resource, or None."""
         return self._resources.get((group, version, plural))
 
     def builtin(self, key: ResourceKey) -> Resource:
-        """A built-in resource."""
+        """Return a built-in resource."""
         return self._resources[key[0], "v1", key[1]]
 
     def any_version(self, key: ResourceKey) -> Resource | None:
-        """The resource in its preferred version, or None."""
+        """Return the resource in its preferred version, or None."""
         found = [r for r in self._resources.values() if r.key == key]
         return min(found, key=lambda r: version_rank(r.version)) if found else None
 
     def define(self, crd: Object) -> None:
-        """Serve what a definition says, in place of what it said before."""
+        """Serve the resources of a definition, and no longer those of its earlier state."""
         self.undefine(crd)
         self._resources |= {(r.group, r.version, r.plural): r for r in custom_resources(crd)}
 
     def undefine(self, crd: Object) -> None:
-        """Serve a definition's resources no longer."""
+        """Stop serving a definition's resources."""
         key = crd_key(crd)
         self._resources = {k: r for k, r in self._resources.items() if not (r.custom and r.key == key)}
         self._stamp += 1
         self._documents.clear()
 
     def no_such_path(self, path: str) -> ApiError:
-        """What a path gets that names nothing: plain text, but for one inside a group that is built in."""
+        """Return the error of an unknown path: plain text, except inside a built-in group."""
         parts = path.strip("/").split("/")
         built_in = {resource.group for resource in self if not resource.custom and resource.group}
         known = parts[0] == "api" or (parts[0] == "apis" and len(parts) > 2 and parts[1] in built_in)
         return unknown_path() if known else unknown_group_path()
 
     def _versions(self) -> dict[str, list[str]]:
-        """The versions of each group, the preferred one first."""
+        """Return the versions of each group, the preferred one first."""
         found: dict[str, set[str]] = {group: {"v1"} for group, _ in REVIEWS}
         for resource in self:
             found.setdefault(resource.group, set()).add(resource.version)
         return {group: sorted(found[group], key=version_rank) for group in sorted(found)}
 
     def aggregated(self, path: str) -> Object:
-        """All resources of the core group (`/api`) or of all others (`/apis`) in one document."""
+        """Return all resources of the core group (`/api`) or of all other groups (`/apis`) in one document."""
         items = [
             {"metadata": {"name": group, "creationTimestamp": None}, "versions": self._discovered(group, versions)}
             for group, versions in self._versions().items()
@@ -125,7 +125,7 @@ class Registry:
         for version in versions:
             resources: list[Object] = []
             for entry in self._listed(group, version):
-                # Empty: as the resource itself.
+                # Empty: that of the resource itself.
                 kind = {"group": entry.get("group", ""), "version": entry.get("version", ""), "kind": entry["kind"]}
                 plural, _, below = entry["name"].partition("/")
                 shown = {"responseKind": kind, "verbs": entry["verbs"]}
@@ -140,14 +140,14 @@ class Registry:
         return found
 
     def _listed(self, group: str, version: str) -> list[Object]:
-        """The entries of one group and version, each resource right before its subresources."""
+        """Return the entries of one group and version, each resource before its subresources."""
         own = [r for r in self if (r.group, r.version) == (group, version)]
         listed = [entry for resource in sorted(own, key=lambda r: r.plural) for entry in _entries(resource)]
         asked = [(plural, kind) for (owner, plural), kind in REVIEWS.items() if (owner, "v1") == (group, version)]
         return listed + [_entry(plural, kind.lower(), False, kind, ["create"]) for plural, kind in asked]
 
     def discover(self, path: str) -> Object:
-        """The discovery document under a path; raises ApiError 404."""
+        """Return the discovery document of a path; raises ApiError 404."""
         parts, versions = path.strip("/").split("/"), self._versions()
         if parts == ["api"]:
             return {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}
@@ -164,7 +164,7 @@ class Registry:
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": text, "resources": listed}
 
     def openapi(self, path: str, accept: str) -> bytes:
-        """The JSON document under `/openapi/...`; raises ApiError 404, or 406 for protobuf, which is not served."""
+        """Return the JSON document of `/openapi/...`; raises ApiError 404, or 406 for protobuf, which is not served."""
         name = path.removeprefix("/openapi/").strip("/")
         if name == "v2" and "protobuf" in accept and "json" not in accept:
             raise ApiError(406, "NotAcceptable", "only application/json is served here")
@@ -213,7 +213,7 @@ def _entries(resource: Resource) -> Iterator[Object]:
 
 
 def _relinked(node: Any, schemas: Object) -> Any:
-    """A schema with its references pointing into one document, and all it refers to collected in `schemas`."""
+    """Return a schema with references into one document; adds all referenced schemas to `schemas`."""
     if isinstance(node, list):
         return [_relinked(item, schemas) for item in node]
     if not isinstance(node, dict):

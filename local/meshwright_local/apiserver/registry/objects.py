@@ -1,8 +1,8 @@
-"""Creating, replacing, patching, applying and deleting objects: the one way into the store.
+"""Creates, replaces, patches, applies and deletes objects. All writes to the store go through this module.
 
-Everything here runs without awaiting between reading and writing, so each request is one atomic step. As in the real
-server, garbage collection itself is a controller's work: a foreground or orphaning delete only leaves the finalizer
-that tells the collector what to do with the dependents.
+Nothing here awaits between reading and writing, so each request is atomic. As in the real server, a controller does
+garbage collection: a foreground or orphaning delete only sets the finalizer that tells the collector what to do with
+the dependents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIXED = ("uid", "name", "namespace", "generateName", "creationTimestamp", *_NOT
 
 
 class Objects:
-    """Writes on one store, which keep `registry` in step with the definitions in it."""
+    """Writes to one store. They update `registry` when definitions change."""
 
     def __init__(self, store: Store, registry: Registry) -> None:
         self.store = store
@@ -46,7 +46,7 @@ class Objects:
     def create(
         self, resource: Resource, namespace: str, obj: Object, options: WriteOptions, *, applied: bool = False
     ) -> Object:
-        """Create an object; raises ApiError when it exists, is invalid, or has no namespace to live in."""
+        """Create an object; raises ApiError if it exists or is invalid, or its namespace does not exist."""
         check_type(resource, obj)
         metadata = obj["metadata"]
         self._check_namespace(resource, namespace, metadata)
@@ -94,7 +94,7 @@ class Objects:
         namespace = metadata.get("namespace", "")
         if not name and isinstance(prefix, str) and prefix:
             while not name or self.store.find(resource.key, namespace, name) is not None:
-                name = prefix[:58] + "".join(random.choices(_SUFFIX_LETTERS, k=5))  # noqa: S311 - a name, no secret
+                name = prefix[:58] + "".join(random.choices(_SUFFIX_LETTERS, k=5))  # noqa: S311 - a name, not a secret
             metadata["name"] = name
         if not isinstance(name, str) or not name:
             cause = status_errors.required("metadata.name", "name or generateName is required")
@@ -107,7 +107,7 @@ class Objects:
     def replace(
         self, resource: Resource, old: Object, new: Object, options: WriteOptions, subresource: str = ""
     ) -> Object:
-        """A PUT: an update that, for custom resources, must name the revision it is based on."""
+        """Replace an object (PUT). For custom resources, the new object must have a resourceVersion."""
         check_type(resource, new)
         if resource.custom and not new["metadata"].get("resourceVersion"):
             cause = status_errors.invalid_value("metadata.resourceVersion", 0, "must be specified for an update")
@@ -127,7 +127,7 @@ class Objects:
         """Replace `old` by `new` under the rules of an update through `subresource` ("" for the object itself).
 
         Raises:
-            ApiError: it is invalid, or was based on another state.
+            ApiError: it is invalid, or based on another state.
         """
         check_type(resource, new)
         check_identity(resource, new, old)
@@ -150,7 +150,7 @@ class Objects:
     def apply(
         self, resource: Resource, place: tuple[str, str], config: Object, options: WriteOptions, subresource: str = ""
     ) -> tuple[Object, bool]:
-        """Server-side apply of `config` to the object at `place` (namespace, name); says whether that created it.
+        """Apply `config` server-side to the object at `place` (namespace, name). Return also whether that created it.
 
         Raises:
             ApiError: as `create` and `update`, and 409 with one cause per field that another manager owns.
@@ -166,10 +166,10 @@ class Objects:
         return self.update(resource, live, merged, options, subresource, applied=True), False
 
     def delete(self, resource: Resource, obj: Object, options: Object) -> tuple[Object, bool]:
-        """Delete an object or begin to; returns it as it is now, or was last, and whether it is gone.
+        """Delete an object, or begin its deletion. Return its current or last state, and whether it is gone.
 
         Raises:
-            ApiError: 409 when a precondition does not hold, 403 for what may not be deleted.
+            ApiError: 409 if a precondition fails, 403 if it may not be deleted.
         """
         for key, word in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
             wanted, has = (options.get("preconditions") or {}).get(key), obj["metadata"][key]
@@ -191,12 +191,12 @@ class Objects:
         if options.get("dryRun") or (not gone and new == obj):
             return new, gone
         if gone and not started and not resource.rules.graceful:
-            # What goes at once was never in the state of being deleted.
+            # An object that is removed at once has no deletionTimestamp.
             del metadata["deletionTimestamp"], metadata["deletionGracePeriodSeconds"]
         return self._write(resource, new, gone=gone), gone
 
     def commit(self, resource: Resource, obj: Object) -> Object:
-        """Store an object, or remove it when its deletion waited for just this write."""
+        """Store an object, or remove it if its deletion waited for this write."""
         metadata = obj["metadata"]
         gone = (
             metadata.get("deletionTimestamp")
@@ -216,7 +216,7 @@ class Objects:
         return stored
 
     def _sync_definition(self, crd: Object, *, gone: bool) -> None:
-        """Serve what a definition says now; when it is being deleted, delete its objects first."""
+        """Serve the current state of a definition. If it is being deleted, delete its objects first."""
         if gone:
             self.registry.undefine(crd)
             return
@@ -229,7 +229,7 @@ class Objects:
             self._finish(key)
 
     def _serve(self, crd: Object) -> None:
-        """Serve a definition, and see its stored objects through its present schema, as reading them from disk does."""
+        """Serve a definition, and apply its current schema to stored objects, as reading them from disk does."""
         self.registry.define(crd)
         group, plural = crd_key(crd)
 
@@ -243,7 +243,7 @@ class Objects:
         self.store.transform_all((group, plural), fit)
 
     def _finish(self, key: ResourceKey) -> None:
-        """Let a definition that is being deleted go once nothing of it is left."""
+        """Remove a definition that is being deleted once none of its objects is left."""
         crd = self.store.copy(CRDS, "", f"{key[1]}.{key[0]}")
         finalizers = (crd or {}).get("metadata", {}).get("finalizers") or []
         terminating = crd is not None and crd["metadata"].get("deletionTimestamp")
@@ -253,7 +253,7 @@ class Objects:
 
 
 def _restricted(resource: Resource, old: Object, new: Object, subresource: str) -> Object:
-    """The new object with everything put back that this way of writing may not change."""
+    """Return the new object, with every field restored that this kind of write may not change."""
     metadata, was = new["metadata"], old["metadata"]
     kept = {key: value for key, value in metadata.items() if key not in _FIXED}
     new["metadata"] = kept | {key: was[key] for key in _FIXED if key in was}
@@ -271,7 +271,7 @@ def _restricted(resource: Resource, old: Object, new: Object, subresource: str) 
 def _applicable(
     resource: Resource, place: tuple[str, str], config: Object, options: WriteOptions, subresource: str
 ) -> Object:
-    """The part of an applied configuration that this path is about."""
+    """Return the part of an applied configuration that this path may set."""
     if not options.explicit_manager:
         raise invalid_options("PatchOptions", status_errors.required("fieldManager", "is required for apply patch"))
     for key in ("apiVersion", "kind"):
@@ -300,19 +300,19 @@ def _writer(resource: Resource, options: WriteOptions, subresource: str) -> Writ
 
 
 def _generation_fields(resource: Resource, obj: Object) -> Object:
-    """What `metadata.generation` counts changes of."""
+    """Return the part of an object whose changes increment `metadata.generation`."""
     left_out = ("metadata", "status") if resource.has_status else ("metadata",)
     return {key: value for key, value in obj.items() if key not in left_out}
 
 
 def _without_times(obj: Object) -> Object:
-    """The object without the times in `managedFields`, which alone make no new revision."""
+    """Return the object without the times in `managedFields`: a change of only these creates no revision."""
     entries = [{k: v for k, v in e.items() if k != "time"} for e in obj["metadata"].get("managedFields") or ()]
     return {**obj, "metadata": {**obj["metadata"], "managedFields": entries}}
 
 
 def _set_collection(metadata: Object, policy: str | None) -> None:
-    """Leave the finalizer that tells the garbage collector what becomes of the dependents."""
+    """Set the finalizer that tells the garbage collector what to do with the dependents."""
     if policy is not None:
         others = {*(metadata.pop("finalizers", None) or ())} - {*_COLLECTOR_FINALIZERS.values()}
         finalizers = sorted(others | {_COLLECTOR_FINALIZERS.get(policy, "")} - {""})

@@ -1,4 +1,4 @@
-"""What is served under one group, version and plural name, and what a kind may do beyond the general rules."""
+"""A resource: group, version, plural name and schema, and the hooks of its kind."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from meshwright_local.kube.resources import Object
 
 
 class Rules:
-    """What a kind does beyond the general rules: nothing. Kinds with a life of their own override parts of it."""
+    """Hooks of a kind. By default they do nothing; kinds with special behavior override some of them."""
 
     name_form = "subdomain"
     graceful = False
-    """Whether deletion waits for an agent to stop something."""
+    """Whether deletion is graceful: it waits until an agent has stopped something."""
     returns_deleted = False
-    """Whether a delete answers with the object rather than with a Status."""
+    """Whether a delete returns the object instead of a Status."""
 
     def defaults(self, obj: Object) -> None:
-        """Fill in, in place, defaults that the schema does not state."""
+        """Set defaults in place that are not in the schema."""
 
     def create(self, obj: Object, store: Store) -> None:
-        """Set in place what the server alone decides; raises ApiError when admission refuses the object."""
+        """Set fields in place that only the server sets; raises ApiError if admission rejects the object."""
 
     def update(self, new: Object, old: Object, subresource: str) -> None:
-        """Carry over in place what an update through `subresource` may not change."""
+        """Restore fields in place that an update through `subresource` may not change."""
 
     def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
-        """What is wrong beyond the schema; `old` is None on a create."""
+        """Return errors that the schema does not find; `old` is None on a create."""
         return []
 
     def delete(self, obj: Object) -> None:
-        """Mark in place the begin of a deletion; raises ApiError when the object may not be deleted."""
+        """Mark the beginning of a deletion in place; raises ApiError if the object may not be deleted."""
 
     def deletion_pending(self, obj: Object) -> bool:
-        """Whether something besides `metadata.finalizers` keeps an object whose deletion has begun."""
+        """Return whether something other than `metadata.finalizers` blocks a deletion that has begun."""
         return False
 
     def grace(self, obj: Object, requested: int | None) -> int:
-        """How many seconds a graceful deletion may take; 0 removes at once."""
+        """Return the grace period of a deletion in seconds; 0 removes at once."""
         return 0
 
 
@@ -54,7 +54,7 @@ class Column(NamedTuple):
     priority: int = 0
     format: str = ""
     missing: Any = None
-    """What is shown of an object without the value."""
+    """Text for an object without the value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Resource:
     has_status: bool = True
     counts_generation: bool = False
     fields: dict[str, str] = field(default_factory=dict)
-    """Field selectors beside metadata.name and metadata.namespace, each with the value of an object that lacks it."""
+    """Field selectors in addition to metadata.name and metadata.namespace, each with the value of a missing field."""
     scale: dict[str, str] = field(default_factory=dict)
     """Dotted paths of specReplicasPath, statusReplicasPath and labelSelectorPath; empty without the subresource."""
     custom: bool = False
@@ -85,7 +85,7 @@ class Resource:
 
     @property
     def key(self) -> ResourceKey:
-        """Where its objects are stored."""
+        """The store key of its objects."""
         return self.group, self.plural
 
     @property
@@ -94,11 +94,11 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def not_found(self, name: str) -> ApiError:
-        """404 for one of its objects."""
+        """Return the error 404 for one of its objects."""
         return on_object(404, "NotFound", "{} not found", self.group, self.plural, name)
 
     def conflict(self, name: str, why: str) -> ApiError:
-        """409 for one of its objects."""
+        """Return the error 409 for one of its objects."""
         text = f"Operation cannot be fulfilled on {{}}: {why}"
         return on_object(409, "Conflict", text, self.group, self.plural, name)
 

@@ -1,13 +1,13 @@
-"""Server-side apply, whole: field sets, managers, merging, conflicts and the bookkeeping of `metadata.managedFields`.
+"""Server-side apply: field sets, managers, merging, conflicts and `metadata.managedFields`.
 
-A *field manager* is who writes (`fieldManager`), by which *operation* (Apply, or Update for every other write) and
-through which subresource. `managedFields` has one entry for each, with its *field set* (FieldsV1): the fields it owns.
+A *field manager* is a client (`fieldManager`) with an *operation* (Apply, or Update for every other write) and a
+subresource. `managedFields` has one entry for each, with its *field set* (FieldsV1): the fields that it owns.
 
-* A plain write takes what it changed from all others, and what it removed from everybody (`track_update`).
-* An apply (`server_side_apply`) merges the configuration into the live object; lists whose schema says `map` or `set`
-  are merged item by item, atomic ones replaced. A *conflict* is a field that the merge changes and that another manager
-  owns: an error, or with `force` taken over. What this manager applied last time and no longer applies is removed,
-  unless another owns it or something below it. Applying an equal value makes both owners.
+* A plain write becomes the only owner of the fields it changed; fields it removed lose all owners (`track_update`).
+* An apply (`server_side_apply`) merges the configuration into the live object. Lists of type `map` or `set` are merged
+  item by item, atomic lists are replaced. A *conflict* is a field that the merge changes and that another manager owns:
+  an error or, with `force`, a change of owner. A field that this manager applied last time and no longer applies is
+  removed, unless another manager owns it or a field below it. If two managers apply an equal value, both own it.
 
 In a field set a path is a tuple of `f:<name>` for a field, `k:<json of the keys>` for an item of a keyed list and
 `v:<json>` for a member of a set, as in structured-merge-diff.
@@ -29,7 +29,7 @@ from meshwright_local.kube.resources import Object
 
 Path = tuple[str, ...]
 Part = tuple[str, SchemaNode, Any, bool]
-"""Path element, node, value, and whether the schema names it."""
+"""Path element, node, value, and whether it is in the schema."""
 
 MAX_UPDATE_MANAGERS = 10
 _ENTRY_KEYS = ("manager", "operation", "subresource", "apiVersion", "time")
@@ -37,7 +37,7 @@ _SERVER_SET = {"name", "namespace", "uid", "resourceVersion", "generation", "cre
 
 
 class Writer(NamedTuple):
-    """Who writes, through which subresource ("" for the object itself), in which version of the API, when."""
+    """The manager of a write, its subresource ("" for the object itself), API version and time."""
 
     name: str
     subresource: str
@@ -57,14 +57,14 @@ class Manager:
     fields: set[Path] = field(default_factory=set)
 
     def wire(self) -> Object:
-        """The form it has in an object."""
+        """Return its form in an object."""
         entry = {"manager": self.name, "operation": self.operation, "apiVersion": self.api_version, "time": self.time}
         entry |= {"subresource": self.subresource} if self.subresource else {}
         return {**entry, "fieldsType": "FieldsV1", "fieldsV1": encode(self.fields)}
 
 
 def encode(paths: Iterable[Path]) -> Object:
-    """FieldsV1 of a field set; `.` marks a field that is in the set and has members below it too."""
+    """Return FieldsV1 of a field set; `.` marks a field that is in the set and also has members below it."""
     root: Object = {}
     ordered = sorted(paths)
     for path, following in zip(ordered, [*ordered[1:], ()], strict=True):
@@ -77,7 +77,7 @@ def encode(paths: Iterable[Path]) -> Object:
 
 
 def decode(fields: Object, path: Path = ()) -> set[Path]:
-    """The field set that FieldsV1 says."""
+    """Return the field set of FieldsV1."""
     found: set[Path] = set()
     for part, below in fields.items():
         current_path = path if part == "." else (*path, part)
@@ -86,7 +86,7 @@ def decode(fields: Object, path: Path = ()) -> set[Path]:
 
 
 def _managers_of(obj: Object | None) -> list[Manager]:
-    """The entries of an object; those that make no sense are left out."""
+    """Return the entries of an object, without malformed ones."""
     entries = ((obj or {}).get("metadata") or {}).get("managedFields") or ()
     good = (e for e in entries if e.get("operation") in ("Apply", "Update") and isinstance(e.get("fieldsV1"), dict))
     found = []
@@ -97,7 +97,7 @@ def _managers_of(obj: Object | None) -> list[Manager]:
 
 
 def _manager_entry(managers: list[Manager], writer: Writer, operation: str) -> Manager:
-    """The writer's entry among `managers`, added when there was none."""
+    """Return the writer's entry in `managers`. Add it if there is none."""
     who = (writer.name, operation, writer.subresource)
     own_entry = next((m for m in managers if (m.name, m.operation, m.subresource) == who), None)
     if own_entry is None:
@@ -107,7 +107,7 @@ def _manager_entry(managers: list[Manager], writer: Writer, operation: str) -> M
 
 
 def _store_managers(obj: Object, managers: Iterable[Manager]) -> None:
-    """Write the entries into an object, empty ones left out; the oldest updates beyond a number become one."""
+    """Write the entries into an object, without empty ones. Beyond a limit, merge the oldest updates into one."""
     kept = sorted((m for m in managers if m.fields), key=lambda m: (m.operation, m.time, m.name))
     updates = [m for m in kept if m.operation == "Update" and not m.subresource]
     surplus = updates[: max(0, len(updates) - MAX_UPDATE_MANAGERS)]
@@ -121,10 +121,10 @@ def _store_managers(obj: Object, managers: Iterable[Manager]) -> None:
 
 
 def track_update(node: SchemaNode, old: Object | None, new: Object, writer: Writer, *, custom: bool) -> None:
-    """Bring `managedFields` of `new` up to date after a plain write.
+    """Update `managedFields` of `new` after a plain write.
 
     Objects of built-in kinds are structs whose `spec` and `status` always exist and so are never added: not `custom`.
-    An empty list of entries, or one empty entry, asks to forget all owners.
+    An empty list of entries, or one empty entry, removes all owners.
     """
     changed, removed = compare(node, _owned_parts(old or {}), _owned_parts(new))
     changed -= {("f:metadata",)} if custom else {("f:metadata",), ("f:spec",), ("f:status",)}
@@ -140,7 +140,7 @@ def track_update(node: SchemaNode, old: Object | None, new: Object, writer: Writ
 
 
 def server_side_apply(node: SchemaNode, live: Object | None, config: Object, writer: Writer, *, force: bool) -> Object:
-    """The object after `writer` applied `config` to `live` (None: a new object), its `managedFields` up to date.
+    """Return the object after `writer` applied `config` to `live` (None: a new object), with new `managedFields`.
 
     Raises:
         ApiError: 409, with one cause for each field that another manager owns, unless `force`.
@@ -169,7 +169,7 @@ def server_side_apply(node: SchemaNode, live: Object | None, config: Object, wri
 
 
 def merge(node: SchemaNode, live: Any, config: Any) -> Any:
-    """`config` laid over `live`, part by part where parts have owners of their own. Shares nothing with either."""
+    """Merge `config` into `live`, part by part if parts have separate owners. Shares no data with either."""
     if isinstance(config, dict) and isinstance(live, dict) and not node.atomic_map:
         out = {key: copy.deepcopy(item) for key, item in live.items() if key not in config}
         return out | {key: merge(node.child(key) or FREE, live.get(key), item) for key, item in config.items()}
@@ -187,7 +187,7 @@ def merge(node: SchemaNode, live: Any, config: Any) -> Any:
 
 
 def compare(node: SchemaNode, old: Any, new: Any, path: Path = ()) -> tuple[set[Path], set[Path]]:
-    """The fields that were added or modified, and those removed. Equal parts are not walked, so it is cheap."""
+    """Return the fields that were added or modified, and those that were removed. Skips equal parts."""
     if old == new:
         return set(), set()
     before, after = _parts(node, old), _parts(node, new)
@@ -210,14 +210,14 @@ def compare(node: SchemaNode, old: Any, new: Any, path: Path = ()) -> tuple[set[
 
 
 def _owned_parts(obj: Object) -> Object:
-    """The object without what never has an owner: its identity and what only the server sets."""
+    """Return the object without fields that never have an owner: its identity, and fields that the server sets."""
     metadata = {k: v for k, v in (obj.get("metadata") or {}).items() if k not in _SERVER_SET}
     rest = {k: v for k, v in obj.items() if k not in ("apiVersion", "kind", "metadata")}
     return {**rest, "metadata": metadata} if metadata else rest
 
 
 def _parts(node: SchemaNode, value: Any) -> Iterator[Part] | None:
-    """The parts of a value that have owners of their own; None for a leaf: scalar, atomic, or empty."""
+    """Return the parts of a value that have separate owners; None for a leaf: scalar, atomic or empty."""
     if isinstance(value, dict) and value and not node.atomic_map:
         return ((f"f:{key}", node.child(key) or FREE, item, key in node.properties) for key, item in value.items())
     if isinstance(value, list) and value and node.list_type in ("map", "set"):
@@ -227,7 +227,7 @@ def _parts(node: SchemaNode, value: Any) -> Iterator[Part] | None:
 
 
 def _applied_fields(node: SchemaNode, value: Any, path: Path = ()) -> set[Path]:
-    """The fields that an applied configuration is about: its leaves, and the items of lists and maps."""
+    """Return the fields of an applied configuration: its leaves, and the items of lists and maps."""
     parts = _parts(node, value)
     if parts is None:
         return {path} if path else set()
@@ -241,18 +241,18 @@ def _applied_fields(node: SchemaNode, value: Any, path: Path = ()) -> set[Path]:
 
 
 def _nodes(node: SchemaNode, value: Any, path: Path) -> set[Path]:
-    """A field and all below it."""
+    """Return a field and all fields below it."""
     below = (_nodes(sub, item, (*path, part)) for part, sub, item, _ in _parts(node, value) or ())
     return {path}.union(*below) if path[-1][0] != "v" else {path}
 
 
 def _identifies(path: Path) -> bool:
-    """Whether a field is part of its list item's key: it goes with the item and never before it."""
+    """Return whether a field is part of its list item's key: it is removed only with the item."""
     return len(path) > 1 and path[-2].startswith("k:") and path[-1][2:] in orjson.loads(path[-2][2:])
 
 
 def _remove(node: SchemaNode, value: Any, path: Path, owned: set[Path], above: Path) -> None:
-    """Remove one field in place, and the maps and lists that this leaves empty and unowned."""
+    """Remove one field in place, and maps and lists that become empty and have no owner."""
     current_path, rest = (*above, path[0]), path[1:]
     found = next((part for part in list(_parts(node, value) or ()) if part[0] == path[0]), None)
     if found is None:

@@ -1,11 +1,11 @@
-"""Faults on demand, so that clients can be tested against an API server that misbehaves as real ones do.
+"""Fault injection, to test clients against the failures of real API servers.
 
-Rules say which requests they are about and what happens to them. An administrator reads and replaces them at
-`/debug/chaos` (GET, PUT, DELETE); tests in the same process use `ApiServer.chaos`. As JSON a rule is
+A rule selects requests and has an effect on them. An administrator reads and replaces rules at `/debug/chaos` (GET,
+PUT, DELETE); tests in the same process use `ApiServer.chaos`. As JSON a rule is
 
     {"match": {"verbs": ["create"], "resource": "pods", "count": 3}, "effect": {"type": "delay", "seconds": 2}}
 
-with the effects below. A rule with a count goes when it is used up; one without stays until it is taken off.
+with the effects below. A rule with a count is removed when it is used up, one without stays until it is removed.
 """
 
 from __future__ import annotations
@@ -36,71 +36,71 @@ class _Strict(BaseModel):
 
 
 class Match(_Strict):
-    """Which requests: all that fit everything that is said. What is left out fits every request."""
+    """Selects requests that match every field. A field that is not set matches every request."""
 
     verbs: list[str] = []
     """As in RBAC: get, list, watch, create, update, patch, delete, deletecollection."""
     resource: str | None = None
-    """The plural name, with or without its group: `pods`, `deployments.apps`."""
+    """Plural name, with or without its group: `pods`, `deployments.apps`."""
     namespace: str | None = None
     name: str | None = None
-    """On a create, the name in the body."""
+    """Name of the object; on a create, the name in the body."""
     subresource: str | None = None
-    """Such as `status`; "" for requests on the object itself."""
+    """Subresource such as `status`; "" for requests on the object itself."""
     user_agent: str = ""
-    """A part of the User-Agent header."""
+    """Substring of the User-Agent header."""
     probability: float = Field(1.0, ge=0, le=1)
     count: int | None = Field(None, ge=1)
-    """How many times the rule takes effect."""
+    """Number of times that the rule takes effect."""
 
 
 class Answer(_Strict):
-    """The request is not carried out, but answered with this error: a failing server, or an admission that says no."""
+    """Return this error and do not execute the request, like a failing server or an admission plugin."""
 
     type: Literal["answer"]
     code: int = Field(ge=400, le=599)
     reason: str = ""
-    """By default the one that belongs to the code."""
-    message: str = "made up by a chaos rule"
+    """Reason of the Status; by default that of the code."""
+    message: str = "injected by a chaos rule"
     retry_after: int | None = Field(None, ge=0)
-    """Seconds, as the Retry-After header says them."""
+    """Seconds of the Retry-After header."""
 
 
 class Delay(_Strict):
-    """The request is carried out this much later."""
+    """Execute the request after a delay."""
 
     type: Literal["delay"]
     seconds: float = Field(ge=0)
 
 
 class DropWatches(_Strict):
-    """Open watches are cut off, once, when the rule is given; it is not kept."""
+    """Close open watches once, when the rule is added. The rule is not stored."""
 
     type: Literal["dropWatches"]
 
 
 class DelayEvents(_Strict):
-    """Watches, open ones and new ones, tell of changes this much later than they happen."""
+    """Send events of open and new watches after a delay."""
 
     type: Literal["delayEvents"]
     seconds: float = Field(ge=0)
 
 
 class HalfOpen(_Strict):
-    """Watches, open ones and new ones, stay connected but fall silent for good, bookmarks and their end included."""
+    """Keep open and new watches connected, but send nothing more: no events, no bookmarks, no end."""
 
     type: Literal["halfOpen"]
 
 
 class Stale(_Strict):
-    """Lists and gets answer as of this many revisions ago, as an API server does whose cache lags."""
+    """Return objects as of this many revisions ago to lists and gets, like an API server whose cache lags."""
 
     type: Literal["stale"]
     revisions: int = Field(ge=1)
 
 
 class LostAnswer(_Strict):
-    """The request is carried out, and the connection closed without an answer."""
+    """Execute the request, then close the connection without a response."""
 
     type: Literal["lostAnswer"]
 
@@ -114,7 +114,7 @@ class Rule(_Strict):
     ]
 
     def fits(self, attributes: RequestAttributes, user_agent: str) -> bool:
-        """Whether a request is one that the rule is about, chance aside."""
+        """Return whether the rule matches a request, before `probability` applies."""
         match = self.match
         wanted = ((match.namespace, attributes.namespace), (match.name, attributes.name))
         return (
@@ -128,7 +128,7 @@ class Rule(_Strict):
 
 @dataclass(slots=True)
 class FaultOutcome:
-    """What becomes of one request beyond delay and refusal."""
+    """Effects on one request, other than delay and error."""
 
     stale_revisions: int = 0
     answer_lost: bool = False
@@ -143,7 +143,7 @@ class _OpenWatch:
 
 
 class Chaos:
-    """The rules of one server, and the open watches that they act on."""
+    """The rules of one server, and the open watches that they affect."""
 
     def __init__(self) -> None:
         self.rules: list[Rule] = []
@@ -151,18 +151,18 @@ class Chaos:
 
     @property
     def needs_names(self) -> bool:
-        """Whether a rule needs the name of an object that is being created."""
+        """Return whether a rule needs the name of an object that is being created."""
         return any(rule.match.name is not None for rule in self.rules)
 
     def wire(self) -> list[Object]:
-        """The rules as JSON; counts say what is left of them."""
+        """Return the rules as JSON, with their remaining counts."""
         return [rule.model_dump(by_alias=True, exclude_defaults=True) for rule in self.rules]
 
     def replace(self, rules: list[Rule | Object]) -> None:
-        """Take these rules in place of all others; JSON objects are read.
+        """Replace all rules by these, given as rules or JSON objects.
 
         Raises:
-            ApiError: 400 for one that is none, naming the field.
+            ApiError: 400 for an invalid rule; the message names the field.
         """
         given = _read(rules)
         self.clear()
@@ -170,7 +170,7 @@ class Chaos:
             self.add(rule)
 
     def add(self, rule: Rule | Object) -> None:
-        """Add a rule, which acts on open watches at once. Raises ApiError as `replace`."""
+        """Add a rule. It affects open watches at once. Raises ApiError as `replace`."""
         (new,) = _read([rule])
         if new.effect.type != "dropWatches":
             self.rules.append(new)
@@ -178,13 +178,13 @@ class Chaos:
             self._apply_to_watch(new, watch)
 
     def clear(self) -> None:
-        """Take off all rules. Watches that have fallen silent stay so."""
+        """Remove all rules. Half-open watches stay half-open."""
         self.rules.clear()
         for watch in self._watches:
             watch.watch_fault.delay_seconds = 0.0
 
     async def apply_rules(self, attributes: RequestAttributes, user_agent: str) -> FaultOutcome:
-        """Let the rules act on a request that is about to be carried out; raises ApiError where they refuse it."""
+        """Apply the rules to a request before it is executed; raises the ApiError of a rule."""
         fault_outcome = FaultOutcome()
         for rule in list(self.rules):
             effect = rule.effect
@@ -205,7 +205,7 @@ class Chaos:
     def watching(
         self, attributes: RequestAttributes, user_agent: str, watch_fault: WatchFault, cut: Callable[[], None]
     ) -> Iterator[None]:
-        """Let the rules act on a watch as long as it is open; `cut` ends it without a word."""
+        """Apply the rules to a watch while it is open; `cut` closes its connection."""
         watch = _OpenWatch(attributes, user_agent, watch_fault, cut)
         self._watches.append(watch)
         try:
@@ -228,7 +228,7 @@ class Chaos:
             watch.watch_fault.silent = True
 
     def _takes_effect(self, rule: Rule, attributes: RequestAttributes, user_agent: str) -> bool:
-        """Whether the rule takes effect now; counts it down when it does."""
+        """Return whether the rule takes effect now. Decrement its count if it does."""
         match = rule.match
         spent = match.count is not None and match.count < 1
         if spent or not rule.fits(attributes, user_agent) or random.random() >= match.probability:  # noqa: S311

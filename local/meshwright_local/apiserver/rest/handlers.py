@@ -1,4 +1,4 @@
-"""Requests on resources: each verb, and the subresources that are more than a part of their object."""
+"""Handlers of requests on resources: every verb, and subresources with their own behavior."""
 
 from __future__ import annotations
 
@@ -49,41 +49,41 @@ class Call:
     fault_outcome: FaultOutcome
 
     def view(self) -> View:
-        """How the client wants to see the answer."""
+        """Format of the response."""
         headers, query = self.request.headers, self.request.query
         return negotiate(self.resource, headers.get("Accept", ""), query.get("includeObject", ""))
 
     def options(self) -> WriteOptions:
-        """How the client wants the write done."""
+        """Options of the write."""
         request = self.request
         return write_options(request.method, request.query, request.headers.get("User-Agent", ""))
 
     @property
     def content_type(self) -> str:
-        """The media type of the body, without its parameters; empty when the client names none."""
+        """Media type of the body without parameters; empty if the client sets none."""
         return content_type(self.request)
 
     async def object(self) -> Object:
-        """The object in the body."""
+        """Return the object in the body."""
         return await body_of(self.request)
 
 
 def content_type(request: web.Request) -> str:
-    """The media type of a body."""
+    """Return the media type of a body."""
     return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 async def body_of(request: web.Request) -> Object:
-    """The object in a request's body; raises ApiError."""
+    """Return the object in a request's body; raises ApiError."""
     return request_bodies.parse_object(content_type(request), await request.read())
 
 
 Methods = dict[str, Callable[[Call], Any]]
-"""HTTP method -> what answers it."""
+"""HTTP method -> handler."""
 
 
 def plain(obj: Any, status: int = 200) -> web.Response:
-    """Answer with a document that is no stored object."""
+    """Return a response with a document that is not a stored object."""
     return web.Response(body=orjson.dumps(obj), status=status, content_type="application/json")
 
 
@@ -98,7 +98,7 @@ def _reply(view: View, obj: Object | Stored, status: int = 200, options: WriteOp
 
 @dataclass(slots=True)
 class Handlers:
-    """Answers requests on resources; every method raises ApiError when the request fails."""
+    """Handles requests on resources. Every method raises ApiError if the request fails."""
 
     store: Store
     objects: Objects
@@ -107,7 +107,7 @@ class Handlers:
     chaos: Chaos
 
     async def answer(self, call: Call) -> web.StreamResponse:
-        """Answer a request."""
+        """Handle a request."""
         target, resource = call.target, call.resource
         single: Methods = {"GET": self._get, "PUT": self._replace, "PATCH": self._patch}
         handlers: Methods = {"GET": self._list, "POST": self._create}
@@ -251,7 +251,7 @@ class Handlers:
         return plain(self.authenticator.token_request(self._existing(call), await call.object()), 201)
 
     async def _finalize(self, call: Call) -> web.Response:
-        """Replace `spec.finalizers` of a namespace; the last one off ends a namespace that is being deleted."""
+        """Replace `spec.finalizers` of a namespace. Removing the last one completes a deletion."""
         view, options, given = call.view(), call.options(), await call.object()
         finalizers = field_value(given, "spec.finalizers") or []
         if not isinstance(finalizers, list) or any(not isinstance(f, str) for f in finalizers):
@@ -285,7 +285,7 @@ class Handlers:
         return plain(_scale_of(resource, self.objects.update(resource, old, new, options, "scale")))
 
     async def _bind(self, call: Call) -> web.Response:
-        """Assign a pod to the node that a Binding names; 409 when it is gated, assigned or being deleted."""
+        """Bind a pod to the node of a Binding; 409 if it is gated, bound or being deleted."""
         binding, options, pod = await call.object(), call.options(), self._existing(call)
         node, name, spec = field_value(binding, "target.name"), call.target.name, pod["spec"]
         if not isinstance(node, str) or not node:
@@ -346,7 +346,7 @@ class Handlers:
 
 
 def _with_revision_of(old: Object, given: Object) -> Object:
-    """A copy of an object that claims the revision which a client based its wish on."""
+    """Return a copy of an object with the revision that a client's write is based on."""
     new: Object = orjson.loads(orjson.dumps(old))
     revision = field_value(given, "metadata.resourceVersion")
     if revision:

@@ -1,7 +1,7 @@
-"""Logs and exec: passed through to the node agent that runs the pod, the way kube-apiserver reaches a kubelet.
+"""Logs and exec: forwarded to the node agent that runs the pod, as kube-apiserver forwards them to a kubelet.
 
-The node object says where its agent listens (an address of type InternalIP and `daemonEndpoints.kubeletEndpoint`); the
-server presents its kubelet token there and trusts certificates of its own authority only.
+The node object has the agent's address (an address of type InternalIP and `daemonEndpoints.kubeletEndpoint`). The
+server authenticates with its kubelet token and trusts only certificates of its own authority.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class KubeletProxy:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def logs(self, request: web.Request, pod: Object) -> web.StreamResponse:
-        """Stream a container's log; one that no node has yet has said nothing. Raises ApiError."""
+        """Stream a container's log, which is empty if the pod has no node yet. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
             return web.Response(status=204)
@@ -64,12 +64,12 @@ class KubeletProxy:
             raise _unreachable(pod, error) from None
 
     async def exec(self, request: web.Request, pod: Object) -> web.StreamResponse:
-        """Run a command in a container, its streams passed on as WebSocket messages both ways. Raises ApiError."""
+        """Run a command in a container, and forward its streams as WebSocket messages. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
             raise bad_request(f"pod {pod['metadata']['name']} does not have a host assigned")
         if request.headers.get("Upgrade", "").lower() != "websocket":
-            # kubectl falls back to SPDY whenever the WebSocket was refused, so name the cause that is likely behind it.
+            # kubectl falls back to SPDY if the WebSocket failed, so the message names the likely cause.
             statuses = (pod.get("status") or {}).get("containerStatuses") or ()
             if any(s["name"] == container and (s.get("state") or {}).get("running") for s in statuses):
                 raise bad_request("unable to upgrade: only WebSocket connections are served; SPDY is not")
@@ -108,14 +108,14 @@ class KubeletProxy:
         port = ((status.get("daemonEndpoints") or {}).get("kubeletEndpoint") or {}).get("Port")
         address = addresses.get("InternalIP") or addresses.get("Hostname")
         if not address or not port:
-            text = f'node "{name}" has no address and kubelet port to ask; is its agent running?'
+            text = f'node "{name}" has no address and kubelet port; is its agent running?'
             raise ApiError(500, "InternalError", text)
         metadata = pod["metadata"]
         return f"https://{address}:{port}/{action}/{metadata['namespace']}/{metadata['name']}/{container}"
 
 
 async def _relay(client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocketResponse) -> None:
-    """Pass messages both ways until either side closes; the close is passed on too."""
+    """Forward messages both ways until either side closes. Forward the close too."""
 
     async def up() -> None:
         async for message in client:
@@ -145,7 +145,7 @@ async def _pass_on(message: aiohttp.WSMessage, target: web.WebSocketResponse | a
 
 
 def _container(pod: Object, requested: str) -> str:
-    """The container meant: the one asked for, the one the pod marks as default, or the only one."""
+    """Return the container: the requested one, the default one of the pod's annotation, or the only one."""
     name, spec = pod["metadata"]["name"], pod["spec"]
     names = [c["name"] for c in spec["containers"]]
     requested = requested or (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER, "")
@@ -157,7 +157,7 @@ def _container(pod: Object, requested: str) -> str:
 
 
 def _failure(status: int, text: str) -> ApiError:
-    return ApiError(status, _REASONS.get(status, "InternalError"), text.strip() or f"the node agent answered {status}")
+    return ApiError(status, _REASONS.get(status, "InternalError"), text.strip() or f"the node agent returned {status}")
 
 
 def _unreachable(pod: Object, error: BaseException) -> ApiError:

@@ -27,16 +27,16 @@ Send = Callable[[bytes], Awaitable[None]]
 
 @dataclass(slots=True)
 class WatchFault:
-    """What chaos does to one watch; it may change while the watch runs."""
+    """Faults of one watch. They may change while it runs."""
 
     delay_seconds: float = 0.0
-    """How much later than they happened events are sent."""
+    """Seconds by which events are delayed."""
     silent: bool = False
-    """Half-open: connected, but nothing arrives any more."""
+    """Half-open: connected, but sends nothing."""
 
 
 def selection(resource: Resource, namespace: str, options: ListOptions) -> Callable[[Place, Stored], bool]:
-    """Which objects a request is about; raises ApiError 400 for a selector that cannot be read."""
+    """Return a predicate for the objects of a request; raises ApiError 400 for an invalid selector."""
     labels = label_selector(options.label_selector) if options.label_selector else None
     fields = field_selector(options.field_selector, resource.fields) if options.field_selector else None
 
@@ -52,13 +52,13 @@ def selection(resource: Resource, namespace: str, options: ListOptions) -> Calla
 def list_objects(
     store: Store, resource: Resource, namespace: str, options: ListOptions, as_of: int | None = None
 ) -> tuple[list[Stored], Object]:
-    """The objects of one page and the list's metadata; `as_of` shows an earlier revision.
+    """Return the objects of one page and the list's metadata; `as_of` selects an earlier revision.
 
-    Pages after the first show the present state of what comes after the last object seen, under the revision of the
-    first page: a watch from that revision then tells every difference.
+    Later pages have the current state of the objects after the last one returned, but the revision of the first page:
+    a watch from that revision then delivers every difference.
 
     Raises:
-        ApiError: 400 for a bad selector or token, 410 or 504 for a revision that is not at hand.
+        ApiError: 400 for an invalid selector or token, 410 or 504 for a revision that is not available.
     """
     selects = selection(resource, namespace, options)
     revision, after = str(store.revision if as_of is None else as_of), ("", "")
@@ -102,7 +102,7 @@ def _check_revision(wanted: int, current: int, *, exact: bool) -> None:
 
 
 class Watch:
-    """One client's watch: what it has seen, and what to send it next."""
+    """One client's watch: its position, and the next events to send."""
 
     def __init__(self, store: Store, view: View, namespace: str, options: ListOptions) -> None:
         self._store = store
@@ -134,7 +134,7 @@ class Watch:
             items = self._store.items(self._view.resource.key, self._namespace) if wants_all else ()
             return [stored for place, stored in items if self._selects(place, stored)], self._log.end
         if int(since) > self._store.revision:
-            # Only a server that lost its state meets this; the client must list anew.
+            # This happens only if the server lost its state. The client must list again.
             raise RevisionTooOldError(f"too large resource version: {since} ({self._store.revision})")
         return [], self._log.position_after(int(since))
 
@@ -145,7 +145,7 @@ class Watch:
         while (left := end - clock()) > 0 or chaos.silent:
             news = await self._log.wait(position, max(0.0, min(left, bookmark - clock())))
             if chaos.silent:
-                await asyncio.Event().wait()  # for ever: only the client, or the end of the server, ends this
+                await asyncio.Event().wait()  # forever: only the client, or the end of the server, ends this
             if news:
                 events = self._log.read(position, _BATCH)
                 if chaos.delay_seconds:
@@ -155,7 +155,7 @@ class Watch:
                 if lines := b"".join(self._event(event) for event in events):
                     await send(lines)
             if clock() >= bookmark and position == self._log.end:
-                # All that is known was looked at, so the newest revision is one to resume from.
+                # All events up to the newest revision were checked, so the client can resume from it.
                 bookmark = clock() + BOOKMARK_SECONDS
                 if self._options.bookmarks and clock() < end:
                     await send(_line(b"BOOKMARK", self._view.bookmark(self._store.revision, initial_end=False)))
@@ -168,7 +168,7 @@ class Watch:
         if fits:
             return self._line(b"MODIFIED" if was else b"ADDED", event.new)
         if was and event.old is not None:
-            # It left the selection: the client is told of the last state it may see, at the revision of the change.
+            # It no longer matches: the client gets its last matching state, with the revision of the change.
             metadata = {**event.old.obj["metadata"], "resourceVersion": str(event.revision)}
             return self._line(b"DELETED", Stored.of({**event.old.obj, "metadata": metadata}))
         return b""

@@ -1,6 +1,6 @@
-"""How objects are shown: as they are, by their metadata alone, or as rows of a Table (kubectl get); JSON or YAML.
+"""Response formats of objects: complete, only metadata, or rows of a Table (kubectl get); as JSON or YAML.
 
-The columns of most built-in kinds are JSONPaths, as those of custom resources are; a few are functions.
+The columns of most built-in kinds are JSONPaths, as for custom resources; a few are functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How to show objects of one resource to one client; `form` is Table, Partial, or empty for all of an object."""
+    """Format of one resource's objects for one client; `form` is Table, Partial, or empty for complete objects."""
 
     resource: Resource
     form: str = ""
@@ -42,7 +42,7 @@ class View:
     include_object: str = "Metadata"
 
     def one(self, stored: Stored, *, header: bool = True) -> bytes:
-        """One object. In a Table, `header` says whether the columns are described too."""
+        """Format one object. In a Table, `header` adds the column definitions."""
         if self.form == "Table":
             metadata = {"resourceVersion": stored.obj["metadata"]["resourceVersion"]}
             return orjson.dumps(self._table([stored.obj], metadata, header))
@@ -52,7 +52,7 @@ class View:
         return stored.body if same else orjson.dumps(self._converted(stored.obj))
 
     def many(self, items: Sequence[Stored], metadata: Object) -> bytes:
-        """A list."""
+        """Format a list."""
         if self.form == "Table":
             return orjson.dumps(self._table([item.obj for item in items], metadata, True))
         kind, version = self.resource.list_kind, self.resource.group_version
@@ -62,7 +62,7 @@ class View:
         return head + b',"items":[' + b",".join(self.one(item) for item in items) + b"]}"
 
     def bookmark(self, revision: int, *, initial_end: bool) -> bytes:
-        """The object of a BOOKMARK event: nothing but a revision."""
+        """Return the object of a BOOKMARK event, which has only a revision."""
         metadata: Object = {"resourceVersion": str(revision), "creationTimestamp": None}
         metadata |= {"annotations": {"k8s.io/initial-events-end": "true"}} if initial_end else {}
         obj = {"kind": self.resource.kind, "apiVersion": self.resource.group_version, "metadata": metadata}
@@ -71,7 +71,7 @@ class View:
         return orjson.dumps(_partial(obj) if self.form else obj)
 
     def encode(self, body: bytes) -> tuple[bytes, str]:
-        """A finished JSON answer in the client's format, with its content type."""
+        """Convert a JSON document to the client's format. Return it with its content type."""
         if self.yaml:
             return yaml.safe_dump(orjson.loads(body), sort_keys=True).encode(), "application/yaml"
         return body, "application/json"
@@ -97,7 +97,7 @@ def _partial(obj: Object) -> Object:
 
 
 def negotiate(resource: Resource, accept: str, include_object: str = "") -> View:
-    """The view that an Accept header asks for: the first of its choices that is served; raises ApiError 406."""
+    """Return the view for an Accept header: the first of its choices that is supported; raises ApiError 406."""
     for choice in accept.split(","):
         media, *parameters = (part.strip() for part in choice.split(";"))
         wanted = dict(p.partition("=")[::2] for p in parameters)
@@ -115,7 +115,7 @@ def _steps(path: str) -> tuple[re.Match[str], ...]:
 
 
 def first(obj: Any, path: str) -> Any:
-    """The first value under a JSONPath such as `.status.conditions[?(@.type=="Ready")].status`; None when none is."""
+    """Return the first value at a JSONPath such as `.status.conditions[?(@.type=="Ready")].status`, or None."""
     values = [obj]
     for step in _steps(path):
         values = [found for value in values for found in _follow(value, step)]
@@ -136,7 +136,7 @@ def _follow(value: Any, step: re.Match[str]) -> list[Any]:
 
 
 def human_duration(seconds: float) -> str:
-    """A time span as kubectl prints it: `42s`, `3m10s`, `2d4h`."""
+    """Format a duration as kubectl does: `42s`, `3m10s`, `2d4h`."""
     s = int(seconds)
     for limit, unit, size, sub, part in (
         (120, "s", 1, "", 1),
@@ -176,7 +176,7 @@ def _cell(column: Column, obj: Object) -> Any:
 
 
 def _pod_reason(obj: Object) -> str:
-    """The STATUS column of a pod."""
+    """Return the STATUS column of a pod."""
     status = obj.get("status") or {}
     reason = str(status.get("reason") or status.get("phase") or "Unknown")
     if obj["spec"].get("schedulingGates"):
@@ -258,7 +258,7 @@ _COMPUTED: dict[str, Callable[[Object], Any]] = {
     "message": lambda obj: (obj.get("message") or "").strip(),
     "data": lambda obj: len(obj.get("data") or {}) + len(obj.get("binaryData") or {}),
 }
-# Columns: name, path or function, separated by "=". A star: shown by `-o wide` alone; a hash: a number.
+# Columns: name, path or function, separated by "=". A star: only with `-o wide`; a hash: a number.
 _AGE = "Age=.metadata.creationTimestamp"
 _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "pods"): (
@@ -288,7 +288,7 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def columns_of(resource: Resource) -> list[Column]:
-    """The columns of a resource."""
+    """Return the columns of a resource."""
     name = Column("Name", "string", ".metadata.name", 0, "name")
     if resource.custom:
         return [name, *(resource.columns or (Column("Age", "date", ".metadata.creationTimestamp"),))]

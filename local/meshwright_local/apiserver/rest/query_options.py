@@ -1,4 +1,4 @@
-"""The query parameters of requests, read and checked in one place."""
+"""Parses and validates the query parameters of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {"POST": "CreateOptions", "PUT": "UpdateOptions", "DELETE": "DeleteOpti
 
 @dataclass(slots=True)
 class WriteOptions:
-    """How to write: as which field manager, whether really, and what unknown fields lead to."""
+    """Options of a write: field manager, dry run, and validation of unknown fields."""
 
     manager: str
     explicit_manager: bool = True
@@ -25,12 +25,12 @@ class WriteOptions:
     field_validation: str = "Warn"
     force: bool = False
     warnings: list[str] = field(default_factory=list)
-    """What the answer's Warning headers will say."""
+    """Texts of the response's Warning headers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListOptions:
-    """What to list or watch; `resume` is the `continue` token."""
+    """Options of a list or watch; `resume` is the `continue` token."""
 
     label_selector: str
     field_selector: str
@@ -45,12 +45,12 @@ class ListOptions:
 
 
 def invalid_options(kind: str, cause: Cause) -> ApiError:
-    """422: a parameter that cannot be; `kind` is such as PatchOptions."""
+    """Return the error 422 of an invalid parameter; `kind` is for example PatchOptions."""
     return status_errors.invalid("meta.k8s.io", kind, "", [cause])
 
 
 def write_options(method: str, query: Mapping[str, str], user_agent: str) -> WriteOptions:
-    """The options of a create, update or patch; raises ApiError for a value that cannot be."""
+    """Parse the options of a create, update or patch; raises ApiError for an invalid value."""
     kind = _KINDS.get(method, "PatchOptions")
     dry_run = query.get("dryRun", "")
     _check_dry_run(kind, [dry_run] if dry_run else [])
@@ -69,7 +69,7 @@ def write_options(method: str, query: Mapping[str, str], user_agent: str) -> Wri
 
 
 def list_options(query: Mapping[str, str]) -> ListOptions:
-    """The options of a list or watch; raises ApiError for a value that cannot be."""
+    """Parse the options of a list or watch; raises ApiError for an invalid value."""
     options = ListOptions(
         query.get("labelSelector", ""),
         query.get("fieldSelector", ""),
@@ -92,7 +92,7 @@ def list_options(query: Mapping[str, str]) -> ListOptions:
 
 
 def delete_options(query: Mapping[str, str], body: Object) -> Object:
-    """The options of a delete: those of the body, and over them those of the query; raises ApiError likewise."""
+    """Parse the options of a delete: those of the query override those of the body; raises ApiError."""
     options: dict[str, Any] = {key: value for key, value in body.items() if key not in ("kind", "apiVersion")}
     grace = _number(query, "gracePeriodSeconds")
     options |= {} if grace is None else {"gracePeriodSeconds": grace}

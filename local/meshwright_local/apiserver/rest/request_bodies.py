@@ -1,8 +1,8 @@
-"""Request bodies: objects in JSON, YAML or protobuf, and the three patches beside apply (`apply.py` has that).
+"""Request bodies: objects in JSON, YAML or protobuf, and the three kinds of patch other than apply.
 
-kubectl's typed commands (create, auth can-i, drain) send protobuf and do not fall back from it, so it is read;
+kubectl's typed commands (create, auth can-i, drain) send protobuf without a fallback, so this module decodes it.
 `data/proto.json.gz` maps the field numbers of the built-in types' protobuf messages to JSON names: type -> number ->
-(name, type, label). Answers stay JSON, which every client accepts.
+(name, type, label). Responses are JSON, which every client accepts. Apply is in `registry/server_side_apply.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PATCH_ERRORS = (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException, T
 
 
 class _Loader(yaml.CSafeLoader):
-    """YAML as the real server reads it: what looks like a date stays text, and `y` and `n` are booleans."""
+    """Loads YAML as the real server does: dates stay text, and `y` and `n` are booleans."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -49,10 +49,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), 
 
 
 def parse_object(content_type: str, raw: bytes) -> Object:
-    """The object in the body of a create or replace.
+    """Decode the object in the body of a create or replace.
 
     Raises:
-        ApiError: 400 when it is none, 415 for another content type.
+        ApiError: 400 if it is not an object, 415 for another content type.
     """
     if content_type not in ("", JSON, YAML, PROTOBUF):
         raise unsupported_media_type((JSON, YAML, PROTOBUF))
@@ -63,10 +63,10 @@ def parse_object(content_type: str, raw: bytes) -> Object:
 
 
 def parse(content_type: str, raw: bytes) -> Any:
-    """Whatever value a body holds.
+    """Decode the value in a body.
 
     Raises:
-        ApiError: 400 when it cannot be read.
+        ApiError: 400 if it cannot be decoded.
     """
     try:
         if content_type == PROTOBUF or raw[:4] == _MAGIC:
@@ -96,7 +96,7 @@ def _decode(raw: bytes) -> Object:
     name = f"k8s.io.api.{group.split('.')[0] or 'core'}.{version}.{kind}"
     body = _message(name if name in _table() else _META + kind, envelope.get(2, b""))
     if not isinstance(body, dict):
-        raise ValueError(f"the protobuf body holds no object but {kind}")
+        raise ValueError(f"the protobuf body contains a {kind}, which is not an object")
     return {"apiVersion": api_version, "kind": kind, **body}
 
 
@@ -112,7 +112,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> list[tuple[int, Any]]:
-    """The numbered fields of a message, undecoded (protobuf encoding: varint 0, 64 bit 1, bytes 2, 32 bit 5)."""
+    """Yield a message's numbered fields, not decoded (protobuf encoding: varint 0, 64 bit 1, bytes 2, 32 bit 5)."""
     out: list[tuple[int, Any]] = []
     at = 0
     while at < len(data):
@@ -172,17 +172,19 @@ def _message(kind: str, data: bytes) -> Any:
 
 
 def parse_patch(content_type: str, raw: bytes, *, custom: bool) -> Any:
-    """The patch in a body; custom resources take no strategic merge patch.
+    """Decode the patch in a body. Custom resources do not support strategic merge patches.
 
     Raises:
-        ApiError: 400 when it cannot be read, 413 when it has too many operations, 415 for another content type.
+        ApiError: 400 if it cannot be decoded, 413 for too many operations, 415 for another content type.
     """
     accepted = [JSON_PATCH, MERGE_PATCH, APPLY_PATCH] + ([] if custom else [STRATEGIC_PATCH])
     if content_type not in accepted:
         raise unsupported_media_type(accepted)
     patch = parse(YAML if content_type == APPLY_PATCH else JSON, raw)
     if not isinstance(patch, list if content_type == JSON_PATCH else dict):
-        wanted = "a JSON patch is a list of operations" if content_type == JSON_PATCH else "the patch must be an object"
+        wanted = (
+            "a JSON patch must be a list of operations" if content_type == JSON_PATCH else "the patch must be an object"
+        )
         raise bad_request(f"error decoding patch: {wanted}")
     if len(patch) > MAX_OPERATIONS:
         text = f"The allowed maximum operations in a JSON patch is {MAX_OPERATIONS}, got {len(patch)}"
@@ -191,10 +193,10 @@ def parse_patch(content_type: str, raw: bytes, *, custom: bool) -> Any:
 
 
 def patched(node: SchemaNode, content_type: str, obj: Object, patch: Any) -> Object:
-    """The object after a patch (not apply); shares nothing with `obj`.
+    """Return the object after a patch (not apply). It shares no data with `obj`.
 
     Raises:
-        ApiError: 400 for what is no such patch, 422 for one that does not fit the object.
+        ApiError: 400 for an invalid patch, 422 for a patch that does not fit the object.
     """
     copy: Object = orjson.loads(orjson.dumps(obj))
     if content_type == JSON_PATCH:
@@ -215,12 +217,12 @@ def _json_patched(obj: Object, operations: list[Any]) -> Object:
         text = f"the server rejected our request due to an error in our request: {error}"
         raise ApiError(422, "Invalid", text) from None
     if not isinstance(result, dict):
-        raise ApiError(422, "Invalid", "the server rejected our request: the patch leaves no object")
+        raise ApiError(422, "Invalid", "the server rejected our request: the result of the patch is not an object")
     return result
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """`target` with a JSON merge patch (RFC 7386) laid over it; null removes. Neither is changed."""
+    """Apply a JSON merge patch (RFC 7386) to `target`; null removes. Changes neither argument."""
     if not isinstance(patch, dict):
         return patch
     out = dict(target) if isinstance(target, dict) else {}
@@ -233,10 +235,10 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 
 def strategic_merge_patch(node: SchemaNode, target: Any, patch: Any) -> Any:
-    """A merge patch that knows which lists are merged, and by which key. Neither argument is changed.
+    """Apply a strategic merge patch, which merges lists by keys of the schema. Changes neither argument.
 
     Raises:
-        ApiError: 400 for a directive that is not known or does not fit.
+        ApiError: 400 for a directive that is unknown or does not fit.
     """
     if not isinstance(patch, dict):
         return patch
@@ -288,10 +290,10 @@ def _strategic_list(node: SchemaNode, live: list[Any], patch: list[Any], order: 
 
 
 def _ordered(merged: list[Any], live: list[Any], order: Any, key: str) -> list[Any]:
-    """Merged items in the order of the patch, with those that it does not name put where they stood among the others.
+    """Return the merged items in the order of the patch, with other items at their position in the live list.
 
-    As in the real server: an item that the patch does not name comes before the first one that it stood before in the
-    live list. So an item that is new comes first of all, unless the patch names others before it.
+    As in the real server, an item that is not in the patch comes before the first item that follows it in the live
+    list. A new item therefore comes first, unless the patch has other items before it.
     """
 
     def name(item: Any) -> Any:

@@ -1,6 +1,6 @@
-"""From a request to an answer: who asks, what the path means, whether they may, and which part answers.
+"""Routes a request: authenticates it, parses the path, authorizes it and calls the handler.
 
-Every failure becomes a Status, whatever was sent.
+Every failure becomes a Status, for any input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 def parse_target(method: str, path: str, *, watching: bool = False) -> tuple[str, RequestAttributes] | None:
-    """Version and meaning of a path below `/api/<version>/` or `/apis/<group>/<version>/`; None for any other."""
+    """Parse a path below `/api/<version>/` or `/apis/<group>/<version>/`; None for any other path."""
     parts = path.strip("/").split("/")
     if parts[0] == "api" and len(parts) >= 3:
         group, version, rest = "", parts[1], parts[2:]
@@ -51,7 +51,7 @@ def parse_target(method: str, path: str, *, watching: bool = False) -> tuple[str
     plural, name, subresource = rest[0], "".join(rest[1:2]), "/".join(rest[2:])
     verb = _VERBS.get(method, "")
     if method in ("GET", "HEAD"):
-        # One object cannot be watched by its path: there, `watch` means nothing.
+        # A single object cannot be watched by its path: `watch` is ignored.
         verb = "get" if name else "watch" if watching else "list"
     elif method == "DELETE":
         verb = "delete" if name else "deletecollection"
@@ -59,7 +59,7 @@ def parse_target(method: str, path: str, *, watching: bool = False) -> tuple[str
 
 
 class Routes:
-    """Answers every request."""
+    """Handles every request."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Routes:
         self._running: set[asyncio.Task[Any]] = set()
 
     def cancel_all(self) -> None:
-        """End every request that is being answered; watches would else keep a stopping server alive."""
+        """Cancel every active request. Otherwise open watches would keep a stopping server alive."""
         for task in list(self._running):
             task.cancel()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request; never raises but for a client that went away."""
+        """Handle a request. Raises only if the client has disconnected."""
         task = asyncio.current_task()
         if task is not None:
             self._running.add(task)
@@ -137,7 +137,7 @@ class Routes:
         return response
 
     async def _named(self, request: web.Request, target: RequestAttributes) -> RequestAttributes:
-        """The target with the name in the body of a create, where a chaos rule asks for it."""
+        """Return the target with the name in the body of a create, if a chaos rule needs it."""
         if target.verb != "create" or target.name or not self._chaos.needs_names:
             return target
         try:

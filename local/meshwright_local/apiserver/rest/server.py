@@ -1,7 +1,7 @@
-"""The API server as one thing to start and stop.
+"""The API server: start and stop.
 
-It always serves TLS: client libraries send no token over plain HTTP, and a port that anyone on the machine may use
-would let them run commands as this user.
+It always serves TLS: client libraries send no token over plain HTTP, and without authentication every user of the
+machine could run commands as this user.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ApiServer:
     """An API server.
 
     Args:
-        directory: where objects, keys and the token are kept; None keeps everything in memory.
-        token: the administrator's bearer token; made when left out, and kept in `directory`.
-        kubelet_token: what the server presents to node agents; made when left out.
-        tls: certificate to serve with; made from an own authority when left out.
-        users: further static tokens and whom they stand for.
+        directory: directory of objects, keys and the token; None stores everything in memory.
+        token: the administrator's bearer token; by default created, and stored in `directory`.
+        kubelet_token: token that the server sends to node agents; by default created.
+        tls: certificate to serve with; by default issued by a new authority.
+        users: additional static tokens and their users.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class ApiServer:
         self.token = token or self._secret("admin.token")
         """The administrator's bearer token."""
         self.kubelet_token = kubelet_token or self._secret("kubelet.token")
-        """What node agents accept from this server."""
+        """The token that node agents accept from this server."""
         self.authority: Authority | None = None if tls else self._load_authority()
-        """Signs serving certificates, such as those of node agents; None when `tls` was given."""
+        """The authority of serving certificates, such as those of node agents; None if `tls` was given."""
         self.ca_pem = tls.authority.read_text() if tls else self.authority.pem if self.authority else ""
         """The certificate that clients must trust."""
         self.url = ""
-        """Where the server listens, once started."""
+        """URL of the server, once started."""
         self.chaos = Chaos()
-        """Faults on demand."""
+        """Fault injection."""
         self._store: Store | None = None
         self._routes: Routes | None = None
         self._kubelet: KubeletProxy | None = None
@@ -81,10 +81,10 @@ class ApiServer:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Begin to serve; port 0 takes a free one.
+        """Start serving; port 0 selects a free port.
 
         Raises:
-            StoreInUseError: another server holds the directory.
+            StoreInUseError: another server uses the directory.
             OSError: the port is taken.
         """
         self._store = Store(self._directory)
@@ -135,7 +135,7 @@ class ApiServer:
         return Routes(registry, handlers, authenticator, Authorizer(store), self.chaos)
 
     def _secret(self, name: str) -> str:
-        """A random secret, the same after each start when there is a directory to keep it in."""
+        """Return a random secret. With a directory it is the same after each start."""
         if self._directory is None:
             return secrets.token_urlsafe(32)
         path = self._directory / name
@@ -159,7 +159,7 @@ class ApiServer:
 
 
 def _populate(objects: Objects) -> None:
-    """Create what every cluster has from the start and this one lacks."""
+    """Create the objects that every cluster has from the start, if they do not exist."""
     wanted = [(NAMESPACES, {"metadata": {"name": name}}) for name in PERMANENT_NAMESPACES]
     wanted += [((RBAC, plural), obj) for plural, obj in initial_roles()]
     for key, obj in wanted:
@@ -168,7 +168,7 @@ def _populate(objects: Objects) -> None:
 
 
 def expired_events(events: Iterator[Object], now: datetime.datetime) -> list[Object]:
-    """The events that nobody has touched for an hour, which a real server forgets too."""
+    """Return the events that were not updated for an hour, which a real server deletes too."""
     return [event for event in events if now - _last_touched(event, now) > EVENT_LIFETIME]
 
 

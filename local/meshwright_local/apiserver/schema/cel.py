@@ -1,8 +1,8 @@
-"""CEL rules of custom resources (`x-kubernetes-validations`): compiling them, and what they see of an object.
+"""CEL rules of custom resources (`x-kubernetes-validations`): compiles and evaluates them.
 
-The engine implements the CEL core; the string, list, set and math extensions come from its Python library, and the
-three that only Kubernetes has (`find`, `findAll`, `isSorted`) from here. A rule that uses any other function is
-refused when the CustomResourceDefinition is written, not when an object meets it.
+The engine implements the CEL core. Its Python library has the string, list, set and math extensions, and this module
+three that only Kubernetes has (`find`, `findAll`, `isSorted`). A rule that uses any other function is rejected when the
+CustomResourceDefinition is written, not when an object is validated.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _PREFIXES = {
 _EXPECTED: dict[str | None, Any] = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
 _GO = {"integer": "int", "boolean": "bool", "array": "list"}
 REASONS = tuple(_PREFIXES)
-"""What a rule may give as its reason."""
+"""The reasons that a rule may have."""
 
 
 class CelError(ValueError):
-    """An expression that cannot be compiled here."""
+    """An expression cannot be compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A compiled expression; `transition` says whether it compares with the object as it was (`oldSelf`)."""
+    """A compiled expression; `transition`: it uses the old object (`oldSelf`)."""
 
     program: cel.Program
     extended: bool
     transition: bool
 
     def evaluate(self, variables: Object) -> Any:
-        """The value of the expression; whatever goes wrong in CEL is raised as it is."""
+        """Return the value of the expression; raises any error of the CEL engine."""
         if not self.extended:
             return self.program.execute(variables)
         return self.program.execute(cel.Context(variables=variables, functions=_EXTENSIONS))
@@ -77,7 +77,7 @@ def compile_expression(source: str) -> Expression:
     """Compile an expression.
 
     Raises:
-        CelError: it does not parse, or uses a function that is not known here.
+        CelError: it cannot be parsed, or uses an unknown function.
     """
     try:
         program = cel.compile(source)
@@ -90,10 +90,10 @@ def compile_expression(source: str) -> Expression:
 
 
 def check_rules(node: SchemaNode, value: Any, old: Any, path: str) -> list[Cause]:
-    """What the rules of one place have against its value. `old` is None when there was no value before.
+    """Return the errors of a field's rules. `old` is None if there was no value before.
 
-    Where the value did not change, a rule that it breaks is not held against the writer, unless the rule compares old
-    with new; one that cannot even be evaluated is, as on the real server.
+    If the value did not change, violated rules are ignored unless they compare old and new, but rules that cannot be
+    evaluated are errors, as on the real server.
     """
     rules = node.raw.get("x-kubernetes-validations") or ()
     if not rules:
@@ -106,7 +106,7 @@ def check_rules(node: SchemaNode, value: Any, old: Any, path: str) -> list[Cause
 
 
 def check_rule(rule: Object, node: SchemaNode, value: Any, old: Any, path: str) -> Cause | None:
-    """What one rule has against a value; None when it is content. `old` is None when there was no value before."""
+    """Return the error of one rule, or None. `old` is None if there was no value before."""
     was = None if old is None else visible(node, old)
     return _check(rule, node, value, visible(node, value), was, path, unchanged=False)
 
@@ -127,7 +127,7 @@ def _check(
         if expression.evaluate(variables) is True or (unchanged and not expression.transition):
             return None
         text = _message(rule, variables)
-    except Exception as error:  # noqa: BLE001 - the engine raises many kinds, all of them mean that the rule failed
+    except Exception as error:  # noqa: BLE001 - the engine raises many types; all mean that the rule failed
         what = f"no such key: {error.args[0]}" if isinstance(error, KeyError) else str(error)
         text = f"{_mistyped(node, value) or what} evaluating rule: {rule.get('message') or rule['rule']}"
         return Cause(path.lstrip(".") or "<nil>", REASONS[0], _PREFIXES[REASONS[0]].format(type=kind) + text)
@@ -137,7 +137,7 @@ def _check(
 
 
 def _mistyped(node: SchemaNode, value: Any) -> str:
-    """What the real server says of the first value in here that is of another type than the schema's; else nothing."""
+    """Return the real server's message for the first value of a type other than the schema's; empty if none."""
     wanted = _EXPECTED.get(node.type)
     unexpected = wanted is not None and (
         not isinstance(value, wanted) or isinstance(value, bool) is not (wanted is bool)
@@ -165,13 +165,13 @@ def _message(rule: Object, variables: Object) -> str:
         return plain
     try:
         text = compile_expression(rule["messageExpression"]).evaluate(variables)
-    except Exception:  # noqa: BLE001 - a message that cannot be made falls back to the plain one, as documented
+    except Exception:  # noqa: BLE001 - if the message expression fails, the plain message is used, as documented
         return plain
     return text.strip() if isinstance(text, str) and text.strip() and "\n" not in text.strip() else plain
 
 
 def visible(node: SchemaNode, value: Any) -> Any:
-    """A value as CEL sees it: types by the schema, field names escaped, of metadata only the name."""
+    """Convert a value for CEL: types by the schema, escaped field names, of metadata only the name."""
     if isinstance(value, dict):
         out = {}
         for key, item in value.items():
@@ -203,7 +203,7 @@ def _formatted(form: str | None, text: str) -> Any:
 
 
 def escape(name: str) -> str:
-    """A property name as CEL expressions write it, such as `__namespace__` or `a__dash__b`."""
+    """Escape a property name for CEL, such as `__namespace__` or `a__dash__b`."""
     if name in _RESERVED:
         return f"__{name}__"
     for raw, written in _ESCAPES:

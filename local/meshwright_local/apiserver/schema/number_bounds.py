@@ -1,9 +1,9 @@
-"""Numbers against the bounds of a schema, compared as the real server does: in Go's types.
+"""Compares numbers with the bounds of a schema as the real server does, in Go's types.
 
-A JSON number without a point or an exponent is an int64 if it fits one, and a float64 otherwise. A whole number is
-compared with the bound cut to int64, and a bound beyond int64 wraps to the smallest there is: `maximum: 1e30` then
-refuses every whole number, and 2.5 means 2. Where the type is `integer`, a bound that is none is said to be wrong
-whenever a value is checked, defaults included.
+A JSON number without a point or an exponent is an int64 if it fits, and a float64 otherwise. An integer is compared
+with the bound truncated to int64, and a bound beyond int64 wraps to the smallest one: `maximum: 1e30` then rejects
+every integer, and 2.5 means 2. If the type is `integer`, a bound that is not an integer is an error of every value that
+is validated, including defaults.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from meshwright_local.kube.resources import Object
 
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 63) - 1
 _JSON_INTEGER = (1 << 53) - 1
-_LARGEST_FLOAT32 = 3.4028235677973366e38  # halfway between the largest float32 and the next one that there would be
-# Keyword -> when a number breaks it, and in which words; exclusive bounds are a flag beside the bound.
+_LARGEST_FLOAT32 = 3.4028235677973366e38  # halfway between the largest float32 and the next value beyond it
+# Keyword -> when a number violates it, and the message; exclusive bounds are a separate flag.
 _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "minimum": (operator.lt, "greater than"),
     "maximum": (operator.gt, "less than"),
@@ -26,18 +26,18 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 
 
 def as_go(value: float) -> float:
-    """The number as the server holds it: int for int64, float for float64."""
+    """Return the number in the server's type: int for int64, float for float64."""
     return value if isinstance(value, int) and _SMALLEST <= value <= _LARGEST else float(value)
 
 
 def is_integer(value: float) -> bool:
-    """Whether a number has the JSON type `integer`; floats only as far as they count in steps of one."""
+    """Return whether a number has the JSON type `integer`; floats only up to the size where they are exact."""
     number = as_go(value)
     return isinstance(number, int) or (abs(number) <= _JSON_INTEGER and _is_nearly_integer(number))
 
 
 def _is_nearly_integer(number: float) -> bool:
-    """As the server has it: equal to the part before the point, or a little above it in proportion."""
+    """As in the server: equal to the integer part, or above it by a tiny proportion."""
     integer_part = int(number)
     return number == integer_part or (
         integer_part != 0 and abs(number - integer_part) < 1e-9 * (abs(number) + abs(integer_part))
@@ -45,7 +45,7 @@ def _is_nearly_integer(number: float) -> bool:
 
 
 def check_range(schema: Object, value: float, path: str) -> list[Cause]:
-    """What a number breaks of its type's size, `multipleOf`, `minimum` and `maximum`, in the words of the server."""
+    """Return the errors of a number: size of its type, `multipleOf`, `minimum` and `maximum`."""
     number = as_go(value)
     causes = _fits(schema, number, "Checked", path)
     if schema.get("multipleOf") is not None:
@@ -67,7 +67,7 @@ def check_range(schema: Object, value: float, path: str) -> list[Cause]:
 
 
 def _in_type_of(number: float, bound: float) -> float:
-    """The bound in the type of the number that is compared with it."""
+    """Return the bound in the type of the compared number."""
     if isinstance(number, float):
         return bound
     return int(bound) if _SMALLEST <= bound < _LARGEST else _SMALLEST
@@ -88,11 +88,11 @@ def _check_step(number: float, step: float, path: str) -> list[Cause]:
 
 
 def _fits(schema: Object, number: float, what: str, path: str) -> list[Cause]:
-    """A value, or a bound, that its type and format cannot hold; the cause names no field, as the server's does not."""
+    """Return the error of a value or bound that exceeds its type and format. As in the server, it has no field."""
     kind, form = schema.get("type"), schema.get("format") or ""
     if kind == "integer":
         bits = 31 if form == "int32" else 63
-        # A float is read again from its shortest decimal digits: 2**63 - 1 as a bound is 9223372036854776000 by then.
+        # The server parses a float from its shortest decimal digits: 2**63 - 1 as a bound becomes 9223372036854776000.
         exact = Decimal(repr(number))
         good = exact == int(exact) and -(1 << bits) <= exact < 1 << bits
     else:
@@ -105,5 +105,5 @@ def _fits(schema: Object, number: float, what: str, path: str) -> list[Cause]:
 
 
 def _format_bound(bound: float) -> str:
-    """A number as Go prints it: whole floats without a point."""
+    """Format a number as Go does: integral floats without a point."""
     return str(int(bound)) if float(bound).is_integer() and abs(bound) < 1e21 else str(bound)

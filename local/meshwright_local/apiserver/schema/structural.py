@@ -1,9 +1,9 @@
-"""Schemas as graphs of nodes: what pruning, defaulting, merging and checking walk.
+"""Schemas as graphs of nodes, which pruning, defaulting, merging and validation traverse.
 
-The OpenAPI definitions of the built-in types and the structural schemas of custom resources are both read into nodes
-once, so that nothing resolves references or guesses at shapes while a request is handled. `data/definitions.json.gz`
-lists the built-in types in the form of OpenAPI v2: names, types, formats, enums, required fields and `x-kubernetes-*`
-extensions (group-version-kinds, list types, merge keys). It has no descriptions.
+The OpenAPI definitions of the built-in types and the structural schemas of custom resources are parsed into nodes once,
+so that no request has to resolve references. `data/definitions.json.gz` has the built-in types in the form of OpenAPI
+v2: names, types, formats, enums, required fields and `x-kubernetes-*` extensions (group-version-kinds, list types,
+merge keys). It has no descriptions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshwright_local.kube.resources import Object
 
 OBJECT_META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 MISSING: Any = object()
-"""Stands for "no default", since null can be one."""
+"""Marks that there is no default, because null can be a default."""
 
 _QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"
 _SCHEMA = "io.k8s.apiextensions-apiserver.pkg.apis.apiextensions.v1.JSONSchemaProps"
-# A schema, or something simpler: where it is a schema it is checked like one.
+# A schema or a simpler value. A schema is validated as one.
 _SCHEMA_OR_ELSE = (f"{_SCHEMA}OrArray", f"{_SCHEMA}OrBool")
-# Protocol is part of the key of port lists, and a client may leave it out.
+# Protocol is part of the key of port lists, and clients may leave it out.
 _KEY_DEFAULTS = {"io.k8s.api.core.v1.ContainerPort": "TCP", "io.k8s.api.core.v1.ServicePort": "TCP"}
 _LIMITS = {f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Properties", "imum")}
 _LIMITS |= {"enum", "pattern", "format", "multipleOf", "uniqueItems", "allOf", "anyOf", "oneOf", "not"}
@@ -54,13 +54,13 @@ _STORAGE_CLASS_SCHEMA: Object = {
 
 @dataclass(slots=True, eq=False)
 class SchemaNode:
-    """What one place of an object may hold. `raw` is the schema as written: limits, CEL rules, `anyOf` and its kin."""
+    """The schema of one field. `raw` is the schema as written: limits, CEL rules, `anyOf` and the like."""
 
     raw: Object = field(default_factory=dict)
     type: str | None = None
     properties: dict[str, SchemaNode] = field(default_factory=dict)
     additional: SchemaNode | None = None
-    """Schema of keys that `properties` does not name; None: no other keys."""
+    """Schema of keys that are not in `properties`; None: no other keys."""
     items: SchemaNode | None = None
     free: bool = False
     """Whether unknown keys are kept (`x-kubernetes-preserve-unknown-fields`, and types without fields)."""
@@ -74,16 +74,16 @@ class SchemaNode:
     atomic_map: bool = False
     merge_key: str = ""
     merges: bool = False
-    """Whether a strategic merge patch merges this list rather than replacing it."""
+    """Whether a strategic merge patch merges this list instead of replacing it."""
     limited: bool = False
-    """Whether there is anything beyond the type to check a value against."""
+    """Whether a value must be validated beyond its type."""
 
     def child(self, key: str) -> SchemaNode | None:
-        """The node of a key; None when the key is not known."""
+        """Return the node of a key; None if the key is unknown."""
         return self.properties.get(key) or self.additional or (FREE if self.free else None)
 
     def read(self, raw: Object) -> None:
-        """Take over what the schema says of this place itself; its children are linked by whoever reads the schema."""
+        """Copy the schema's properties of this field. The caller links its children."""
         strategy = raw.get("x-kubernetes-patch-strategy") or ""
         self.raw, self.type = raw, raw.get("type")
         self.int_or_string = bool(raw.get("x-kubernetes-int-or-string"))
@@ -98,11 +98,11 @@ class SchemaNode:
 
 
 FREE = SchemaNode(free=True, nullable=True)
-"""Anything at all."""
+"""Return a node that accepts any value."""
 
 
 class BuiltinTypes:
-    """All built-in types: their definitions as JSON, and their nodes, made when first asked for."""
+    """All built-in types: their definitions as JSON, and their nodes, created on first use."""
 
     def __init__(self, definitions: Object) -> None:
         self.definitions = definitions
@@ -115,7 +115,7 @@ class BuiltinTypes:
         """Names of definitions by group, version and kind."""
 
     def node(self, name: str) -> SchemaNode:
-        """The node of a definition. Types may contain themselves, so a node is known before its children are."""
+        """Return the node of a definition. Types may be recursive, so a node is registered before its children."""
         if name not in self._nodes:
             found = self._nodes[name] = SchemaNode()
             if name in _SCHEMA_OR_ELSE:
@@ -144,7 +144,7 @@ class BuiltinTypes:
 
 @lru_cache(maxsize=1)
 def builtin_types() -> BuiltinTypes:
-    """The built-in types in `data/definitions.json.gz`. They never change, so a process reads them once."""
+    """Load the built-in types of `data/definitions.json.gz`, once per process."""
     packed = files("meshwright_local.apiserver").joinpath("data", "definitions.json.gz").read_bytes()
     definitions: Object = orjson.loads(gzip.decompress(packed))
     definitions[_STORAGE_CLASS] = _STORAGE_CLASS_SCHEMA
@@ -154,12 +154,12 @@ def builtin_types() -> BuiltinTypes:
 
 
 def custom_schema(raw: Object | None) -> SchemaNode:
-    """The node of one version of a custom resource. Without a schema everything is kept and nothing checked."""
+    """Return the node of one version of a custom resource. Without a schema, nothing is pruned or validated."""
     return _custom({**(raw or _ANYTHING), "x-kubernetes-embedded-resource": True})
 
 
 def published_schema(raw: Object | None, gvk: dict[str, str]) -> Object:
-    """A custom resource's schema as OpenAPI publishes it: with apiVersion, kind, metadata and its kind."""
+    """Return a custom resource's schema for OpenAPI, with apiVersion, kind, metadata and its group-version-kind."""
     body = dict(raw or _ANYTHING)
     metadata = {"$ref": f"#/definitions/{OBJECT_META}", "description": "Name, labels, annotations, owners."}
     own = {"apiVersion": _STRING, "kind": _STRING, "metadata": metadata}
@@ -181,7 +181,7 @@ def _custom(raw: Object) -> SchemaNode:
 
 
 def prune(node: SchemaNode, value: Any, path: str = "") -> list[str]:
-    """Drop in place what the schema does not name, and nulls where none may be; returns the paths that are unknown."""
+    """Remove unknown fields in place, and nulls that are not allowed. Return the paths of unknown fields."""
     dropped: list[str] = []
     if isinstance(value, dict) and node is not FREE:
         for key in list(value):
@@ -203,7 +203,7 @@ def prune(node: SchemaNode, value: Any, path: str = "") -> list[str]:
 
 
 def apply_defaults(node: SchemaNode, value: Any) -> None:
-    """Fill in defaults in place, parents before children; a null that may not be takes the default too."""
+    """Set defaults in place, parents before children, also for a null that is not allowed."""
     if isinstance(value, dict):
         for key, sub in node.properties.items():
             if sub.default is not MISSING and (key not in value or (value[key] is None and not sub.nullable)):
@@ -218,7 +218,7 @@ def apply_defaults(node: SchemaNode, value: Any) -> None:
 
 
 def canonicalize(node: SchemaNode, value: Any, path: str = "") -> list[Cause]:
-    """Rewrite every quantity below `value` in place to its canonical form; returns what is wrong with the others."""
+    """Convert every quantity below `value` to its canonical form in place. Return the errors of invalid ones."""
     causes: list[Cause] = []
     places = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in list(places):

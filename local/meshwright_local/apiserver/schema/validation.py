@@ -1,8 +1,7 @@
-"""Checking a value against its schema: types, limits, formats, list keys, composed schemas and CEL rules.
+"""Validates a value against its schema: types, limits, formats, list keys, composed schemas and CEL rules.
 
-On an update, what did not change is not held against the writer (ratcheting): a schema that became stricter does not
-lock the objects that were stored before. Only rules that compare old with new are held against it again, and those that
-cannot be evaluated at all.
+On an update, errors of unchanged values are ignored (ratcheting): after a schema becomes stricter, objects that were
+stored before can still be updated. Exceptions are rules that compare old and new, and rules that cannot be evaluated.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 
 
 def fits_format(form: str, text: str) -> bool:
-    """Whether a string has a format; formats that are not known check nothing, as OpenAPI says."""
+    """Return whether a string has a format. Unknown formats accept every string, as OpenAPI specifies."""
     try:
         return form not in _FORMATS or bool(_FORMATS[form](text))
     except ValueError:
@@ -64,7 +63,7 @@ def fits_format(form: str, text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    r"""A pattern with Go's meaning: classes are ASCII, `$` is the end of the text and not before a last newline.
+    r"""Compile a pattern with Go's semantics: classes are ASCII, `$` matches only at the end of the text.
 
     Raises:
         re.error: the pattern cannot be compiled.
@@ -79,14 +78,14 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def validate(node: SchemaNode, value: Any, old: Any = None) -> list[Cause]:
-    """What is wrong with a whole object, at most `MAX_CAUSES` things; `old` is what it was before, None on a create."""
+    """Return the errors of an object, at most `MAX_CAUSES`; `old` is its previous state, None on a create."""
     causes: list[Cause] = []
     _visit(causes, node, value, old, "")
     return causes[:MAX_CAUSES]
 
 
 def list_item_key(node: SchemaNode, item: Any) -> str | None:
-    """What tells an item of a keyed list or a set apart, as text; None in an atomic list."""
+    """Return the identity of an item of a keyed list or a set, as text; None in an atomic list."""
     if node.list_type == "map" and isinstance(item, dict) and node.items is not None:
         keys = {}
         for name in node.list_keys:
@@ -164,7 +163,7 @@ def _is_a(value: Any, kind: str) -> bool:
 
 
 def _limits(raw: Object, value: Any, path: str) -> list[Cause]:
-    """What a value breaks of enum, length, size, pattern, format and range, in the words of the real server."""
+    """Return the errors of a value in enum, length, size, pattern, format and range, as the real server words them."""
     said = f"{path} in body"
     causes: list[Cause] = []
     if "enum" in raw and value not in raw["enum"] and not (value is None and raw.get("nullable")):
@@ -201,7 +200,7 @@ def _limits(raw: Object, value: Any, path: str) -> list[Cause]:
 def _matches(pattern: str, value: str) -> bool:
     try:
         return compile_pattern(pattern).search(value) is not None
-    except re.error:  # some patterns of built-in types mean something in Go alone
+    except re.error:  # some patterns of built-in types are valid only in Go
         return True
 
 
@@ -222,7 +221,7 @@ def _composes(raw: Object, keyword: str, value: Any) -> bool:
 
 
 def _accepts(raw: Object, value: Any) -> bool:
-    """Whether a value-only schema (inside allOf, anyOf, oneOf, not) accepts a value."""
+    """Return whether a value-only schema (inside allOf, anyOf, oneOf, not) accepts a value."""
     if ("type" in raw and not _is_a(value, raw["type"])) or _limits(raw, value, ""):
         return False
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """A loopback address for every pod, and names for pods and services.
 
-All of 127.0.0.0/8 is this machine, so each pod can listen on well-known ports at an address of its own. A cluster
-claims one 127.N.0.0/16 for as long as it lives, against other clusters of the machine, and gives each node a part. The
-names belong to the network too, as a cluster's DNS does: see `names`.
+All of 127.0.0.0/8 is this machine, so each pod can listen on well-known ports at its own address. A cluster claims one
+127.N.0.0/16 while it runs, so that clusters on one machine do not collide, and assigns a part to each node. The
+network's `names` act as the cluster's DNS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NoAddressError(Exception):
 
 
 class ClusterNetwork:
-    """One 127.N.0.0/16, claimed by an abstract socket: the kernel frees it when the process ends in any way."""
+    """One 127.N.0.0/16, claimed with an abstract socket, which the kernel frees when the process ends."""
 
     def __init__(self) -> None:
         self.names = ClusterNames()
@@ -40,41 +40,41 @@ class ClusterNetwork:
         raise NoAddressError("every 127.N.0.0/16 belongs to another embedded cluster: stop one")
 
     def close(self) -> None:
-        """Give the network back."""
+        """Release the network."""
         self._claim.close()
 
     def part(self, index: int, parts: int) -> PodAddresses:
-        """The addresses of one of `parts` nodes.
+        """Return the addresses of one of `parts` nodes.
 
         Raises:
-            NoAddressError: More nodes than the network can be cut for.
+            NoAddressError: The network has too few addresses for that many nodes.
         """
         size = _BLOCKS // parts
         if size == 0:
-            raise NoAddressError(f"{parts} nodes: an embedded cluster has room for at most {_BLOCKS}")
+            raise NoAddressError(f"{parts} nodes: an embedded cluster can have at most {_BLOCKS}")
         blocks = range(index * size, (index + 1) * size)
         return PodAddresses((f"127.{self.number}.{block}" for block in blocks), self.names)
 
 
 class PodAddresses:
-    """The free addresses of one node. One that was given back is used again last, so late packets find nobody."""
+    """The free addresses of one node. A released address is reused last, so that late packets reach no new pod."""
 
     def __init__(self, blocks: Iterator[str], names: ClusterNames | None = None) -> None:
         self.names = names or ClusterNames()
         self._free = deque(f"{block}.{host}" for block in blocks for host in range(1, _HOSTS + 1))
 
     def allocate(self) -> str:
-        """An address for a pod.
+        """Return an address for a pod.
 
         Raises:
-            NoAddressError: All are in use.
+            NoAddressError: All addresses are in use.
         """
         if not self._free:
             raise NoAddressError("every address of this node is in use")
         return self._free.popleft()
 
     def release(self, address: str) -> None:
-        """The pod is gone."""
+        """Release the address of a pod that is gone."""
         self._free.append(address)
 
 

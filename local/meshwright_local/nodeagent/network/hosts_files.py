@@ -1,13 +1,12 @@
-"""Names of services and pods, as a cluster's DNS would answer them, in each pod's own /etc/hosts.
+"""Names of services and pods, as a cluster's DNS would resolve them, in each pod's own /etc/hosts.
 
-`SERVICE.NAMESPACE` stands for every ready pod that the service selects, `HOSTNAME.SERVICE.NAMESPACE` for the one pod
-whose `spec.hostname` and `spec.subdomain` say so; pods that are not ready count when `publishNotReadyAddresses` is set.
-Each name can be written with `.svc.cluster.local`, `.svc` or nothing behind it, and without the namespace in that
-namespace's pods: what the search path of a cluster's resolv.conf allows. Services with a cluster IP resolve to their
-pods just as headless ones: nothing listens at cluster IPs here, so clients must use the pods' own ports.
+`SERVICE.NAMESPACE` resolves to every ready pod that the service selects, `HOSTNAME.SERVICE.NAMESPACE` to the one pod
+with that `spec.hostname` and `spec.subdomain`. Pods that are not ready are included if `publishNotReadyAddresses` is
+set. Each name can end in `.svc.cluster.local`, `.svc` or neither, and the namespace can be omitted in pods of that
+namespace, as with the search path of a cluster's resolv.conf. Services with a cluster IP resolve to their pods as
+headless ones do: nothing listens at cluster IPs here, so clients must use the pods' own ports.
 
-Files are rewritten in place, since containers hold them by inode. One set of watches serves all nodes of a cluster, as
-long as one of them wants it.
+Files are rewritten in place, because containers mount them by inode. One set of watches serves all nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _PAUSE = 0.02
 _LOCAL = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
 Records = dict[str, list[tuple[str, str]]]
-"""Namespace → (name without its namespace, address)."""
+"""Namespace -> (name without its namespace, address)."""
 
 
 class ClusterNames:
-    """Keeps the hosts files of pods current."""
+    """Updates the hosts files of pods."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -44,7 +43,7 @@ class ClusterNames:
         self._files: dict[Path, tuple[str, str]] = {}
 
     async def join(self, client: ApiClient) -> None:
-        """A node wants names from now on; returns when they are known."""
+        """Subscribe a node. Return when the names are known."""
         self._users += 1
         if self._users == 1:
             self._reflectors = (Reflector(client, SERVICES), Reflector(client, PODS))
@@ -56,7 +55,7 @@ class ClusterNames:
             await reflector.synced.wait()
 
     async def leave(self) -> None:
-        """A node that joined wants no more names."""
+        """Unsubscribe a node."""
         self._users -= 1
         if self._users == 0:
             for task in self._tasks:
@@ -64,7 +63,7 @@ class ClusterNames:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def add(self, path: Path, pod: Object, address: str) -> None:
-        """Write a pod's hosts file, and keep it current until it is removed."""
+        """Write a pod's hosts file, and update it until `remove`."""
         metadata, spec = pod["metadata"], pod["spec"]
         own = str(spec.get("hostname") or metadata["name"])
         if spec.get("subdomain"):
@@ -75,7 +74,7 @@ class ClusterNames:
         self._write(path)
 
     def remove(self, path: Path) -> None:
-        """The pod is gone."""
+        """Stop updating the file of a pod that is gone."""
         self._files.pop(path, None)
 
     async def _follow(self) -> None:
@@ -98,7 +97,7 @@ class ClusterNames:
                 short = f" {name}" if place == namespace else ""
                 text += f"{address}\t{full}.svc.cluster.local {full}.svc {full}{short}\n"
         try:
-            # One write and then the cut: whoever reads meanwhile finds every name.
+            # Write first, then truncate: a reader in between still finds every name.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
             with open(descriptor, "wb", buffering=0) as file:
                 file.truncate(file.write(text.encode()))
@@ -107,7 +106,7 @@ class ClusterNames:
 
 
 def records(services: Iterable[Object], pods: Iterable[Object]) -> Records:
-    """Every name and address (pure)."""
+    """Return every name and address (pure)."""
     near = defaultdict(list)
     for pod in pods:
         if (pod.get("status") or {}).get("podIP") and pod["status"].get("phase") not in ("Succeeded", "Failed"):

@@ -1,4 +1,4 @@
-"""One container's life: start, probe, stop, restart."""
+"""One container's lifecycle: start, probe, stop, restart."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, Sta
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox
 
 _RETRY_SECONDS = 1.0
-_LONGEST_PAUSE = 300.0
+_MAX_BACKOFF_SECONDS = 300.0
 _START_ERROR_CODE = 128
 _LONGEST_MESSAGE = 4096
 
 
 class Container:
-    """Runs one container of a pod by its restart policy until it is over or told to stop.
+    """Runs one container of a pod, by its restart policy, until it ends or is stopped.
 
-    `status` is its containerStatus as the API has it; `logs` holds one file for each run: `0.log`, `1.log`, ...
+    `status` is its containerStatus in the API's format; `logs` has one file for each run: `0.log`, `1.log`, ...
     """
 
     def __init__(self, sandbox: Sandbox, spec: Object, policy: str, waiting: str) -> None:
@@ -37,7 +37,7 @@ class Container:
         self.logs = sandbox.directory / "logs" / self.name
         self.status: Object = {
             **{"name": self.name, "image": spec.get("image", ""), "imageID": ""},
-            # Unique per container and stable, like a runtime's; not a hash of content.
+            # Unique per container and stable, as with a real runtime.
             "containerID": f"process://{sandbox.uid}/{self.name}",
             **{"restartCount": 0, "ready": False, "started": False},
             **{"state": {"waiting": {"reason": waiting}}, "lastState": {}},
@@ -54,24 +54,24 @@ class Container:
 
     @property
     def log(self) -> Path:
-        """The log of the present run."""
+        """Path of the current run's log."""
         return self.logs / f"{self.status['restartCount']}.log"
 
     @property
     def terminated(self) -> Object | None:
-        """How it ended, unless it runs or waits."""
+        """Its terminated state, unless it runs or waits."""
         ended: Object | None = self.status["state"].get("terminated")
         return ended
 
     @property
     def over(self) -> bool:
-        """Whether the present run has ended, or none will ever begin."""
+        """Whether the current run has ended, or none will ever start."""
         if self._process is None:
             return self._stopping.is_set() or self.terminated is not None
         return not self._process.running
 
     async def run(self) -> None:
-        """Live until no restart is due. Afterwards `terminated` says how it ended, if it ever began."""
+        """Run until no restart is due. Afterwards `terminated` has the result, if it ever started."""
         pause = 0.0
         while not self._stopping.is_set():
             ended = await self._run_once()
@@ -90,23 +90,23 @@ class Container:
             if self._stopping.is_set():
                 self._set("terminated", ended)
                 return
-            pause = min(pause * 2 or self._sandbox.host.restart_backoff_seconds, _LONGEST_PAUSE)
+            pause = min(pause * 2 or self._sandbox.host.restart_backoff_seconds, _MAX_BACKOFF_SECONDS)
             self.status.update(lastState={"terminated": ended}, restartCount=self.status["restartCount"] + 1)
 
     def signal(self, number: Signals) -> None:
-        """Send a signal to the main process; the restart policy holds."""
+        """Send a signal to the main process; the restart policy applies."""
         if self._process is not None:
             self._process.signal(number)
 
     def terminate(self) -> None:
-        """Ask it to end. It is not restarted."""
+        """Ask it to stop. It is not restarted."""
         if not self._stopping.is_set() and self._process is not None and self._process.running:
             self._sandbox.event("Normal", "Killing", f"Stopping container {self.name}")
             self._process.signal(SIGTERM)
         self._stopping.set()
 
     def kill(self) -> None:
-        """End it at once, with everything that was started beside it. It is not restarted."""
+        """Kill it at once, including commands started by exec. It is not restarted."""
         self._stopping.set()
         self._killed = True
         for process in (self._process, *self._beside):
@@ -114,7 +114,7 @@ class Container:
                 process.kill()
 
     async def gone(self) -> None:
-        """Wait until no process of it is left."""
+        """Wait until none of its processes is left."""
         for process in (self._process, *self._beside):
             if process is not None:
                 await process.wait()
@@ -122,10 +122,10 @@ class Container:
     async def start_exec(
         self, command_line: Sequence[str], streams: Sequence[int] = (DEVNULL,) * 3, *, tty: bool = False
     ) -> Process:
-        """Run another command in the container, which dies with it.
+        """Run another command in the container; it is killed when the container ends.
 
         Raises:
-            StartError: The container does not run, or there is no such command.
+            StartError: The container does not run, or the command does not exist.
         """
         if self._process is None or self.over:
             raise StartError(f"container {self.name} is not running")
@@ -136,7 +136,7 @@ class Container:
         return process
 
     async def _run_once(self) -> Object | None:
-        """One run from start to end; None when it cannot be started yet."""
+        """Run it once, from start to end. Return None if it cannot be started yet."""
         event = self._sandbox.event
         try:
             command = await self._command()
@@ -175,7 +175,7 @@ class Container:
         return self._end(code, "Completed" if code == 0 else "Error", begun, message)
 
     async def _command(self) -> ProcessSpec:
-        """What to run: everything that the spec refers to is read anew for each run."""
+        """Return the process to run. Everything that the spec refers to is read again for each run."""
         sandbox, spec, isolated = self._sandbox, self.spec, self._sandbox.host.isolated
         values = await environment.declared_environment(sandbox, spec)
         command_line = environment.command(spec, values)
@@ -188,7 +188,7 @@ class Container:
         env = environment.base_environment(sandbox) | {name: self._path(value) for name, value in values.items()}
         cwd = Path(self._path(spec.get("workingDir") or str(sandbox.home)))
         if not isolated and not cwd.is_dir():  # noqa: ASYNC240
-            # A container runtime makes a missing working directory in the container's own file system.
+            # A container runtime creates a missing working directory in the container's own file system.
             cwd = sandbox.home / str(cwd).lstrip("/")
             cwd.mkdir(parents=True, exist_ok=True)
         self._template = ProcessSpec([], env, cwd)
@@ -201,7 +201,7 @@ class Container:
         return replace(self._template, argv=[self._path(word) for word in command_line], **more)
 
     def _path(self, text: str) -> str:
-        """A text of the container, its paths as its processes see them."""
+        """Return a text of the container with paths as its processes see them."""
         return text if self._sandbox.host.isolated else volumes.rewrite(text, self._mounts)
 
     def _set(self, kind: str, state: Object) -> None:
@@ -214,7 +214,7 @@ class Container:
         return {**state, "message": message, "containerID": self.status["containerID"]}
 
     def _termination_message(self, code: int) -> str:
-        """What it left at `terminationMessagePath`; with FallbackToLogsOnError the end of its log if it failed."""
+        """Return its termination message: `terminationMessagePath`, or the end of its log (FallbackToLogsOnError)."""
         content = b""
         with contextlib.suppress(OSError):
             content = self._message.read_bytes()[:_LONGEST_MESSAGE]
@@ -255,7 +255,7 @@ class Container:
                 return
 
     def _unhealthy(self, kind: str, why: str, process: Process) -> None:
-        """End a run that failed a probe; the restart policy says what follows."""
+        """End a run that failed a probe; the restart policy applies."""
         self._sandbox.event("Warning", "Unhealthy", f"{kind} probe failed: {why}")
         self._sandbox.event("Normal", "Killing", f"Container {self.name} failed {kind.lower()} probe")
         process.signal(SIGTERM)

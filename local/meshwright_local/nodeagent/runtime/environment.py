@@ -1,17 +1,17 @@
 """A container's environment and command line, as a kubelet would resolve them.
 
-What containers get here beside their spec, and why:
+Containers get the following here in addition to their spec:
 
-- `PATH` begins with the directory of this interpreter, so that `python` and `meshwright-worker` mean this installation
-  as they mean the image's in a cluster. There are no images; a container without a command runs the program on `PATH`
-  that is named as its image is, `meshwright-operator` for `registry/meshwright-operator:1.0`.
-- `HOME` and the working directory are a directory of the pod's own, and `TMPDIR` a short-named one, so that nothing is
+- `PATH` begins with the directory of this interpreter, so that `python` and `meshwright-worker` are those of this
+  installation, as they are the image's in a cluster. There are no images: a container without a command runs the
+  program on `PATH` with the name of its image, `meshwright-operator` for `registry/meshwright-operator:1.0`.
+- `HOME` and the working directory are a directory of the pod, and `TMPDIR` one with a short name, so that nothing is
   left behind.
-- `GLOO_SOCKET_IFNAME=lo`: pods have addresses of the loopback network. Gloo would otherwise ask which interface the
-  host name resolves to, which on a laptop is none, or one that a firewall guards.
-- `CUDA_VISIBLE_DEVICES` is empty: GPUs of these nodes are simulated, also on a machine that has real ones.
-- With a service account, what finds the API server: the two variables that clients in a pod look for, or, where
-  credentials cannot be mounted, `KUBECONFIG`.
+- `GLOO_SOCKET_IFNAME=lo`: pods have addresses of the loopback network. Otherwise Gloo uses the interface that the host
+  name resolves to, which on a laptop may not exist or may be behind a firewall.
+- `CUDA_VISIBLE_DEVICES` is empty: GPUs of these nodes are simulated, even on a machine that has real ones.
+- With a service account, the address of the API server: the two variables that clients in a pod read, or `KUBECONFIG`
+  if credentials cannot be mounted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/local/bin:
 
 
 def base_environment(sandbox: Sandbox) -> dict[str, str]:
-    """What every container of a pod has before its spec is looked at."""
+    """Return the environment that every container of a pod has, regardless of its spec."""
     result = {
         "PATH": _PATH,
         "HOME": str(sandbox.home),
@@ -53,10 +53,10 @@ def base_environment(sandbox: Sandbox) -> dict[str, str]:
 
 
 async def declared_environment(sandbox: Sandbox, container: Object) -> dict[str, str]:
-    """The environment that the spec states: `envFrom`, then `env`, later entries over earlier ones.
+    """Return the environment from the spec: `envFrom`, then `env`; later entries replace earlier ones.
 
     Raises:
-        PodSpecError: A config map, secret or key that is needed does not exist, or no such field is offered.
+        PodSpecError: A required config map, secret or key does not exist, or a field is not supported.
     """
     result: dict[str, str] = {}
     for source in container.get("envFrom") or ():
@@ -73,7 +73,7 @@ async def declared_environment(sandbox: Sandbox, container: Object) -> dict[str,
 
 
 async def _value(sandbox: Sandbox, container: Object, source: Object) -> str | None:
-    """The value of a `valueFrom`; None when it is missing and optional."""
+    """Return the value of a `valueFrom`; None if it is missing and optional."""
     if "fieldRef" in source or "resourceFieldRef" in source:
         return downward(sandbox, source, container["name"])
     resource = CONFIG_MAPS if "configMapKeyRef" in source else SECRETS
@@ -88,31 +88,31 @@ async def _value(sandbox: Sandbox, container: Object, source: Object) -> str | N
 
 
 def command(container: Object, values: Mapping[str, str]) -> list[str]:
-    """The words of a container's command, variables replaced.
+    """Return the argv of a container, with variables replaced.
 
     Raises:
-        PodSpecError: There is none, and no program on PATH stands for the image's.
+        PodSpecError: It has no command, and PATH has no program with the image's name.
     """
     command_line = [*(container.get("command") or ()), *(container.get("args") or ())]
     if not container.get("command"):
         program = re.split("[:@]", container.get("image", "").rpartition("/")[2])[0]
         if not program or shutil.which(program, path=_PATH) is None:
-            why = f"pods here run no images and no program {program!r} is on PATH: state spec.containers[].command"
+            why = f"there are no images here, and no program {program!r} on PATH: set spec.containers[].command"
             raise PodSpecError(f"no command specified: {why}", "CreateContainerError")
         command_line.insert(0, program)
     return [expand(word, values) for word in command_line]
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` by known values; unknown names stay, and `$$` is a dollar sign."""
+    """Replace `$(NAME)` by known values. Unknown names stay, and `$$` is a dollar sign."""
     return _EXPANSION.sub(lambda match: "$" if match[1] is None else values.get(match[1], match[0]), text)
 
 
 def downward(sandbox: Sandbox, source: Object, container: str = "") -> str:
-    """The value of a `fieldRef` or `resourceFieldRef` of the downward API.
+    """Return the value of a `fieldRef` or `resourceFieldRef` of the downward API.
 
     Raises:
-        PodSpecError: Not a field that the downward API offers, or not a resource of the container.
+        PodSpecError: The downward API does not have this field, or the container not this resource.
     """
     if "resourceFieldRef" in source:
         return _resource(sandbox, source["resourceFieldRef"], container)
@@ -137,7 +137,7 @@ def downward(sandbox: Sandbox, source: Object, container: str = "") -> str:
 
 
 def _resource(sandbox: Sandbox, reference: Object, container: str) -> str:
-    """A request or a limit of a container; a limit that is not set is what the node could give."""
+    """Return a request or limit of a container. A limit that is not set is the node's allocatable amount."""
     name = reference.get("containerName") or container
     found = next((item for item in sandbox.pod["spec"]["containers"] if item["name"] == name), None)
     section, _, resource = reference["resource"].partition(".")

@@ -1,10 +1,10 @@
-"""A container's own view of the file system, made with mount(2), unshare(2) and chroot(2) and no tool beside them.
+"""A container's own view of the file system, created only with mount(2), unshare(2) and chroot(2).
 
-The view is an overlay: its lower layer is the machine's root, its upper one a tmpfs, so mount points can be made
-anywhere and nothing stays on the machine. On it lie the machine's other file systems and then the container's volumes,
-each at its `mountPath`. All of it belongs to a mount namespace that only the container's processes hold: the kernel
-takes it down with the last of them. A UTS namespace gives the container its pod's host name. Files of the lower layer
-keep their pages in the machine's cache, so programs start as fast as outside. This takes CAP_SYS_ADMIN.
+The view is an overlay: its lower layer is the machine's root, its upper layer a tmpfs, so mount points can be created
+anywhere and nothing stays on the machine. The machine's other file systems are mounted on it, then the container's
+volumes, each at its `mountPath`. Everything belongs to a mount namespace of the container's processes, which the kernel
+removes with the last of them. A UTS namespace gives the container its pod's host name. Files of the lower layer share
+the machine's page cache, so programs start as fast as outside. This requires CAP_SYS_ADMIN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Mount(NamedTuple):
-    """A file or directory of the machine and where the container sees it."""
+    """A file or directory of the machine, and its path in the container."""
 
     source: str
     target: str
@@ -29,7 +29,7 @@ class Mount(NamedTuple):
 
 
 class FileSystemView(NamedTuple):
-    """What a container is to see. `root` is an empty directory to build it on, which stays empty for others."""
+    """A container's view. It is mounted on `root`, an empty directory that stays empty for other processes."""
 
     root: str
     hostname: str
@@ -37,15 +37,15 @@ class FileSystemView(NamedTuple):
 
 
 def enter(view: FileSystemView) -> None:
-    """Give the calling process the view as its root.
+    """Make the view the root of the calling process.
 
     Raises:
-        OSError: Not permitted, or a mount that cannot be made; `filename` says which.
+        OSError: It is not permitted, or a mount failed; `filename` is its path.
     """
     _check(_LIBC.unshare(_NEWNS | _NEWUTS), "unshare")
     socket.sethostname(view.hostname)
     _mount(None, "/", flags=_REC | _PRIVATE)
-    # Links, such as /var/run, must lead into the view and not out of it. The machine's root has the same ones.
+    # Links such as /var/run must be resolved inside the view. The machine's root has the same ones.
     mounts = [Mount(source, os.path.realpath(target), read_only) for source, target, read_only in view.mounts]
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
         points = dict.fromkeys(line.split()[4].encode().decode("unicode_escape") for line in file)
@@ -55,13 +55,13 @@ def enter(view: FileSystemView) -> None:
     for number, point in enumerate(points):
         new = (mount.target for mount in mounts if not os.path.lexists(mount.target))
         if point == "/" or any(target.startswith(point + "/") for target in new):
-            # A place for mount points, copied on write.
+            # The upper layer for mount points, copied on write.
             upper, work = f"{view.root}/upper{number}", f"{view.root}/work{number}"
             os.mkdir(upper)
             os.mkdir(work)
             _mount("overlay", merged + point, "overlay", data=f"lowerdir={point},upperdir={upper},workdir={work}")
         else:
-            # One that lies hidden below another cannot be had, and nobody could see it anyway.
+            # A file system that is hidden below another cannot be mounted, and is not visible anyway.
             _mount(point, merged + point, flags=_BIND, optional=True)
     for source, target, read_only in sorted(mounts, key=lambda mount: mount.target.count("/")):
         place = merged + target
@@ -78,10 +78,10 @@ def enter(view: FileSystemView) -> None:
 
 
 def join(pid: int) -> None:
-    """Give the calling process the view of another one.
+    """Give the calling process the view of another process.
 
     Raises:
-        OSError: Not permitted, or that process has ended.
+        OSError: It is not permitted, or that process has ended.
     """
     root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)
     for kind in ("uts", "mnt"):

@@ -1,4 +1,4 @@
-"""What is asked of a container from outside: probes, and how much memory it uses."""
+"""Checks of a container from outside: probes, and its memory use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEMORY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """Whom to ask: a pod's address, a container's spec, and what runs a command in it and returns its exit code."""
+    """The target of a probe: address, container spec, and a function that runs a command and returns its exit code."""
 
     address: str
     container: Object
@@ -26,15 +26,15 @@ class ProbeTarget:
     session: aiohttp.ClientSession
 
     def port(self, port: int | str) -> int:
-        """A port by number or by its name in the container's spec."""
+        """Return a port, given by number or by its name in the container's spec."""
         named = {item.get("name"): item["containerPort"] for item in self.container.get("ports") or ()}
         return int(named.get(port, port if str(port).isdigit() else 0))
 
 
 async def probe_results(probe: Object, target: ProbeTarget) -> AsyncIterator[str]:
-    """Ask again and again, and say each answer that counts: empty when good, else what was wrong.
+    """Probe periodically, and yield each result: empty for success, else the error.
 
-    A good one counts after `successThreshold` of them in a row, a bad one after `failureThreshold`.
+    A success is yielded after `successThreshold` successes in a row, a failure after `failureThreshold` failures.
     """
     await asyncio.sleep(probe.get("initialDelaySeconds") or 0)
     good = bad = 0
@@ -64,18 +64,18 @@ async def _probe_once(probe: Object, target: ProbeTarget) -> str:
         place = f"{http.get('host') or target.address}:{target.port(http['port'])}"
         url = f"{(http.get('scheme') or 'HTTP').lower()}://{place}/{(http.get('path') or '').lstrip('/')}"
         headers = {item["name"]: item["value"] for item in http.get("httpHeaders") or ()}
-        # Kubelets do not check certificates of probed servers either.
+        # Kubelets do not verify certificates of probed servers either.
         async with target.session.get(url, headers=headers, ssl=False, allow_redirects=False) as response:
             return "" if response.status < 400 else f"HTTP probe failed with statuscode: {response.status}"
     return "the probe is none of exec, httpGet, tcpSocket"
 
 
 async def memory_exceeded(root: int, limit: int) -> int:
-    """Return what the descendants of a process use, in bytes, once it is more than `limit`.
+    """Return the memory use of a process's descendants, in bytes, once it exceeds `limit`.
 
-    There need be no cgroups: it is measured now and then, and a burst between two looks passes unseen. Counted is what
-    a cgroup would count: anonymous and shared memory, each page once however many processes share it (the proportional
-    set size of `smaps_rollup`). That file is slow to read, so it is read only when the plain sums of
+    This needs no cgroups: it measures periodically, so it misses a peak between two measurements. It counts what a
+    cgroup would count: anonymous and shared memory, each page once even if several processes share it (the
+    proportional set size of `smaps_rollup`). That file is slow to read, so it is read only if the sums of
     `/proc/PID/status`, which count shared pages several times, exceed the limit.
     """
     while True:
@@ -93,7 +93,7 @@ def _sum(root: int, file: str, fields: tuple[str, ...]) -> int:
         try:
             lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
         except OSError:
-            # It ended meanwhile.
+            # The process has ended.
             continue
         total += sum(int(line.split()[1]) for line in lines if line.startswith(fields))
     return total * 1024

@@ -1,4 +1,4 @@
-"""The agent's side of a container process: start it under a shim, signal it, kill all of it, learn how it ended."""
+"""The agent's side of a container process: start it under a shim, signal or kill it, and get its exit code."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Shim(socket.socket(fileno=int(sys.argv[2]))).run()
 
 
 class StartError(Exception):
-    """The command could not be executed; the message names it and says why."""
+    """The command could not be executed; the message names the command and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run. Without `log`, output goes to the streams given to `Process.start`."""
+    """The process to run. Without `log`, its output goes to the streams given to `Process.start`."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -38,32 +38,32 @@ class ProcessSpec:
     log: Path | None = None
     tty: bool = False
     view: FileSystemView | None = None
-    """The file system it is to see; None: the machine's."""
+    """Its view of the file system; None: that of the machine."""
     join: int | None = None
-    """Pid of a process whose view it is to share."""
+    """Pid of a process whose view it shares."""
 
 
 class Process:
-    """One running command and everything that descends from it.
+    """One running command and all its descendants.
 
-    Nothing of it outlives this object's process, whatever way that ends: see the shim.
+    None of them outlives this process, however it ends: see the shim.
     """
 
     def __init__(self, shim: subprocess.Popen[bytes], reader: asyncio.StreamReader, control: asyncio.StreamWriter):
         self.pid = 0
         self.shim_pid = shim.pid
-        """Pid of the process that all of it descends from."""
+        """Pid of the shim, from which all of them descend."""
         self.ended = asyncio.create_task(self._follow(shim, reader))
-        """Ends with the exit code; not to be cancelled."""
+        """Returns the exit code. Do not cancel it."""
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._control = control
 
     @classmethod
     async def start(cls, spec: ProcessSpec, streams: Sequence[int] = (subprocess.DEVNULL,) * 3) -> Process:
-        """Run a command under a shim of its own, with three streams as `subprocess` has them unless it has a log.
+        """Run a command under a new shim, with three streams as in `subprocess` unless it has a log.
 
         Raises:
-            StartError: There is no such command, it may not be executed, or its view cannot be made.
+            StartError: The command does not exist or is not executable, or its view cannot be mounted.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -72,7 +72,7 @@ class Process:
                 [sys.executable, "-I", "-S", "-c", _SHIM, str(Path(__file__).parents[3]), str(theirs.fileno())],
                 stdin=streams[0],
                 stdout=streams[1],
-                # Complaints of the shim itself go where this process's own go; a container with a log has none there.
+                # Errors of the shim itself go to this process's stderr; a container with a log does not write there.
                 stderr=None if spec.log else streams[2],
                 env={},
                 pass_fds=(theirs.fileno(),),
@@ -89,15 +89,15 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether anything of it is left."""
+        """Whether any of its processes is left."""
         return not self.ended.done()
 
     async def wait(self) -> int:
-        """The exit code once every process of it is gone; 128 plus the number when a signal ended it."""
+        """Return the exit code once all its processes are gone: 128 plus the signal number if a signal ended it."""
         return await asyncio.shield(self.ended)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the main process alone, as a container runtime does."""
+        """Send a signal only to the main process, as a container runtime does."""
         self._send_command({"signal": int(number)})
 
     def kill(self) -> None:
@@ -109,7 +109,7 @@ class Process:
             self._control.write(json.dumps(command, default=str).encode() + b"\n")
 
     async def _follow(self, shim: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> int:
-        # Without a last word somebody killed the shim; its container died with it, up to what left the group.
+        # Without an exit code the shim was killed. Its container died with it, except for processes outside the group.
         code, why = -int(signal.SIGKILL), "the shim died"
         with contextlib.suppress(ConnectionError):
             async for line in reader:

@@ -1,16 +1,16 @@
-"""The parent of one container's processes, a small process of its own with nothing but the standard library.
+"""The parent of one container's processes: a small separate process that uses only the standard library.
 
 It does what a container runtime's shim and a PID namespace do together:
 
-- the container's main process gets a session of its own, and dies with the shim (PR_SET_PDEATHSIG);
-- every descendant stays a descendant of the shim, also one that daemonised itself (PR_SET_CHILD_SUBREAPER), and is
-  killed when the main process ends or when the agent says so;
-- the agent holds the other end of a socket. When the agent dies, however, the socket reads end of file and everything
-  is killed: a signal on the parent's death would not do, because it reaches one process and not its children.
+- the container's main process gets its own session, and dies with the shim (PR_SET_PDEATHSIG);
+- every descendant stays a descendant of the shim, even if it daemonizes itself (PR_SET_CHILD_SUBREAPER), and is killed
+  when the main process ends or when the agent requests it;
+- the agent has the other end of a socket. If the agent dies, the shim reads end of file and kills everything. A signal
+  on the parent's death would not suffice, because it reaches one process and not its children.
 
-The agent's first line is a ProcessSpec as JSON, later ones `{"signal": N}` or `{"kill": true}`. The shim answers
-`{"pid": N}` or `{"error": TEXT}`, and at the end `{"code": N}`. With `log`, output goes there in the format of the
-Container Runtime Interface: `TIME STREAM F|P TEXT`. Without, it goes to the shim's own streams.
+The agent's first line is a ProcessSpec as JSON, later ones `{"signal": N}` or `{"kill": true}`. The shim responds with
+`{"pid": N}` or `{"error": TEXT}`, and at the end with `{"code": N}`. With `log`, output goes there in the format of the
+Container Runtime Interface: `TIME STREAM F|P TEXT`. Otherwise it goes to the shim's own streams.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Shim:
         self._streams: dict[int, _LogStream] = {}
 
     def run(self) -> None:
-        """Start, serve, and end with everything reaped."""
+        """Start the container, handle commands, and return when every process is reaped."""
         line = self._control.makefile("rb").readline()
-        # From here on without a buffer: what one holds, poll does not see.
+        # Unbuffered from here on: poll does not see buffered data.
         commands = self._control.makefile("rb", buffering=0)
         wake, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_in)
@@ -67,7 +67,7 @@ class Shim:
         while not (self._reap() and self._status is not None and not self._streams):
             if self._ending:
                 _kill_all()
-            # While ending, look again soon: a process may have been born during the last round.
+            # While ending, check again soon: a process may have been forked during the last round.
             for descriptor, _ in self._poll.poll(20 if self._ending else None):
                 if descriptor == wake:
                     os.read(wake, _CHUNK)
@@ -97,7 +97,7 @@ class Shim:
         for descriptor in (failure_in, *outputs.values()):
             os.close(descriptor)
         if not spec["log"]:
-            # Only the container may hold the streams, or their readers would never see the end.
+            # Only the container may have the streams open, or their readers would never see end of file.
             null = os.open(os.devnull, os.O_RDWR)
             for number in (0, 1, 2):
                 os.dup2(null, number)
@@ -108,7 +108,7 @@ class Shim:
         self._main = child
 
     def _execute_command(self, line: bytes) -> None:
-        """Follow an order of the agent; an empty one says that it is gone."""
+        """Execute a command of the agent. An empty one means that the agent is gone."""
         command = json.loads(line or b'{"kill": true}')
         if "kill" in command:
             self._ending = True
@@ -126,7 +126,7 @@ class Shim:
             del self._streams[descriptor]
 
     def _reap(self) -> bool:
-        """Collect what ended; True when no child, and so no descendant, is left."""
+        """Reap ended processes. Return True if no child, and therefore no descendant, is left."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._main:
@@ -141,7 +141,7 @@ class Shim:
 
 
 class _LogStream:
-    """Cuts one output stream into lines of the log. Longer lines than 16 KiB are written in parts."""
+    """Splits one output stream into lines of the log. Lines longer than 16 KiB are written in parts."""
 
     def __init__(self, name: str, log: int) -> None:
         self._name = name
@@ -149,7 +149,7 @@ class _LogStream:
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Write what is complete; empty data is the end and writes the rest."""
+        """Write complete lines. Empty data is the end of the stream, and writes the rest."""
         moment = time.time_ns()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment // 10**9))
         head = f"{stamp}.{moment % 10**9:09d}Z {self._name} ".encode()
@@ -164,11 +164,11 @@ class _LogStream:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`, read from /proc."""
+    """Return every process below `root`, read from /proc."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
-            # The command's name may hold anything, also ")"; the fields begin after the last one.
+            # The command's name may contain ")": the fields begin after the last one.
             parent = int(file.read().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry))
     found = list(children.get(root, ()))
@@ -178,7 +178,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _exec_container(spec: dict[str, Any], outputs: dict[int, int], parent: int) -> None:
-    """In the child: turn into the container's main process. Does not return."""
+    """Become the container's main process, in the child. Does not return."""
     os.setsid()
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -187,13 +187,13 @@ def _exec_container(spec: dict[str, Any], outputs: dict[int, int], parent: int) 
         os.dup2(descriptor, number)
     if spec["tty"]:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # Python ignores these, and what is ignored stays ignored across exec.
+    # Python ignores these signals, and ignored signals stay ignored across exec.
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     os.umask(0o022)
     if spec["view"]:
         mount_namespace.enter(mount_namespace.FileSystemView(*spec["view"]))
-        # As container runtimes do, in the container's own file system.
+        # Container runtimes do the same in the container's own file system.
         os.makedirs(spec["cwd"], exist_ok=True)
     elif spec["join"]:
         mount_namespace.join(spec["join"])

@@ -1,8 +1,8 @@
-"""The HTTPS endpoints that a node's kubelet has: an API server fetches logs there and runs commands.
+"""The HTTPS endpoints of a node's kubelet, by which an API server reads logs and runs commands.
 
 `GET /containerLogs/{namespace}/{pod}/{container}`, `GET /exec/{namespace}/{pod}/{container}` (WebSocket), `/healthz`.
-Callers show the cluster's kubelet token, or a client certificate of the cluster's authority as a kube-apiserver does:
-commands run as this user, so the port must not serve everybody on the machine.
+Callers authenticate with the cluster's kubelet token, or with a client certificate of the cluster's authority as a
+kube-apiserver does: commands run as this user, so the port must not accept every user of the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KubeletTls:
-    """Serving certificate and who may call. `repr` shows no secret."""
+    """Serving certificate and accepted credentials. `repr` shows no secret."""
 
     certificate: Path
     key: Path
@@ -38,7 +38,7 @@ class KubeletTls:
         return f"KubeletTls({str(self.certificate)!r})"
 
     def context(self) -> ssl.SSLContext:
-        """The server's TLS settings."""
+        """Return the server's TLS settings."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(self.certificate, self.key)
         if self.client_ca is not None:
@@ -48,7 +48,7 @@ class KubeletTls:
 
 
 class KubeletServer:
-    """Serves one node on a port of its own; may be started again after it was stopped."""
+    """Serves one node on its own port. It can be started again after it was stopped."""
 
     def __init__(self, agent: NodeAgent, tls: KubeletTls) -> None:
         self._agent = agent
@@ -56,7 +56,7 @@ class KubeletServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str) -> int:
-        """Serve; returns the port."""
+        """Start serving. Return the port."""
         application = web.Application(middlewares=[self._authenticate])
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
@@ -115,7 +115,7 @@ class KubeletServer:
             raise web.HTTPNotFound(text=f'container "{name}" is not running on this node')
         command_line = request.query.getall("command", [])
         if not command_line:
-            raise web.HTTPBadRequest(text="command: at least one word is needed")
+            raise web.HTTPBadRequest(text="command: must have at least one element")
         try:
             return await remote_exec.serve(request, container, command_line)
         except StartError as error:

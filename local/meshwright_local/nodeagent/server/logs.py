@@ -1,4 +1,4 @@
-"""Container logs: files in the format of the Container Runtime Interface, read as `kubectl logs` asks for them."""
+"""Container logs: files in the format of the Container Runtime Interface, read with the options of `kubectl logs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """The query of a log request: PodLogOptions as a kubelet gets them."""
+    """The query of a log request: PodLogOptions."""
 
     follow: bool
     previous: bool
@@ -27,15 +27,15 @@ class LogOptions:
 
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> LogOptions:
-        """Read a query.
+        """Parse a query.
 
         Raises:
-            ValueError: A field that is no number or time; the message names it.
+            ValueError: A field is not a number or time; the message names it.
         """
         numbers: dict[str, int] = {}
         for name in {"tailLines", "limitBytes", "sinceSeconds"} & set(query):
             if not query[name].isdigit():
-                raise ValueError(f"{name}: {query[name]!r} is not a whole number of 0 or more")
+                raise ValueError(f"{name}: {query[name]!r} is not an integer of at least 0")
             numbers[name] = int(query[name])
         since = None
         if "sinceSeconds" in numbers:
@@ -50,7 +50,7 @@ class LogOptions:
 
 
 async def stream(path: Path, options: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """The log's text in pieces; with `follow` until `ended()` and everything was read."""
+    """Yield the log's text in chunks; with `follow` until `ended()` and everything is read."""
     position, tail, left = 0, options.tail_lines, options.limit_bytes
     while left is None or left > 0:
         over = ended()
@@ -70,7 +70,7 @@ async def stream(path: Path, options: LogOptions, ended: Callable[[], bool]) -> 
 
 
 def _read(path: Path, position: int, size: int) -> bytes:
-    """Whole records after a position; every record is shorter than any size asked for here."""
+    """Return complete records after a position. Every record is shorter than the requested size."""
     try:
         with path.open("rb") as file:
             file.seek(position)
@@ -81,13 +81,13 @@ def _read(path: Path, position: int, size: int) -> bytes:
 
 
 def _last(records: list[bytes], count: int) -> list[bytes]:
-    """The records of the last lines: a line ends with a record that is marked full."""
+    """Return the records of the last lines. A line ends with a record marked as full."""
     ends = [index for index, record in enumerate(records) if record.split(b" ", 3)[2:3] == [b"F"]]
     return records[ends[-count - 1] + 1 :] if len(ends) > count else records
 
 
 def _render(record: bytes, options: LogOptions) -> bytes:
-    """One record as it goes to the reader; empty when it is too old or damaged."""
+    """Return one record as the reader gets it; empty if it is too old or damaged."""
     stamp, *rest = record.split(b" ", 3)
     if len(rest) < 3 or (options.since is not None and timestamps.parse(stamp.decode()) < options.since):
         return b""

@@ -1,6 +1,6 @@
-"""`kubectl exec`: a command in a running container, its streams over a WebSocket.
+"""`kubectl exec`: runs a command in a container, with its streams over a WebSocket.
 
-The protocol is Kubernetes' `v5.channel.k8s.io` (and v4, which lacks the closing of stdin): each binary message begins
+The protocol is Kubernetes' `v5.channel.k8s.io` (and v4, which cannot close stdin): each binary message begins
 with a channel byte: 0 stdin, 1 stdout, 2 stderr, 3 the final status, 4 terminal size, 255 close a channel.
 """
 
@@ -28,10 +28,10 @@ _CHUNK = 65536
 
 
 async def serve(request: web.Request, container: Container, command_line: Sequence[str]) -> web.WebSocketResponse:
-    """Run a command and carry its streams until it ends or the client goes away, which kills it.
+    """Run a command and forward its streams until it ends. Kill it if the client disconnects.
 
     Raises:
-        StartError: The container does not run, or has no such command.
+        StartError: The container does not run, or does not have the command.
     """
     socket = web.WebSocketResponse(protocols=PROTOCOLS)
     with _Streams(request.query) as streams:
@@ -76,7 +76,7 @@ async def _pump(socket: web.WebSocketResponse, descriptor: int, channel: bytes) 
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(descriptor), "rb", buffering=0)
     )
     try:
-        # A terminal's end shows as an input/output error.
+        # The end of a terminal is an input/output error.
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
                 await socket.send_bytes(channel + data)
@@ -97,9 +97,9 @@ def _status(code: int) -> dict[str, object]:
 
 
 class _Streams(contextlib.ExitStack):
-    """The descriptors of one command: the child's three, and ours. A terminal is all of them at once.
+    """The file descriptors of one command: the child's three, and ours. A terminal takes the place of all three.
 
-    Which are wanted, the query says in the kubelet's words (`input`, `output`, `error`) or the API's.
+    The query selects them by the kubelet's names (`input`, `output`, `error`) or the API's.
     """
 
     def __init__(self, query: Mapping[str, str]) -> None:
@@ -125,19 +125,19 @@ class _Streams(contextlib.ExitStack):
             self.callback(os.close, descriptor)
 
     def write(self, data: bytes) -> None:
-        """Write to the command's input; blocks while it does not read. What it no longer wants is dropped."""
+        """Write to the command's stdin. Blocks while it does not read; drops data after it has closed stdin."""
         with contextlib.suppress(OSError):
             while data and self._input is not None:
                 data = data[os.write(self._input, data) :]
 
     def close_input(self) -> None:
-        """The command's input ends."""
+        """Close the command's stdin."""
         if self._input is not None:
             os.close(self._input)
         self._input = None
 
     def close_child(self) -> None:
-        """Close what the child has by now."""
+        """Close the descriptors that the child has inherited."""
         for descriptor in {*self.child} - {DEVNULL}:
             os.close(descriptor)
         self.child = [DEVNULL, DEVNULL, DEVNULL]

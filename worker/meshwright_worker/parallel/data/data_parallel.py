@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.data.compression.state import CompressionState
@@ -55,7 +55,7 @@ class NoReduction:
         """See `DataParallel.sync_parameters`."""
 
 
-def build_data_parallel(run: RunConfig, shards: Sequence[ParameterShard], mesh: Mesh) -> DataParallel:
+def build_data_parallel(run: Run, shards: Sequence[ParameterShard], mesh: Mesh) -> DataParallel:
     """Build the implementation of `parallelism.dataParallel` for the shards of all stages of this rank."""
     engine = data_parallel_engine(run.parallelism)
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.precision import Precision
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import Run
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.precision.dtypes import sharding_policy
 
@@ -147,6 +147,6 @@ def _parameter_groups(state: Any, workaround: str) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def uses_fsdp(run: RunConfig) -> bool:
+def uses_fsdp(run: Run) -> bool:
     """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
     return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.shard_ranks > run.islands

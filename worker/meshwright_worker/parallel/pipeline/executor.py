@@ -13,8 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.api.training import TrainingSpec
-from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import RunConfig
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.pipeline_layout import activation_limit
 from meshwright.schedules.registry import kind_of
@@ -111,37 +110,30 @@ class Pipeline:
     shared_weights: SharedWeights
 
 
-def build_executor(stages: Sequence[LocalStage], run: RunConfig, model: Architecture, mesh: Mesh) -> Pipeline:
-    """Build the executor for a run's schedule. Collective over the world.
-
-    Raises:
-        ValueError: `run` is not a run of the built-in runtime.
-    """
-    if run.training is None:
-        raise ValueError("`training` is required")
-    division, rank, tied = pipeline_division(run, model), mesh.coordinates.pipeline, model.tie_embeddings
+def build_executor(stages: Sequence[LocalStage], run: NativeRun, mesh: Mesh) -> Pipeline:
+    """Build the executor for a run's schedule. Collective over the world."""
+    division, rank, tied = pipeline_division(run), mesh.coordinates.pipeline, run.architecture.tie_embeddings
     tokens = tokens_of_step(run.training)
     if run.pipeline == 1 and len(stages) == 1 and not run.parallelism.rematerialize:
         executor = GradientAccumulation(stages[0].module, tokens)
         return Pipeline(executor, SharedWeights(division, rank, None, tied=tied))
     p2p_channels = P2PChannels(mesh, p2p_pairs(division.schedule) | shared_weight_pairs(division, tied=tied))
     return Pipeline(
-        _build_schedule_executor(stages, run, model, mesh, division.schedule, p2p_channels, tokens),
+        _build_schedule_executor(stages, run, mesh, division.schedule, p2p_channels, tokens),
         SharedWeights(division, rank, p2p_channels, tied=tied),
     )
 
 
 def _build_schedule_executor(
     stages: Sequence[LocalStage],
-    run: RunConfig,
-    model: Architecture,
+    run: NativeRun,
     mesh: Mesh,
     schedule: Schedule,
     p2p_channels: P2PChannels,
     tokens: int,
 ) -> ScheduleExecutor:
     kind = kind_of(run.parallelism.order)
-    width, again = model.hidden_size, run.parallelism.rematerialize
+    width, again = run.architecture.hidden_size, run.parallelism.rematerialize
     slices = run.tensor if run.parallelism.sequence else 1
     if kind.measures_costs and run.pipeline > 1:
         watch = Stopwatch(mesh.device)

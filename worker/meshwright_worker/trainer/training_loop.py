@@ -1,0 +1,270 @@
+"""The steps of a run on one rank: reads samples, trains, evaluates, saves checkpoints, and reports each step.
+
+A report compares the floating-point operations of a step with the peak of the GPUs. Model FLOPs (for MFU, arXiv
+2204.02311) are 6·N + 12·L·d·s per token; with adapters, frozen parameters count 4·N. Hardware FLOPs (for HFU) add
+recomputation by activation checkpointing and `parallelism.rematerialize`, as entire forward passes. Both are compared
+with the dense bf16 peak, for every number format, so that runs are comparable. If the GPU is unknown, there is no peak
+and no utilization.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.models.architecture import Architecture
+from meshwright.models.counts import forward_pass_flops, recomputed_layers_flops, training_flops
+from meshwright.planner.cost.accelerators import accelerator
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.manager import CheckpointManager
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.data.batch import make_batch
+from meshwright_worker.data.length_balance import RowCost
+from meshwright_worker.data.mixture import MixtureStream, Stream
+from meshwright_worker.data.prefetch import Prefetcher, StepSamples
+from meshwright_worker.data.sample_assignment import SampleAssignment
+from meshwright_worker.data.sample_order import SampleDigest
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.rank.task import Outcome, RankEvents, StepReport
+from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
+from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
+from meshwright_worker.trainer.trainer import StepResult, Trainer
+
+_RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVERY_K, ActivationCheckpointing.SQRT)
+"""`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """A rank's inputs."""
+
+    stream: Stream
+    evaluation: Evaluation | None
+    """None if `training.evaluation` is not set."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, for `FedAvg`; 1 for a mixture, which has no epochs and excludes `FedAvg`."""
+        return 1 if isinstance(self.stream, MixtureStream) else self.stream.samples_per_epoch
+
+
+class TrainingLoop:
+    """Runs the steps from a given state to the end of the run or to a stop."""
+
+    def __init__(
+        self,
+        run: NativeRun,
+        trainer: Trainer | AsyncPipelineTrainer,
+        inputs: RunInputs,
+        checkpoint_manager: CheckpointManager | None,
+        mesh: Mesh,
+        events: RankEvents,
+    ) -> None:
+        self._data, self._training = run.data, run.training
+        self._cost = RowCost.of(run.architecture)
+        self._micro_batches = run.micro_batches
+        self._micro_batcher = MicroBatches(run, mesh)
+        self._trainer = trainer
+        self._stream, self._evaluation = inputs.stream, inputs.evaluation
+        self._checkpoint_manager = checkpoint_manager
+        self._mesh = mesh
+        self._assignment = SampleAssignment.of(self._training, mesh)
+        self._islands = run.islands
+        self._step_flops = partial(
+            step_flops,
+            run.architecture,
+            self._training,
+            mesh.layout.world_size,
+            mesh.device,
+            rematerializes=run.parallelism.rematerialize,
+        )
+        self._full_row_flops = self._step_flops()
+        self._events = events
+        self._digest = SampleDigest()
+        self._unreported = 0.0
+        """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
+        self._samples = Prefetcher(self._read_samples, mesh.device)
+
+    def run(self, state: TrainingState) -> Outcome:
+        """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
+        try:
+            return self._run(state)
+        finally:
+            self._samples.close()
+
+    def _run(self, state: TrainingState) -> Outcome:
+        # Rank 0 carries the digest of earlier generations. Each rank adds its part, and saving sums them.
+        if self._mesh.rank == 0:
+            self._digest.value = state.digest
+        first, stopped = state.step + 1, False
+        for number in range(first, self._training.steps + 1):
+            started_at = time.monotonic()
+            state, stopped = self._step(number, state)
+            if number == first:
+                self._events.phase("first-step", time.monotonic() - started_at)
+            if stopped:
+                break
+            if self._checkpoint_manager is not None:
+                self._checkpoint_manager.report()
+                if self._checkpoint_manager.due(number):
+                    state, stopped = self._drain(state)
+                    self._save(state, wait=False)
+                    if stopped:
+                        break
+        state, _ = self._drain(state)
+        self._save(state, wait=True)
+        self._trainer.close()
+        return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _save(self, state: TrainingState, *, wait: bool) -> None:
+        trainer = self._trainer
+        if self._checkpoint_manager is not None:
+            self._checkpoint_manager.save(
+                trainer.shards,
+                trainer.optimizer,
+                state,
+                trainer.buffers,
+                trainer.outer,
+                trainer.compression_state,
+                wait=wait,
+            )
+
+    def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
+        started_at = time.monotonic()
+        coordinates = self._mesh.coordinates
+        batch = self._training.global_batch_size
+        consumed = state.samples + batch
+        mine = self._samples.take(state.samples, consumed if number < self._training.steps else None)
+        read = time.monotonic()
+        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
+        results = [] if result is None else [result]
+        evaluation = self._evaluation if self._evaluation is not None and self._evaluation.due(number) else None
+        if evaluation is not None:
+            # A pipeline without flushes drains first, so that all stages have the weights after this step.
+            results += self._trainer.drain()
+        if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
+            self._digest.add(mine.numbers, mine.samples)
+        after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
+        after = self._report_results(results, after, time.monotonic() - started_at, read - started_at, evaluation)
+        return self._trainer.update_state(after), any(result.stop for result in results)
+
+    def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
+        """Finish all started steps; a pipeline without flushes is some steps behind.
+
+        Returns:
+            The state after them, and whether any rank was asked to stop in one of them.
+        """
+        started_at = time.monotonic()
+        results = self._trainer.drain()
+        stopped = any(result.stop for result in results)
+        return (
+            self._report_results(results, state, time.monotonic() - started_at, 0.0, None) if results else state
+        ), stopped
+
+    def _report_results(
+        self,
+        results: Sequence[StepResult],
+        state: TrainingState,
+        seconds: float,
+        data_seconds: float,
+        evaluation: Evaluation | None,
+    ) -> TrainingState:
+        """Report results, with an evaluation on the last one if given. Return the state with the last result's loss."""
+        if not results:
+            self._unreported += seconds
+            return state
+        if len(results) > 1:
+            # Several results arrive at once: divide the elapsed time equally between their steps.
+            seconds, self._unreported = (seconds + self._unreported) / len(results), 0.0
+        for result in results:
+            report = self._report(result, state, seconds, data_seconds / len(results))
+            if evaluation is not None and result is results[-1]:
+                report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
+            self._events.step(report)
+        return state.model_copy(update={"loss": results[-1].loss.hex()})
+
+    def _read_samples(self, first: int) -> StepSamples:
+        """Read this replica's samples of the step that begins with sample `first`."""
+        mine = self._assigned_samples(range(first, first + self._training.global_batch_size))
+        samples = self._stream.rows(mine)
+        batch = make_batch(samples, self._data, self._stream.separator, mine)
+        return StepSamples(mine, samples, self._micro_batcher.preslice(batch))
+
+    def _assigned_samples(self, step: range) -> Sequence[int]:
+        """Return the numbers of the samples that this replica takes in a step."""
+        if not self._data.balance:
+            return self._assignment.replica_samples(step)
+        return self._assignment.balanced_samples(
+            step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches
+        )
+
+    def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
+        tokens, flops = self._training.global_batch_size * self._training.sequence_length, self._full_row_flops
+        if result.token_counts is not None:
+            # Islands exchange results only after a round: multiply this island's counts instead.
+            token_counts = TokenCounts(
+                result.token_counts.tokens * self._islands, result.token_counts.squares * self._islands
+            )
+            tokens, flops = token_counts.tokens, self._step_flops(token_counts)
+        return StepReport(
+            step=result.step,
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            learning_rate=result.learning_rate,
+            tokens=tokens,
+            samples=state.samples - (state.step - result.step) * self._training.global_batch_size,
+            seconds=seconds,
+            data_seconds=data_seconds,
+            model_flops=flops.model,
+            hardware_flops=flops.hardware,
+            peak_flops=flops.peak,
+            experts=result.experts,
+            pipeline_bubble=result.bubble,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """The operations of one step of the entire job."""
+
+    model: float
+    hardware: float
+    peak: float | None
+    """FLOP/s of all of the job's GPUs; None if they are not known."""
+
+
+def step_flops(
+    architecture: Architecture,
+    training: TrainingSpec,
+    ranks: int,
+    device: torch.device,
+    token_counts: TokenCounts | None = None,
+    *,
+    rematerializes: bool = False,
+) -> StepFlops:
+    """Return the operations of one step on `ranks` devices of this rank's type.
+
+    `token_counts` is the content of the rows, if they are padded. `rematerializes` says whether pipeline stages
+    recompute their forward pass. Padding does not count as work, even where it is computed.
+    """
+    tokens, length, lora = (
+        training.global_batch_size * training.sequence_length,
+        training.sequence_length,
+        training.lora,
+    )
+    if token_counts is not None:
+        # FLOPs per token are linear in the row's length, so rows of different lengths count as rows of this mean
+        # length.
+        tokens, length = token_counts.tokens, round(token_counts.squares / max(1, token_counts.tokens))
+    model = training_flops(architecture, length, lora=lora)
+    recomputed = forward_pass_flops(architecture, length, lora) if rematerializes else 0.0
+    if training.checkpointing in _RECOMPUTES_LAYERS:
+        recomputed += recomputed_layers_flops(architecture, length, lora)
+    gpu = accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return StepFlops(tokens * model, tokens * (model + recomputed), gpu.half * ranks if gpu else None)
