@@ -26,9 +26,8 @@ from _report import table, write_json
 
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.counts import training_flops
-from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
-from meshwright.planner.cost.constants import Constants, constants_for
+from meshwright.planner.cost.constants import Constants, calibrate, constants_for
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import worst_stage

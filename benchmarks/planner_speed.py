@@ -21,9 +21,9 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.strategy import Workload
 from meshwright.planner.search.best_first import SearchResult, search
-from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.expand import base_strategies, memory_savings, price
 from meshwright.planner.search.request import Objective, SearchRequest
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 CASES = {

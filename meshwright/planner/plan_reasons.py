@@ -12,7 +12,7 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.degree_search import MICRO_BATCHES_PER_STAGE, Candidate, DegreeSearch
 from meshwright.planner.search.explain import step_text
-from meshwright.planner.search.search_space import checkpointing_options, context_degrees
+from meshwright.planner.search.search_space import checkpointing_options, context_degrees_of_job
 from meshwright.planner.units import format_bytes
 from meshwright.schedules.registry import kind_of
 
@@ -177,7 +177,7 @@ def nothing_fits(search: DegreeSearch) -> PlanError:
     """The error for a search without a result: no candidate at all, or none that a GPU holds."""
     candidates = [
         one
-        for context in context_degrees(search.job)
+        for context in context_degrees_of_job(search.job)
         for again in checkpointing_options(search.job.training)
         for one in search.candidates(context, again)
     ]

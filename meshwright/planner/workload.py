@@ -16,8 +16,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters_per_layer
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import Memory, worst_stage
-from meshwright.planner.cost.memory_options import MemoryOptions
-from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
 from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
 
 _ERROR_FEEDBACK = (GradientCompression.INT8, GradientCompression.TOP_K, GradientCompression.POWER_SGD)

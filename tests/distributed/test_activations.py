@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.cost.activations import layer_activations
+from meshwright.planner.cost.activations import (
+    layer_activations,
+    weight_half_bytes_of_layer,
+    weight_half_bytes_of_output,
+)
 from meshwright.planner.cost.memory import memory_by_stage
-from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_layer, weight_half_bytes_of_output
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import NativeRun

@@ -18,8 +18,7 @@ from meshwright.models.presets import PRESETS
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
-from meshwright.planner.search.degrees import divisors
-from meshwright.planner.search.search_space import checkpointing_options
+from meshwright.planner.search.search_space import checkpointing_options, divisors
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, node, racks, spec_of

@@ -15,7 +15,6 @@ from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import estimate, machine_for
-from meshwright.planner.cost.pipeline_simulation import simulate_pipeline
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.rules.validation import check_spec
 from meshwright.schedules.actions import ActionKind, Schedule, one
@@ -29,6 +28,7 @@ from tests.distributed.cases import Trained, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import uses_kept_mesh
 from tests.distributed.rank_pool import RankPool
+from tests.planner.cost.pipeline_simulation import simulate_pipeline
 from tests.rules.test_rules import GOOD, changed
 
 

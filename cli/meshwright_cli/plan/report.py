@@ -24,11 +24,9 @@ from meshwright.planner.search.request import (
     ALL_TECHNIQUES,
     MESHWRIGHT_TECHNIQUES,
     Objective,
-    Pins,
-    SearchRequest,
     Techniques,
 )
-from meshwright.planner.search.spec_request import apply_strategy, search_request
+from meshwright.planner.search.spec_request import apply_strategy, pinned_request, search_request
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 
 MAX_NAMED = 8
@@ -121,7 +119,7 @@ def plan_report(
         rejected=_lost(spec, plan, ideal_estimate, cost_model, techniques),
         whole_cluster=whole_cluster,
         what_if=what_ifs(whole_cluster) if with_what_if and whole_cluster else (),
-        proposal=apply_strategy(spec, whole_cluster.best.choices) if whole_cluster and not every_technique else None,
+        proposal=apply_strategy(spec, whole_cluster.best.strategy) if whole_cluster and not every_technique else None,
     )
 
 
@@ -150,31 +148,8 @@ def _lost(
         ideal_estimate,
         cost_model.machine.gpu.node,
     )
-    request = SearchRequest(
-        cost_model.work,
-        cost_model.machine,
-        plan.layout.world_size,
-        techniques=techniques,
-        pins=_pins_of(spec),
-        fixed=cost_model.job.fixed,
-        gpus_per_worker=spec.workers.gpus_per_worker,
-    )
+    request = pinned_request(spec, cost_model, plan.strategy.world_size, techniques)
     return alternatives_of(request, chosen)
-
-
-def _pins_of(spec: ParallelTrainingJobSpec) -> Pins:
-    """The choices that the job sets. Alternatives keep them."""
-    requested = spec.parallelism
-    again = spec.training.activation_checkpointing if spec.training is not None else None
-    return Pins(
-        tensor=requested.tensor,
-        pipeline=requested.pipeline,
-        zero_stage=requested.zero_stage,
-        context=requested.context,
-        context_method=requested.context_method,
-        schedule=requested.schedule,
-        checkpointing=again,
-    )
 
 
 def _whole_cluster(

@@ -75,7 +75,7 @@ def _found(found: Candidate) -> dict[str, Any]:
     after = found.seconds_after_node_loss
     return {
         "summary": found.summary,
-        "choices": _choices(found.choices),
+        "choices": _choices(found.strategy),
         "estimate": _estimate(found.estimate),
         "stepSecondsAfterALostNode": after if after < float("inf") else None,
     }

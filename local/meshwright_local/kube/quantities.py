@@ -8,12 +8,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
+from meshwright.planner.cluster.quantities import parse_quantity
+
 Form = Literal["decimal", "binary", "exponent"]
 """How a quantity was written; sums and canonical forms keep to it."""
 
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {f"{unit}i": 10 * power for power, unit in enumerate("KMGTPE", start=1)}
-_QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([a-zA-Z]*))")
+_EXPONENT = re.compile(r"[eE][+-]?[0-9]")
 
 
 @lru_cache(maxsize=4096)
@@ -23,16 +25,13 @@ def parse(text: object) -> tuple[Fraction, Form]:
     Raises:
         ValueError: Not a quantity.
     """
-    match = _QUANTITY.fullmatch(str(text).strip())
-    unit = match[3] or "" if match else "?"
-    if match is None or unit not in (_DECIMAL | _BINARY):
-        raise ValueError(f"{text!r} is not a quantity, such as 2, 250m or 1.5Gi")
-    number = Fraction(match[1])
-    if match[2]:
-        return number * Fraction(10) ** int(match[2]), "exponent"
-    if unit in _BINARY:
-        return number * 2 ** _BINARY[unit], "binary"
-    return number * Fraction(10) ** _DECIMAL[unit], "decimal"
+    written = str(text).strip()
+    try:
+        value = parse_quantity(written)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a quantity, such as 2, 250m or 1.5Gi") from None
+    form: Form = "binary" if written.endswith("i") else "exponent" if _EXPONENT.search(written) else "decimal"
+    return value, form
 
 
 def render(value: Fraction, form: Form) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
@@ -11,7 +12,7 @@ from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Strategy, Workload, matmul_bytes
+from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload, matmul_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cost.activations import (
@@ -18,6 +19,7 @@ from meshwright.planner.cost.activations import (
     output_bytes,
     recompute_bytes,
     saved_bytes,
+    weight_half_bytes_of_stage,
 )
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.model_states import States, states_of
@@ -27,9 +29,8 @@ from meshwright.planner.cost.schedule_cost import (
     pending_losses,
     pending_weight_gradients,
 )
-from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_stage
 from meshwright.planner.cost.stages import Stage, StageParameters, stage_parameters, stages_of
-from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Strategy, Workload
+from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
 from meshwright.planner.units import FP32_BYTES
 
 

@@ -14,10 +14,9 @@ from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import OptimizerOffload
 from meshwright.planner.cost.frameworks import Framework
-from meshwright.planner.cost.memory_options import MemoryOptions
 from meshwright.planner.cost.schedule_cost import extra_weight_versions
 from meshwright.planner.cost.stages import Stage, StageParameters
-from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.cost.strategy import MemoryOptions, Strategy
 from meshwright.planner.units import FP32_BYTES
 from meshwright.schedules.registry import kind_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collectives import all_gather
@@ -27,7 +28,7 @@ from meshwright.planner.cost.frameworks import ASYNC_TENSOR_OVERLAP
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.roofline import MEMORY_PART, LayerShape, layer_time, logits_time
 from meshwright.planner.cost.stages import Stage, Stages
-from meshwright.planner.cost.strategy import ContextMethod, LayerStrategy, Strategy, Workload
+from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
 
 
 class MicroBatchTime(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.comm_time import stage_send_seconds
 from meshwright.planner.cost.constants import PER_STEP, SYNCHRONISE
-from meshwright.planner.cost.machine import Machine as Machine
+from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.schedule_cost import bubble_seconds
 from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, forward_and_backward_parts
 from meshwright.planner.cost.stages import stages_of

@@ -8,14 +8,36 @@ the nodes alike become one. What is left is as small as the choice really is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
-from meshwright.planner.placement.best_fit import best_fit
 from meshwright.planner.placement.capacity import FreeCapacity
 from meshwright.planner.placement.problem import UNPLACED, Bin, Problem, WeightedGroup
 from meshwright.planner.placement.rank_blocks import RankBlocks
 from meshwright.planner.placement.weights import Weights
 from meshwright.planner.topology.location import Location
+
+
+def best_fit(size: int, free: MutableMapping[str, int]) -> list[tuple[str, int]]:
+    """Pieces of one group, as (bin, amount), taken out of `free`.
+
+    The tightest bin that holds it whole; where none does, the roomiest bin and then the rest in the same way. Tight
+    fits come first so that bins that are still whole stay whole. Equal bins are taken by name.
+
+    Raises:
+        ValueError: there is not enough room in all bins together.
+    """
+    if size > sum(free.values()):
+        raise ValueError(f"a group of {size} does not fit")
+    pieces: list[tuple[str, int]] = []
+    while size:
+        large_enough = [(space, name) for name, space in free.items() if space >= size]
+        name = min(large_enough)[1] if large_enough else min((-space, name) for name, space in free.items())[1]
+        amount = min(size, free[name])
+        pieces.append((name, amount))
+        free[name] -= amount
+        size -= amount
+    return pieces
+
 
 Key = tuple[str, ...]
 

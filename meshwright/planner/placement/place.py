@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.placement.best_fit import best_fit
-from meshwright.planner.placement.bins import DomainBins
+from meshwright.planner.placement.bins import DomainBins, best_fit
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape
 from meshwright.planner.placement.fit_error import fit_error
 from meshwright.planner.placement.lower_bound import lower_bound
-from meshwright.planner.placement.notes import placement_notes
 from meshwright.planner.placement.objective import crossings
 from meshwright.planner.placement.options import PlacingOptions
-from meshwright.planner.placement.result import Placement
+from meshwright.planner.placement.result import Placement, placement_notes
 from meshwright.planner.placement.solver import solve
 from meshwright.planner.plan import Plan
 from meshwright.planner.topology.location import Location, unknown_location

@@ -1,18 +1,24 @@
 """Solving one problem: partly placed replicas first, then the whole ones by search, then evening out.
 
 A small problem is searched as a whole. A large one is constructed in the shapes that large grids want, and in parts
-that are searched each by itself; the better of the two is taken.
+that are searched each by itself; the better of the two is taken. Single missing blocks, as after a lost node, go one
+after the other where their groups pay least, and what is already placed never moves.
+
+At equal cost racks are evened out: 16 + 16 rather than 14 + 18, since an uneven split makes the fullest rack's uplinks
+the slowest of every ring. Only whole parts of a group that lie together in one bin move, only to bins in use that have
+room, and only where nobody pays for it.
 """
 
 from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from meshwright.planner.placement.block_grid import Grid, grids, strips
 from meshwright.planner.placement.decompose import decompose
 from meshwright.planner.placement.local_search import Assignment, LocalSearch
 from meshwright.planner.placement.options import LARGE_BLOCKS
-from meshwright.planner.placement.place_missing import place_missing
 from meshwright.planner.placement.problem import UNPLACED, Problem
-from meshwright.planner.placement.rack_balance import balance_racks
 from meshwright.planner.placement.rank_blocks import RankBlocks
 
 
@@ -58,3 +64,112 @@ def _solve_in_clusters(problem: Problem, bins: list[int], grid: Grid, effort: in
         view = Grid(cells_left, grid.columns, grid.quantum, grid.row_weight, grid.column_weight)
         return LocalSearch(problem, partial, [view], 0.0).run(0)
     return Assignment(partial, problem.cost(partial))
+
+
+_NEAR = 1e-9
+
+
+def place_missing(problem: Problem, bins: list[int], blocks: Sequence[int]) -> None:
+    """Writes a bin for each of `blocks`, which belong together, into `bins`.
+
+    Between equal costs: rather a unit with room for all that are left, then the tightest bin.
+    """
+    free = [b.capacity for b in problem.bins]
+    for block in problem.unplaced:
+        if bins[block] >= 0:
+            free[bins[block]] -= 1
+    for position, block in enumerate(blocks):
+        added_costs = _added_costs(problem, bins, block)
+        remaining = len(blocks) - position
+        unit_capacity: dict[int, int] = {}
+        for j in problem.open_bins:
+            unit_capacity[problem.unit[j]] = unit_capacity.get(problem.unit[j], 0) + free[j]
+        candidates = [j for j in problem.open_bins if free[j] > 0]
+        lowest_cost = min(added_costs[j] for j in candidates)
+        cheapest = [j for j in candidates if added_costs[j] <= lowest_cost + _NEAR]
+        chosen = min(cheapest, key=lambda j: (unit_capacity[problem.unit[j]] < remaining, free[j], j))
+        bins[block] = chosen
+        free[chosen] -= 1
+
+
+def _added_costs(problem: Problem, bins: Sequence[int], block: int) -> list[float]:
+    """For each bin: what the block's groups pay more when it goes there."""
+    added_costs = [0.0] * len(problem.bins)
+    for index in problem.groups_of[block]:
+        group = problem.groups[index]
+        used = {bins[other] for other in group.blocks if bins[other] >= 0 and other != block}
+        if not used:
+            continue
+        for level, weight in enumerate(group.weights):
+            places = problem.places[level]
+            touched = {places[j] for j in used}
+            for j in problem.open_bins:
+                if places[j] not in touched or (level == 0 and problem.alone[j]):
+                    added_costs[j] += weight
+    return added_costs
+
+
+_TOLERANCE = 1e-9
+_MAX_WORK = 400_000
+_MAX_MOVES = 256
+
+
+def balance_racks(problem: Problem, assignment: Assignment) -> Assignment:
+    """The same or a more even placement of the same cost."""
+    bins = list(assignment.bins)
+    moves_left = min(_MAX_MOVES, _MAX_WORK // max(1, problem.size))
+    cost = assignment.cost
+    improved = True
+    while improved and moves_left > 0:
+        improved = False
+        for target, chunk in _moves(problem, bins):
+            if moves_left <= 0:
+                break
+            moves_left -= 1
+            trial = list(bins)
+            for block in chunk:
+                trial[block] = target
+            trial_cost = problem.cost(trial)
+            if trial_cost < cost - _TOLERANCE or (
+                trial_cost <= cost + _TOLERANCE and problem.tie_breaker(trial) < problem.tie_breaker(bins)
+            ):
+                bins, cost, improved = trial, trial_cost, True
+                break
+    return Assignment(bins, cost)
+
+
+def _moves(problem: Problem, bins: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """(bin, blocks to move there) that make two bins in use more even; the widest difference first."""
+    used = Counter(bins[block] for block in problem.unplaced)
+    targets = [j for j in used if problem.bins[j].capacity > used[j]]
+    if not targets or len(used) < 2:
+        return []
+    chunks = _movable_chunks(problem, bins)
+    assignment: list[tuple[int, int, tuple[int, ...]]] = []
+    for target in sorted(targets, key=lambda j: (used[j], j))[:4]:
+        free = problem.bins[target].capacity - used[target]
+        for source in sorted(used, key=lambda j: (-used[j], j))[:4]:
+            difference = used[source] - used[target]
+            assignment += [
+                (difference - len(chunk), target, chunk)
+                for chunk in chunks[source]
+                if len(chunk) <= free and len(chunk) < difference
+            ]
+    assignment.sort(key=lambda move: (-move[0], move[2]))
+    return [(target, chunk) for _, target, chunk in assignment]
+
+
+def _movable_chunks(problem: Problem, bins: list[int]) -> dict[int, list[tuple[int, ...]]]:
+    """For each bin: parts of groups that lie in it, one of each size."""
+    free_to_move = set(problem.unplaced)
+    sizes: defaultdict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for group in problem.undecided_groups:
+        parts: defaultdict[int, list[int]] = defaultdict(list)
+        for block in group.blocks:
+            if block in free_to_move:
+                parts[bins[block]].append(block)
+        for j, blocks in parts.items():
+            sizes[j].setdefault(len(blocks), tuple(blocks))
+    for block in problem.unplaced:
+        sizes[bins[block]].setdefault(1, (block,))
+    return {j: list(assignment.values()) for j, assignment in sizes.items()}

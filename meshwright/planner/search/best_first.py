@@ -14,15 +14,23 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import time_of
-from meshwright.planner.cost.strategy import ContextMethod, Strategy
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate, pareto
-from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.errors import NothingFitsError, no_layout_message, nothing_fits_error
-from meshwright.planner.search.expand import base_strategies, can_fit, memory_savings, price, strategy_of
+from meshwright.planner.search.expand import (
+    balance_candidates,
+    base_strategies,
+    can_fit,
+    memory_savings,
+    price,
+    strategy_of,
+    with_balanced_stages,
+)
 from meshwright.planner.search.request import Objective, SearchRequest
-from meshwright.planner.search.stage_balance import balance_candidates, with_balanced_stages
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 
 TIE_TOLERANCE = 1.02
 """Plans within 2 % of the best are as good as it: estimates are not better than that, and the simplest of them wins."""
@@ -138,5 +146,5 @@ def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
         fastest = min(one.seconds for one in fewest)
         within_tolerance = [one for one in fewest if one.seconds <= fastest * TIE_TOLERANCE]
     return sorted(
-        within_tolerance, key=lambda one: (one.complexity, one.score(objective), one.seconds, one.choices.zero_stage)
+        within_tolerance, key=lambda one: (one.complexity, one.score(objective), one.seconds, one.strategy.zero_stage)
     )

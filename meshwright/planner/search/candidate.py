@@ -18,7 +18,7 @@ OFFLOAD_MEMORY = {OptimizerOffload.CPU: "cpu", OptimizerOffload.FILE: "nvme"}
 class Candidate:
     """One layout with its price."""
 
-    choices: Strategy
+    strategy: Strategy
     estimate: Estimate
     node: int
     """GPUs of one node."""
@@ -34,21 +34,21 @@ class Candidate:
 
         Replicas are whole: one node takes every replica that has a rank on it.
         """
-        replica = self.choices.tensor * self.choices.context * self.choices.pipeline
+        replica = self.strategy.tensor * self.strategy.context * self.strategy.pipeline
         rejected = -(-self.node // replica)
-        left = self.choices.data - rejected
-        return self.seconds * self.choices.data / left if left > 0 else float("inf")
+        left = self.strategy.data - rejected
+        return self.seconds * self.strategy.data / left if left > 0 else float("inf")
 
     @property
     def dimensions(self) -> int:
         """Dimensions of parallelism in use: how much there is to understand and to go wrong."""
-        used = self.choices
+        used = self.strategy
         return sum(degree > 1 for degree in (used.tensor, used.context, used.pipeline, used.expert, used.data))
 
     @property
     def complexity(self) -> tuple[int, ...]:
         """What breaks a tie: dimensions first, then whatever else makes a run harder to follow."""
-        used = self.choices
+        used = self.strategy
         return (
             self.dimensions,
             int(used.optimizer_offload is not OptimizerOffload.NONE) + int(used.activation_offload),
@@ -70,7 +70,7 @@ class Candidate:
     @property
     def summary(self) -> str:
         """The layout in one line, degree 1 left out."""
-        used = self.choices
+        used = self.strategy
         degrees = (
             ("TP", used.tensor),
             ("CP", used.context),

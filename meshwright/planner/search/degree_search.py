@@ -22,8 +22,14 @@ from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.run_config import Runnable
 from meshwright.planner.search.best_first import TIE_TOLERANCE
-from meshwright.planner.search.degrees import divisors
-from meshwright.planner.search.search_space import CANDIDATE_SCHEDULES, checkpointing_options, context_degrees, runs
+from meshwright.planner.search.request import MAX_MICRO_BATCHES
+from meshwright.planner.search.search_space import (
+    CANDIDATE_SCHEDULES,
+    checkpointing_options,
+    context_degrees_of_job,
+    divisors,
+    schedule_allowed,
+)
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.context import head_exchange_ranks, heads_divide
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
@@ -32,7 +38,6 @@ from meshwright.schedules.registry import kind_of
 
 MICRO_BATCHES_PER_STAGE = 4
 """Aim: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
-MAX_MICRO_BATCHES = 65536
 MAX_PRICED = 16
 """Numbers of micro-batches to price for one layout; beyond, they only cost."""
 
@@ -76,7 +81,7 @@ class DegreeSearch:
         is short.
         """
         fallback: list[Candidate] = []
-        for context in context_degrees(self.job):
+        for context in context_degrees_of_job(self.job):
             fitting_candidates: list[Candidate] = []
             for checkpointing in checkpointing_options(self.job.training):
                 world = fitting_candidates[0].strategy.world_size if fitting_candidates else None
@@ -194,7 +199,7 @@ class DegreeSearch:
         asked = self.job.parallelism
         if asked.schedule is not None or layout.pipeline == 1 or self.cost_model is None:
             return [asked.order]
-        return [one for one in CANDIDATE_SCHEDULES if runs(one, asked, layout, self.job.architecture)]
+        return [one for one in CANDIDATE_SCHEDULES if schedule_allowed(one, asked, layout, self.job.architecture)]
 
     def micro_batch_counts(self, pipeline: int, schedule: PipelineSchedule) -> list[int]:
         """Numbers of micro-batches to try: with one stage the fewest first, else enough to keep the stages busy.

@@ -9,9 +9,9 @@ from meshwright.planner.cost.estimate import memory_of
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.degrees import micro_batch_sizes
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search_space import micro_batch_sizes
 from meshwright.planner.units import GIB
 
 

@@ -1,18 +1,21 @@
-"""Filling a shape in: micro-batches, schedules, context methods and memory savings."""
+"""Filling a layout in: schedules, context methods, memory savings, and stages of equal time for the leaders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
-from meshwright.planner.cost.strategy import ContextMethod, Strategy
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
 from meshwright.rules.context import heads_divide
+from meshwright.schedules.flop_costs import layer_costs, output_costs
+from meshwright.schedules.partition import partition_layers
 from meshwright.schedules.registry import kind_of
 
 
@@ -177,3 +180,30 @@ def least_memory_strategies(request: SearchRequest, layout: Layout, size: int) -
             checkpointing=recompute_option,
             optimizer_offload=offload if offload is not OptimizerOffload.NONE else techniques.offload[-1],
         )
+
+
+_WHOLE_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.SQRT)
+
+
+def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
+    """The few whose stages are worth balancing."""
+    if not request.techniques.uneven_split:
+        return []
+    piped = [one for one in found if one.strategy.pipeline > 1 and not one.strategy.schedule_kind.folded]
+    return sorted(piped, key=lambda f: f.score(request.objective))[:12]
+
+
+def with_balanced_stages(request: SearchRequest, one: Candidate) -> Iterator[Candidate]:
+    """The same layout with layers dealt by cost: embedding and logits count as the layers they are worth."""
+    model, choices = request.work.model, one.strategy
+    if choices.virtual_stages > 1:
+        return
+    again, length, causal = choices.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
+    costs = [layer_costs(model, length, layer, recomputes=again, causal=causal).total for layer in range(model.layers)]
+    split = partition_layers(costs, choices.pipeline, last=output_costs(model).total)
+    changed = replace(choices, layer_split=split)
+    memory = memory_if_fits(request, changed) if request.techniques.allow(request.work, changed) else None
+    if memory is not None:
+        better = Candidate(changed, price(request, changed, memory), request.node)
+        if better.seconds < one.seconds:
+            yield better

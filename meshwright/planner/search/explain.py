@@ -92,7 +92,7 @@ def rejected_alternatives(result: SearchResult) -> tuple[RejectedAlternative, ..
 def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:
     """Layouts that differ from `chosen` in one decision, and what each would cost."""
     return tuple(
-        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.choices)
+        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.strategy)
     )
 
 
@@ -209,7 +209,7 @@ def _largest_increase(best: Candidate, other: Candidate) -> str:
 
 
 def _tensor(request: SearchRequest, best: Candidate) -> str:
-    used, domain = best.choices, request.domain
+    used, domain = best.strategy, request.domain
     if request.pins.tensor is not None:
         return f"TP {used.tensor} is given"
     if used.tensor == 1:
@@ -220,7 +220,7 @@ def _tensor(request: SearchRequest, best: Candidate) -> str:
 
 
 def _pipeline(request: SearchRequest, best: Candidate) -> str:
-    used = best.choices
+    used = best.strategy
     if used.pipeline == 1:
         return "PP 1: layers fit without stages, so nothing waits" if request.pins.pipeline is None else "PP 1 is given"
     given = "is given: " if request.pins.pipeline is not None else "spreads the layers' states with little traffic: "
@@ -231,7 +231,7 @@ def _pipeline(request: SearchRequest, best: Candidate) -> str:
 
 
 def _data(best: Candidate) -> str:
-    used = best.choices
+    used = best.strategy
     if used.data == 1:
         return "DP 1: the replica takes all GPUs"
     part = best.estimate.time.data / best.seconds
@@ -239,7 +239,7 @@ def _data(best: Candidate) -> str:
 
 
 def _context(request: SearchRequest, best: Candidate) -> str:
-    used = best.choices
+    used = best.strategy
     if used.context > 1:
         tokens = request.work.sequence_length // used.context
         return (
@@ -255,7 +255,7 @@ def _expert(request: SearchRequest, best: Candidate) -> str:
     moe = request.work.model.mixture
     if moe is None:
         return ""
-    used = best.choices
+    used = best.strategy
     if used.expert == 1:
         return f"EP 1: every rank holds its part of all {moe.experts} experts"
     part = best.estimate.time.expert / best.seconds
@@ -266,7 +266,7 @@ def _expert(request: SearchRequest, best: Candidate) -> str:
 
 
 def _memory_saving(best: Candidate) -> str:
-    used = best.choices
+    used = best.strategy
     sentences = []
     if used.zero_stage:
         sentences.append(f"ZeRO-{used.zero_stage} over {used.shard_ranks} replicas")

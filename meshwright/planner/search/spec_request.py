@@ -10,8 +10,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost_model import CostModel
-from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
-from meshwright.planner.search.runtime_limits import runs
+from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques, runs
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 
@@ -51,6 +50,30 @@ def search_request(
                 activation_limit=None,
             ),
         ),
+        gpus_per_worker=spec.workers.gpus_per_worker,
+    )
+
+
+def pinned_request(
+    spec: ParallelTrainingJobSpec, cost_model: CostModel, gpus: int, techniques: Techniques = MESHWRIGHT_TECHNIQUES
+) -> SearchRequest:
+    """A search that keeps every choice that the job sets."""
+    stated, training = spec.parallelism, cost_model.job.training
+    return SearchRequest(
+        cost_model.work,
+        cost_model.machine,
+        gpus,
+        techniques=techniques,
+        pins=Pins(
+            tensor=stated.tensor,
+            pipeline=stated.pipeline,
+            zero_stage=stated.zero_stage,
+            context=stated.context,
+            context_method=stated.context_method,
+            schedule=stated.schedule,
+            checkpointing=training.activation_checkpointing,
+        ),
+        fixed=cost_model.job.fixed,
         gpus_per_worker=spec.workers.gpus_per_worker,
     )
 

@@ -21,9 +21,8 @@ from meshwright.layout import Layout
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.constants import Constants
-from meshwright.planner.cost_model import Calibration, cost_model_for
+from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement.placed_cost import group_spans_of_status
-from meshwright.planner.recalibration import StepMeasurement, recalibrate
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling.scheduler import JobScheduler
 

@@ -97,7 +97,7 @@ def estimate_record(estimate: Estimate) -> list[float]:
 
 def found_record(found: Candidate) -> list[Any]:
     """A layout of the search over every degree, with its price; choices have the names that a job gives them."""
-    used = found.choices
+    used = found.strategy
     after = found.seconds_after_node_loss
     return [
         f"TP{used.tensor} CP{used.context} PP{used.pipeline} EP{used.expert} DP{used.data}",

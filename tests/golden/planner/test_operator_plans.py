@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.cost_model import Calibration, cost_model_for
+from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement import Placement, PlacingOptions, PreviousPlacement, nodes_to_free, place, with_spares
 from meshwright.planner.plan import make_plan, make_plans
 from meshwright.planner.plan_and_place import choose_plan, map_plan_ranks, place_plan
-from meshwright.planner.recalibration import StepMeasurement, recalibrate
 from tests.golden.files import check
 from tests.golden.planner.clusters import Draws
 from tests.golden.planner.jobs import job, merged

@@ -100,7 +100,7 @@ def found(asked: Asked) -> tuple[Any, Any]:
         "lost": [one.slower for one in others],
     }
     if not asked.every:
-        spec = apply_strategy(spec, result.best.choices)
+        spec = apply_strategy(spec, result.best.strategy)
         decided["spec"] = spec.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, include={"replicas", "parallelism"}
         )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
@@ -18,7 +19,7 @@ from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
 from meshwright.planner.cost.stages import stage_parameters, stages_of
-from meshwright.planner.cost.strategy import ContextMethod, Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.units import GIB
 
 MEGATRON = FRAMEWORKS["megatron-lm"]

@@ -8,24 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
-from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.comm_groups import group_spans
-from meshwright.planner.cost.constants import DEFAULT, FITTED, Constants, constants_for
+from meshwright.planner.cost.constants import DEFAULT, FITTED, Constants, calibrate, constants_for
 from meshwright.planner.cost.estimate import estimate, fits, machine_for, memory_of
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
-from meshwright.planner.cost.memory_options import MemoryOptions
-from meshwright.planner.cost.pipeline_simulation import simulate_pipeline
 from meshwright.planner.cost.roofline import LayerShape, layer_time
 from meshwright.planner.cost.stage_time import exposed_host
-from meshwright.planner.cost.strategy import ContextMethod, Strategy, Workload
+from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
+from tests.planner.cost.pipeline_simulation import simulate_pipeline
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = PRESETS["llama-3.1-70b"]

@@ -19,10 +19,10 @@ from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.degrees import layouts, micro_batch_sizes
 from meshwright.planner.search.errors import NothingFitsError
 from meshwright.planner.search.explain import reasons, rejected_alternatives
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.planner.search.what_if import what_ifs
 
 MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
@@ -129,7 +129,7 @@ def test_what_is_given_stays(
     pins = Pins(tensor=tensor, pipeline=pipeline, data=data, zero_stage=zero, micro_batch_size=micro)
     request = SearchRequest(Workload(DENSE, 4096, 32), MACHINE, 16, pins=pins)
     try:
-        chosen = search(request).best.choices
+        chosen = search(request).best.strategy
     except NothingFitsError:
         return
     for name in ("tensor", "pipeline", "data", "zero_stage", "micro_batch_size"):
@@ -143,7 +143,7 @@ def test_what_is_given_stays(
 def test_only_what_the_runtime_can_do_is_proposed() -> None:
     result = search(SearchRequest(Workload(DENSE, 4096, 32), MACHINE, 16, techniques=MESHWRIGHT_TECHNIQUES))
     for one in (*result.tied, *result.alternatives):
-        used = one.choices
+        used = one.strategy
         assert used.schedule is PipelineSchedule.ONE_F_ONE_B
         assert used.context == 1 or used.context_method in MESHWRIGHT_TECHNIQUES.context
         assert used.expert == used.virtual_stages == 1

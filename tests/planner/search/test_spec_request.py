@@ -99,12 +99,12 @@ def test_a_search_proposes_what_is_run(spec: ParallelTrainingJobSpec, nodes: int
     except NothingFitsError:
         return
     for one in [result.best, *result.tied[:6], *result.alternatives]:
-        wanted = apply_strategy(spec, one.choices)
+        wanted = apply_strategy(spec, one.strategy)
         assert check_spec(wanted) == []
         plan = make_plan(wanted, found)
         assert refused(wanted, plan) == []
         # What was priced is what is run, and held against the same memory.
-        assert plan.layout.world_size == one.choices.world_size
+        assert plan.layout.world_size == one.strategy.world_size
         assert plan.memory is not None
         assert plan.memory.total == pytest.approx(one.estimate.memory.total, rel=0.02)
 

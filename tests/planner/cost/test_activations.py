@@ -10,7 +10,7 @@ import torch
 from meshwright.api.model_parts import LatentSpec
 from meshwright.api.precision import Precision
 from meshwright.models.architecture import Architecture
-from meshwright.planner.cost.split_backward_memory import weight_half_bytes_of_layer, weight_half_bytes_of_output
+from meshwright.planner.cost.activations import weight_half_bytes_of_layer, weight_half_bytes_of_output
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.split_backward import WeightGradStore, deferring_weight_grads
 from tests.distributed.configs import NUMBERS

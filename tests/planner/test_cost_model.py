@@ -14,10 +14,17 @@ from meshwright.layout import Layout
 from meshwright.models.presets import resolve
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.constants import Constants
-from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for, machine_of_cluster
+from meshwright.planner.cost_model import (
+    MIN_STEPS,
+    Calibration,
+    CostModel,
+    StepMeasurement,
+    cost_model_for,
+    machine_of_cluster,
+    recalibrate,
+)
 from meshwright.planner.placement.placed_cost import group_spans_of_status
 from meshwright.planner.plan import make_plan
-from meshwright.planner.recalibration import MIN_STEPS, StepMeasurement, recalibrate
 
 
 def spec(**changes: Any) -> ParallelTrainingJobSpec:
