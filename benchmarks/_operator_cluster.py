@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from meshwright_cli.child_processes import Program, Programs
 from meshwright_cli.demo import setup
 from meshwright_local.kube.client import ApiClient, ApiError
@@ -24,10 +25,8 @@ GPUS = 8
 PARALLEL = 32
 """Requests at the same time, in the raw measurement as in the operator."""
 
-Object = dict[str, Any]
 
-
-def node(number: int) -> Object:
+def node(number: int) -> KubeObject:
     capacity = {labels.GPU_RESOURCE: str(GPUS), "cpu": "64", "memory": "512Gi", "pods": "110"}
     name = f"bench-{number:04d}"
     wiring = {
@@ -48,7 +47,7 @@ def node(number: int) -> Object:
     }
 
 
-def job(name: str, namespace: str, workers: int) -> Object:
+def job(name: str, namespace: str, workers: int) -> KubeObject:
     """A job of so many workers with one GPU each."""
     return {
         "apiVersion": labels.API_VERSION,
@@ -89,7 +88,7 @@ class Bench:
         missing = [node(number) for number in range(nodes) if node(number)["metadata"]["name"] not in have]
         await at_once([self._put_node(body) for body in missing])
 
-    async def _put_node(self, body: Object) -> None:
+    async def _put_node(self, body: KubeObject) -> None:
         await self.client.create(NODES, body)
         path = NODES.path(None, body["metadata"]["name"], "status")
         await self.client.request(

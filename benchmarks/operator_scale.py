@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from _operator_cluster import GPUS, PARALLEL, Bench, Object, at_once, delete_quietly, job, operator, quantile, until
+from _operator_cluster import GPUS, PARALLEL, Bench, at_once, delete_quietly, job, operator, quantile, until
 from _report import table, write_json
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from meshwright_cli.child_processes import Programs
 from meshwright_cli.demo import setup
 from meshwright_local.kube.resources import JOBS, NAMESPACES, NODES, PODS
@@ -117,7 +118,7 @@ async def gang(
     return raw_s, created_s, bound_s
 
 
-async def raw(bench: Bench, namespace: str, sample: Object, workers: int) -> float:
+async def raw(bench: Bench, namespace: str, sample: KubeObject, workers: int) -> float:
     """The server's own speed: the same pods, gated as the operator's, nobody watching them for a job."""
     spec = {k: v for k, v in sample["spec"].items() if k != "nodeName"}
     spec["schedulingGates"] = [{"name": labels.GANG_GATE}]

@@ -96,8 +96,7 @@ class ParallelismSpec(ApiModel):
     context: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Context-parallel degree: number of GPUs that share the tokens of each sequence. Multiplies the GPUs of a replica.
     Defaults to 1, or the smallest degree with which a layout fits. Rules assume 1 until it is chosen.
-    `training.sequenceLength` must be at least twice `context` times `tensor`; with
-    `Ring` and `Ulysses` once."""
+    `training.sequenceLength` must be at least twice `context` times `tensor`; with `Ring` and `Ulysses` once."""
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
     """How the GPUs of a context group compute attention. `RingZigZag`: keys and values move around the ring of GPUs,
     with even work for causal attention. `Ring`: the same with consecutive tokens. `Ulysses`: GPUs exchange tokens for

@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.api.objects import KubeObject
 from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS
 from meshwright_cli.child_processes import Programs
 from meshwright_cli.demo import setup
-from meshwright_local.kube.resources import PODS, Object
+from meshwright_local.kube.resources import PODS
 from tests.docs.sandbox import Sandbox
 from tests.e2e.local_stack import NAMESPACE, Stage, eventually, tiny
 
@@ -138,7 +139,7 @@ async def _cluster(programs: Programs, sandbox: Sandbox) -> Path:
     return kubeconfig
 
 
-def _sleeper(name: str) -> Object:
+def _sleeper(name: str) -> KubeObject:
     container = {"name": "main", "image": "busybox", "command": ["sleep", "1000"]}
     spec = {"nodeName": "rack1-node0", "restartPolicy": "Never", "terminationGracePeriodSeconds": 0}
     return {

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from meshwright.api import conditions, labels
+from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_cli import manifest
@@ -26,7 +27,7 @@ from meshwright_cli.demo import setup
 from meshwright_cli.demo.observer import gauge
 from meshwright_local.kube.client import ApiClient, ApiError
 from meshwright_local.kube.kubeconfig import write_kubeconfig
-from meshwright_local.kube.resources import JOBS, PODS, Object
+from meshwright_local.kube.resources import JOBS, PODS
 from tests.operator import role_rules
 
 NAMESPACE = "default"
@@ -60,10 +61,10 @@ async def eventually(what: str, probe: Callable[[], Awaitable[T]], seconds: floa
     return answer
 
 
-def tiny(name: str, **changes: Any) -> list[Object]:
+def tiny(name: str, **changes: Any) -> list[KubeObject]:
     """A claim and a job of two pods with two ranks each that trains for seconds; `changes` are merged into the spec."""
     spec = merged(yaml.safe_load(TINY.replace("NAME", name)), changes)
-    claim: Object = {
+    claim: KubeObject = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": name},
@@ -97,7 +98,7 @@ class Stage:
     """Kubeconfig of the operator: it has the rights that the chart gives it, and no others."""
     applied: list[tuple[str, str]] = field(default_factory=list)
 
-    async def apply(self, items: list[Object]) -> None:
+    async def apply(self, items: list[KubeObject]) -> None:
         """Apply objects as `kubectl apply --server-side` does."""
         for item in items:
             await manifest.apply(self.client, item, NAMESPACE)
@@ -152,11 +153,11 @@ class Stage:
         path = PODS.path(NAMESPACE, pod, "log")
         return "\n".join([line.decode() async for line in self.client.lines(path)])
 
-    async def pods(self, name: str) -> list[Object]:
+    async def pods(self, name: str) -> list[KubeObject]:
         """The job's pods."""
         return (await self.client.list(PODS, NAMESPACE, label_selector=f"{labels.LABEL_JOB}={name}")).items
 
-    async def pod(self, name: str, worker: int) -> Object:
+    async def pod(self, name: str, worker: int) -> KubeObject:
         """The newest pod of a worker."""
         mine = [p for p in await self.pods(name) if p["metadata"]["labels"][labels.LABEL_WORKER] == str(worker)]
         return max(mine, key=lambda p: int(p["metadata"]["labels"][labels.LABEL_INCARNATION]))

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.controllers.node_lifecycle import NodeTimes
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
-from meshwright_local.kube.resources import EVENTS, NODES, PODS, Object
+from meshwright_local.kube.resources import EVENTS, NODES, PODS
 from meshwright_local.providers.assets import AssetsProvider
 from meshwright_local.providers.base import Provider
 from meshwright_local.providers.existing import KubeconfigProvider
 
-Check = Callable[[Object | None], Any]
+Check = Callable[[KubeObject | None], Any]
 
 
 @dataclass
@@ -35,7 +36,9 @@ class Kit:
     def client(self) -> ApiClient:
         return self.cluster.client
 
-    async def pod(self, name: str, *command: str, spec: Object | None = None, meta: Object | None = None, **container):
+    async def pod(
+        self, name: str, *command: str, spec: KubeObject | None = None, meta: KubeObject | None = None, **container
+    ):
         """Create a pod of one container that runs `command`, or `sh -c` with a single word."""
         words = ["sh", "-c", command[0]] if len(command) == 1 else list(command)
         main = {"name": "main", "image": "none", "command": words, **container}
@@ -55,9 +58,9 @@ class Kit:
             assert time.monotonic() < deadline, f"not within {seconds} s: {what or look}"
             await asyncio.sleep(0.01)
 
-    async def pod_when(self, name: str, check: Check, seconds: float = 10.0) -> Object:
+    async def pod_when(self, name: str, check: Check, seconds: float = 10.0) -> KubeObject:
         """The pod as soon as `check` holds."""
-        last: Object | None = None
+        last: KubeObject | None = None
 
         async def look():
             nonlocal last
@@ -69,11 +72,11 @@ class Kit:
         except AssertionError:
             raise AssertionError(f"{name} is not as expected after {seconds} s: {last and last['status']}") from None
 
-    async def ended(self, name: str, seconds: float = 10.0) -> Object:
+    async def ended(self, name: str, seconds: float = 10.0) -> KubeObject:
         """The pod once it has succeeded or failed."""
         return await self.pod_when(name, lambda pod: pod["status"].get("phase") in ("Succeeded", "Failed"), seconds)
 
-    async def running(self, name: str) -> Object:
+    async def running(self, name: str) -> KubeObject:
         """The pod once it runs."""
         return await self.pod_when(name, lambda pod: pod["status"].get("phase") == "Running")
 
@@ -93,7 +96,7 @@ class Kit:
         if not self.cluster.nodes:
             pytest.skip("looks into its nodes' directories; this cluster's nodes are not ours")
 
-    def log_of(self, pod: Object, container: str = "main") -> str:
+    def log_of(self, pod: KubeObject, container: str = "main") -> str:
         """The text of a pod's log, read from its node's directory."""
         uid, node = pod["metadata"]["uid"], pod["spec"]["nodeName"]
         directory = self.cluster.directory / "nodes" / node / "pods" / uid / "logs" / container

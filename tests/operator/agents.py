@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from typing import Any
 
 import aiohttp
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import (
     CheckpointCommit,
     Evaluation,
@@ -25,13 +25,11 @@ from meshwright.protocol.signing import Signer
 from meshwright_operator.timestamps import format_time, utc_now
 from tests.operator.support import PODS, Api
 
-Object = dict[str, Any]
-
 
 class FakeAgent:
     """One pod's agent: says hello, takes mesh documents, reports; trains by counting."""
 
-    def __init__(self, pod: Object, token: str, session: aiohttp.ClientSession, address: str) -> None:
+    def __init__(self, pod: KubeObject, token: str, session: aiohttp.ClientSession, address: str) -> None:
         container = pod["spec"]["containers"][0]
         self.env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
         self.pod = pod["metadata"]["name"]
@@ -125,14 +123,14 @@ class FakeAgent:
                 self.step += self.steps_per_report
             await self.report()
 
-    async def _post(self, endpoint: str, body: Object) -> Object | None:
+    async def _post(self, endpoint: str, body: KubeObject) -> KubeObject | None:
         try:
             url = f"{self.base}/{endpoint}"
             data = json.dumps(body).encode()
             headers = self._signer.request("POST", f"{self.path}/{endpoint}", data)
             async with self._session.post(url, data=data, headers=headers) as response:
                 if response.status == 200:
-                    answer: Object = await response.json()
+                    answer: KubeObject = await response.json()
                     return answer
                 if response.status != 204:
                     self.refused.append(response.status)
@@ -186,7 +184,7 @@ class Kubelet:
         self._end(name)
         await self._set_phase(name, "Failed", code)
 
-    async def _look_at(self, pod: Object) -> None:
+    async def _look_at(self, pod: KubeObject) -> None:
         metadata, spec, phase = pod["metadata"], pod["spec"], pod.get("status", {}).get("phase", "Pending")
         name = metadata["name"]
         if metadata.get("deletionTimestamp"):
@@ -199,7 +197,7 @@ class Kubelet:
             self._end(name)
             await self._set_phase(name, "Succeeded", 0)
 
-    async def _start(self, name: str, pod: Object) -> None:
+    async def _start(self, name: str, pod: KubeObject) -> None:
         self.ever.append(name)
         if not pod["spec"].get("nodeName"):
             terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

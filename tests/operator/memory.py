@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
-from typing import Any
 
 from meshwright.api.labels import LABEL_JOB, PLURAL
+from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.timestamps import format_time
 
-Object = dict[str, Any]
-Refuse = Callable[[str, Object], ApiError | None]
+Refuse = Callable[[str, KubeObject], ApiError | None]
 
 
 class MemoryCluster(KubeClient):
@@ -21,16 +20,16 @@ class MemoryCluster(KubeClient):
     def __init__(self, now: Callable[[], datetime]) -> None:
         self._now = now
         self._version = 0
-        self.objects: dict[str, Object] = {}
+        self.objects: dict[str, KubeObject] = {}
         self.refuse: Refuse = lambda path, body: None
         """Asked before every create; an error it gives is raised."""
-        self.watchers: list[Callable[[str, Object], None]] = []
+        self.watchers: list[Callable[[str, KubeObject], None]] = []
         """Told (`ADDED` | `MODIFIED` | `DELETED`, object) of jobs and pods."""
         self.writes = 0
-        self.on_pod_change: Callable[[Object, Object], None] = lambda old, new: None
+        self.on_pod_change: Callable[[KubeObject, KubeObject], None] = lambda old, new: None
         """Told of every change of a pod by the operator, before it is visible."""
 
-    async def get(self, path: str) -> Object:
+    async def get(self, path: str) -> KubeObject:
         return copy.deepcopy(self._at(path))
 
     async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
@@ -43,7 +42,7 @@ class MemoryCluster(KubeClient):
             found = [obj for obj in found if obj["status"]["phase"] not in ("Succeeded", "Failed")]
         yield Page(found, "")
 
-    async def create(self, path: str, body: Object) -> Object:
+    async def create(self, path: str, body: KubeObject) -> KubeObject:
         where = f"{path}/{body['metadata']['name']}"
         if (error := self.refuse(path, body)) is not None:
             raise error
@@ -51,12 +50,12 @@ class MemoryCluster(KubeClient):
             raise ApiError(409, "AlreadyExists", f"{where} exists")
         return self.put(where, body)
 
-    async def apply(self, path: str, body: Object) -> Object:
+    async def apply(self, path: str, body: KubeObject) -> KubeObject:
         if (error := self.refuse(path.rsplit("/", 1)[0], body)) is not None:
             raise error
         return self.put(path, body)
 
-    async def merge_patch(self, path: str, body: Object) -> Object:
+    async def merge_patch(self, path: str, body: KubeObject) -> KubeObject:
         path = path.removesuffix("/status")
         old = self._at(path)
         metadata = body.get("metadata") or {}
@@ -81,11 +80,11 @@ class MemoryCluster(KubeClient):
         else:
             self.remove(path)
 
-    def of(self, resource: str) -> Iterator[Object]:
+    def of(self, resource: str) -> Iterator[KubeObject]:
         """Every object of a resource, such as `pods`."""
         return (obj for path, obj in list(self.objects.items()) if path.rsplit("/", 2)[1] == resource)
 
-    def put(self, path: str, body: Object) -> Object:
+    def put(self, path: str, body: KubeObject) -> KubeObject:
         """A new object, with what a server adds."""
         obj = copy.deepcopy(body)
         obj["metadata"] |= {
@@ -97,7 +96,7 @@ class MemoryCluster(KubeClient):
         obj.setdefault("status", {"phase": "Pending"} if "/pods/" in path else {})
         return self.update(path, obj, "ADDED")
 
-    def update(self, path: str, obj: Object, kind: str = "MODIFIED") -> Object:
+    def update(self, path: str, obj: KubeObject, kind: str = "MODIFIED") -> KubeObject:
         """The object as it is now, in a new version."""
         self._version += 1
         self.writes += 1
@@ -110,18 +109,18 @@ class MemoryCluster(KubeClient):
         """The object is gone."""
         self._tell("DELETED", path, self.objects.pop(path))
 
-    def _tell(self, kind: str, path: str, obj: Object) -> None:
+    def _tell(self, kind: str, path: str, obj: KubeObject) -> None:
         if f"/{PLURAL}/" in path or "/pods/" in path:
             for watcher in self.watchers:
                 watcher(kind, copy.deepcopy(obj))
 
-    def _at(self, path: str) -> Object:
+    def _at(self, path: str) -> KubeObject:
         if path not in self.objects:
             raise ApiError(404, "NotFound", f"{path} is not there")
         return self.objects[path]
 
 
-def _merge(target: Object, patch: Object) -> None:
+def _merge(target: KubeObject, patch: KubeObject) -> None:
     """RFC 7386."""
     for key, value in patch.items():
         if value is None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-Object = dict[str, Any]
+from meshwright.api.objects import KubeObject
 
 HELPERS = Path(__file__).parents[2] / "helm" / "meshwright" / "templates" / "_helpers.tpl"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
@@ -17,17 +16,17 @@ ACCOUNT = "meshwright-operator"
 TOKEN_SECONDS = 36000
 
 
-def rules(name: str, lease: str = ACCOUNT) -> list[Object]:
+def rules(name: str, lease: str = ACCOUNT) -> list[KubeObject]:
     """The rules of a named template of the chart, such as `namespacedRules`."""
     found = re.search(rf'define "meshwright\.{name}" -}}}}\n(.*?){{{{- end }}}}', HELPERS.read_text(), re.DOTALL)
     assert found is not None, name
-    loaded: list[Object] = yaml.safe_load(found[1].replace('{{ include "meshwright.name" . }}', lease))
+    loaded: list[KubeObject] = yaml.safe_load(found[1].replace('{{ include "meshwright.name" . }}', lease))
     return loaded
 
 
 def objects(
     namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT
-) -> Iterator[tuple[str, Object]]:
+) -> Iterator[tuple[str, KubeObject]]:
     """Collections and what is to be created in them: the service account in `home`, roles and their bindings."""
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT}}
     yield f"/api/v1/namespaces/{home}/serviceaccounts", account
@@ -38,7 +37,7 @@ def objects(
     yield from _granted(rules("leaseRules", lease), home, home, f"{ACCOUNT}-lease")
 
 
-def token_request(home: str = "default") -> tuple[str, Object]:
+def token_request(home: str = "default") -> tuple[str, KubeObject]:
     """Where to ask for the account's token, and how."""
     body = {
         "apiVersion": "authentication.k8s.io/v1",
@@ -48,7 +47,9 @@ def token_request(home: str = "default") -> tuple[str, Object]:
     return f"/api/v1/namespaces/{home}/serviceaccounts/{ACCOUNT}/token", body
 
 
-def _granted(granted: list[Object], namespace: str | None, home: str, name: str) -> Iterator[tuple[str, Object]]:
+def _granted(
+    granted: list[KubeObject], namespace: str | None, home: str, name: str
+) -> Iterator[tuple[str, KubeObject]]:
     where, prefix = (f"/namespaces/{namespace}", "") if namespace else ("", "Cluster")
     version = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": name}}
     yield f"{RBAC}{where}/{prefix.lower()}roles", {**version, "kind": f"{prefix}Role", "rules": granted}

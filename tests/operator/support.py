@@ -13,10 +13,9 @@ import aiohttp
 import yaml
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
-
-Object = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = f"/apis/{labels.GROUP}/{labels.VERSION}/namespaces/default/{labels.PLURAL}"
@@ -35,47 +34,47 @@ class Api:
 
     async def call(
         self, method: str, path: str, body: object = None, *, kind: str = "application/json", ok: bool = True
-    ) -> Object:
+    ) -> KubeObject:
         headers = {**self._headers, "Content-Type": kind}
         async with self._session.request(method, self.url + path, json=body, headers=headers, ssl=False) as response:
-            answer: Object = await response.json()
+            answer: KubeObject = await response.json()
             if ok:
                 assert response.status < 300, (method, path, response.status, answer)
             return answer
 
-    async def get(self, path: str) -> Object:
+    async def get(self, path: str) -> KubeObject:
         return await self.call("GET", path)
 
-    async def items(self, path: str) -> list[Object]:
+    async def items(self, path: str) -> list[KubeObject]:
         return list((await self.get(path))["items"])
 
-    async def create(self, path: str, body: object) -> Object:
+    async def create(self, path: str, body: object) -> KubeObject:
         return await self.call("POST", path, body)
 
-    async def patch(self, path: str, body: object) -> Object:
+    async def patch(self, path: str, body: object) -> KubeObject:
         return await self.call("PATCH", path, body, kind=MERGE)
 
     async def delete(self, path: str, grace: int | None = None) -> None:
         await self.call("DELETE", path, {"gracePeriodSeconds": grace} if grace is not None else {}, ok=False)
 
-    async def job(self, name: str) -> Object:
+    async def job(self, name: str) -> KubeObject:
         return await self.get(f"{JOBS}/{name}")
 
-    async def status(self, name: str) -> Object:
-        status: Object = (await self.job(name)).get("status") or {}
+    async def status(self, name: str) -> KubeObject:
+        status: KubeObject = (await self.job(name)).get("status") or {}
         return status
 
-    async def pods(self, job: str) -> list[Object]:
+    async def pods(self, job: str) -> list[KubeObject]:
         return await self.items(f"{PODS}?labelSelector={labels.LABEL_JOB}={job}")
 
-    async def events(self, job: str) -> list[Object]:
+    async def events(self, job: str) -> list[KubeObject]:
         events = await self.items("/api/v1/namespaces/default/events")
         return [event for event in events if event["involvedObject"]["name"] == job]
 
     async def reasons(self, job: str) -> list[str]:
         return [event["reason"] for event in await self.events(job)]
 
-    async def posted(self, job: str, *reasons: str) -> list[Object]:
+    async def posted(self, job: str, *reasons: str) -> list[KubeObject]:
         """The job's events of these reasons, once each has one: events are posted after the status is written."""
 
         async def all_there() -> bool:
@@ -96,12 +95,12 @@ async def until(check: Callable[[], Awaitable[Any]], what: str, seconds: float =
         await asyncio.sleep(0.03)
 
 
-def condition(status: Mapping[str, Any], kind: str) -> Object:
-    found: Object = next((c for c in status.get("conditions") or () if c["type"] == kind), {})
+def condition(status: Mapping[str, Any], kind: str) -> KubeObject:
+    found: KubeObject = next((c for c in status.get("conditions") or () if c["type"] == kind), {})
     return found
 
 
-def node(name: str, rack: str, gpus: int = 2) -> Object:
+def node(name: str, rack: str, gpus: int = 2) -> KubeObject:
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -117,9 +116,9 @@ def node(name: str, rack: str, gpus: int = 2) -> Object:
     }
 
 
-def job(name: str, **spec: Any) -> Object:
+def job(name: str, **spec: Any) -> KubeObject:
     """Two tensor-parallel ranks by two stages by two replicas: eight ranks in four pods."""
-    whole: Object = {
+    whole: KubeObject = {
         "replicas": 2,
         "model": {
             "layers": 4,
@@ -144,8 +143,8 @@ def job(name: str, **spec: Any) -> Object:
 
 
 @lru_cache
-def _crd() -> Object:
-    found: Object = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
+def _crd() -> KubeObject:
+    found: KubeObject = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
     return found
 
 
@@ -162,7 +161,7 @@ async def install(api: Api) -> None:
     await until(served, "the CRD is served")
 
 
-async def put_node(api: Api, body: Object) -> None:
+async def put_node(api: Api, body: KubeObject) -> None:
     """A node with its status, new or as before."""
     await api.call("POST", "/api/v1/nodes", body, ok=False)
     await api.patch(f"/api/v1/nodes/{body['metadata']['name']}/status", {"status": body["status"]})

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
-from tests.operator.support import JOBS, MERGE, PODS, ROOT, Api, Object, condition, job, node, put_node, until
+from tests.operator.support import JOBS, MERGE, PODS, ROOT, Api, condition, job, node, put_node, until
 from tests.randomness import seeds
 from tests.tiers import mostly_long
 
@@ -42,10 +43,10 @@ async def define(api: Api, *, strict: bool) -> None:
     await api.call("PATCH", f"{DEFINITIONS}/{NAME}", {"spec": {"versions": [version]}}, kind=MERGE)
 
 
-def malformed(number: int, seed: int) -> Object:
+def malformed(number: int, seed: int) -> KubeObject:
     """A job with junk somewhere: in place of the spec or status, of one field, or deep inside of one."""
     chance = random.Random(10_000 * seed + number)
-    body: Object = {**job(f"bad{number}"), "status": {"observedGeneration": 1}}
+    body: KubeObject = {**job(f"bad{number}"), "status": {"observedGeneration": 1}}
     places = [("spec",), ("status",), *(("spec", key) for key in body["spec"])]
     places += [
         ("spec", key, inner) for key, value in body["spec"].items() if isinstance(value, dict) for inner in value
@@ -60,7 +61,7 @@ def malformed(number: int, seed: int) -> Object:
     return body
 
 
-def odd_pod(name: str, **metadata: Any) -> Object:
+def odd_pod(name: str, **metadata: Any) -> KubeObject:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -126,7 +127,7 @@ async def store_oddities(api: Api) -> None:
     await api.create(LEASE, lease)
 
 
-def _dicts(value: object) -> list[Object]:
+def _dicts(value: object) -> list[KubeObject]:
     return [item for item in value if isinstance(item, dict) and "type" in item] if isinstance(value, list) else []
 
 

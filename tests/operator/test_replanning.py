@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.api.objects import KubeObject
 from meshwright.layout import Layout
 from meshwright_cli.plan.report import plan_report
-from tests.operator.support import Object, job, node
+from tests.operator.support import job, node
 from tests.operator.world import World
 from tests.randomness import runs
 
 H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
 
 
-def whole_node_job(name: str, replicas: int, **spec: Any) -> Object:
+def whole_node_job(name: str, replicas: int, **spec: Any) -> KubeObject:
     """Replicas of two stages, each stage a pod that takes a node of two GPUs."""
     return job(
         name,
@@ -180,7 +181,7 @@ async def _suspended_and_resumed(seed: int, per_rack: int, more: int) -> None:
     assert same or float(after["cost"]) < float(first["cost"])
 
 
-def fragmented(world: World, free: int, gpus: int) -> list[Object]:
+def fragmented(world: World, free: int, gpus: int) -> list[KubeObject]:
     """Nodes of H100 of which `free` GPUs are free, and the foreign pods that hold the rest."""
     pods = []
     for number, name in enumerate(sorted(world.nodes)):

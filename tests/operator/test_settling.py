@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import FailureKind, WorkerState
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from tests.operator.support import JOBS, PODS, Object, job
+from tests.operator.support import JOBS, PODS, job
 from tests.operator.world import Operator, World
 from tests.randomness import ASKED
 from tests.randomness import runs as histories
@@ -34,7 +35,7 @@ FOREVER = 1e9
 T = TypeVar("T")
 
 
-def submitted(name: str, workers: int) -> Object:
+def submitted(name: str, workers: int) -> KubeObject:
     """A job of so many pods, each of which takes a whole node; it may fail as often as it likes."""
     return job(
         name,
@@ -48,7 +49,7 @@ def submitted(name: str, workers: int) -> Object:
 class Cluster:
     """A virtual cluster, run step by step."""
 
-    def __init__(self, seed: int, nodes: dict[str, Object] | None = None) -> None:
+    def __init__(self, seed: int, nodes: dict[str, KubeObject] | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.world = self.do(_world(seed))
         for obj in (nodes or {}).values():
@@ -60,7 +61,7 @@ class Cluster:
 
         return self.loop.run_until_complete(run())
 
-    def put_node(self, obj: Object) -> None:
+    def put_node(self, obj: KubeObject) -> None:
         """A node as it is now, told to every operator that listens."""
         self.world.nodes[obj["metadata"]["name"]] = obj
         for operator in self.world.operators:
@@ -77,7 +78,7 @@ class Cluster:
             new["metadata"]["generation"] += 1
             self.world.cluster.update(f"{JOBS}/{name}", new)
 
-    def jobs(self) -> dict[str, Object]:
+    def jobs(self) -> dict[str, KubeObject]:
         return {obj["metadata"]["name"]: obj for obj in self.world.cluster.of("paralleltrainingjobs")}
 
     def summary(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import GANG_GATE
+from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import (
     FailureKind,
     MeshDocument,
@@ -39,8 +40,6 @@ from meshwright_operator.timestamps import format_time, parse_time
 from tests.operator.builders import NOW
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, PODS, node
-
-Object = dict[str, Any]
 
 
 class VirtualQueue(WorkQueue[JobKey]):
@@ -129,7 +128,7 @@ class Operator:
         for obj in self.world.nodes.values():
             self.cache.put_node(obj)
 
-    def see(self, kind: str, obj: Object) -> None:
+    def see(self, kind: str, obj: KubeObject) -> None:
         """A watch event."""
         if self.blind:
             self.missed = True
@@ -271,15 +270,15 @@ class World:
     def seconds(self) -> float:
         return (self.now - NOW).total_seconds()
 
-    def submit(self, body: Object) -> None:
+    def submit(self, body: KubeObject) -> None:
         self.cluster.put(f"{JOBS}/{body['metadata']['name']}", body)
 
-    def status(self, name: str) -> Object:
-        status: Object = self.cluster.objects[f"{JOBS}/{name}"]["status"]
+    def status(self, name: str) -> KubeObject:
+        status: KubeObject = self.cluster.objects[f"{JOBS}/{name}"]["status"]
         return status
 
-    def condition(self, name: str, kind: str) -> Object:
-        found: Object = next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
+    def condition(self, name: str, kind: str) -> KubeObject:
+        found: KubeObject = next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
         return found
 
     def true(self, name: str, kind: str) -> bool:
@@ -326,7 +325,7 @@ class World:
         self.agents.pop(name, None)
         self.cluster.remove(f"{PODS}/{name}")
 
-    def _kubelet(self, obj: Object) -> None:
+    def _kubelet(self, obj: KubeObject) -> None:
         metadata, spec, status = obj["metadata"], obj["spec"], obj["status"]
         path = f"{PODS}/{metadata['name']}"
         if path not in self.cluster.objects or status["phase"] in ("Succeeded", "Failed"):
@@ -360,7 +359,7 @@ class World:
         assert free or late, f"{pod.name} was promised {pod.node}, which is full: {holders}"
         return free
 
-    def _start(self, path: str, obj: Object, pod: Pod) -> None:
+    def _start(self, path: str, obj: KubeObject, pod: Pod) -> None:
         if self.broken_image:
             waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
             if not pod.problem:
@@ -372,13 +371,13 @@ class World:
         self.cluster.update(path, obj)
         self.agents[pod.name] = self.agent(pod, address)
 
-    def _finish(self, path: str, obj: Object, pod: Pod) -> None:
+    def _finish(self, path: str, obj: KubeObject, pod: Pod) -> None:
         ended = {"terminated": {"exitCode": 0, "finishedAt": format_time(self.now)}}
         obj["status"] |= {"phase": "Succeeded", "containerStatuses": [{"name": "worker", "state": ended}]}
         self.agents.pop(pod.name)
         self.cluster.update(path, obj)
 
-    def _check_change(self, old: Object, new: Object) -> None:
+    def _check_change(self, old: KubeObject, new: KubeObject) -> None:
         """A gate may only come off when every pod of the gang is there."""
         gates = [gate["name"] for gate in new["spec"].get("schedulingGates") or ()]
         before = [gate["name"] for gate in old["spec"].get("schedulingGates") or ()]

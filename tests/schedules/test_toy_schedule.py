@@ -17,6 +17,9 @@ from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.plan import make_plan
+from meshwright.planner.search.best_first import search
+from meshwright.planner.search.request import Pins, SearchRequest
 from meshwright.rules.validation import check_spec
 from meshwright.schedules.actions import ActionKind, Schedule, one
 from meshwright.schedules.pipeline_layout import schedule_of
@@ -37,6 +40,7 @@ from tests.distributed.cases import Trained, train_on_random_tokens
 from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import uses_kept_mesh
 from tests.distributed.rank_pool import RankPool
+from tests.planner.builders import inventory, racks
 from tests.planner.cost.pipeline_simulation import simulate_pipeline
 from tests.rules.test_rules import GOOD, changed
 
@@ -145,6 +149,36 @@ def test_the_planner_prices_it() -> None:
     pipeline = simulate_pipeline(work, choices, machine, group_spans(choices, machine.fabric, machine.runtime.order))
     closed = found.time.total - found.time.data - found.time.optimizer - 15e-3 * machine.constants.host
     assert closed == pytest.approx(pipeline.simulation.makespan, rel=0.08)
+
+
+def test_a_plan_of_it_is_made_priced_and_drawn() -> None:
+    labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    nodes = inventory(*racks(1, 2, 8, labels=labels))
+    spec = job(schedule="LastInFirstOut", microBatches=None)
+    plan = make_plan(spec, nodes)
+    assert (plan.strategy.schedule, plan.strategy.pipeline) == (TOY, 2)
+    assert plan.strategy.micro_batches >= 4, "twice as many micro-batches as ranks"
+    assert any(reason.startswith("schedule LastInFirstOut: set by") for reason in plan.reasons)
+    plain = make_plan(job(schedule="1F1B", microBatches=plan.strategy.micro_batches), nodes)
+    assert plan.estimate is not None
+    assert plain.estimate is not None
+    assert plan.estimate.seconds == pytest.approx(plain.estimate.seconds)
+    assert plan.estimate.memory.activations > plain.estimate.memory.activations, "all micro-batches are in flight"
+    run = plan.run_config(spec)
+    drawn = schedule_of(run.parallelism, run.pipeline, run.micro_batches).render(0)
+    assert drawn.startswith("F0.0 F0.1 ")
+    assert drawn.endswith(" B0.1 B0.0")
+    again = make_plan(job(schedule="LastInFirstOut", microBatches=None), nodes, plan.to_status())
+    assert again.strategy == plan.strategy
+
+
+def test_a_search_of_every_degree_takes_it_where_it_is_pinned() -> None:
+    machine = machine_for(ACCELERATORS["H100-SXM5-80GB"])
+    work = Workload(PRESETS["llama-3-8b"], 2048, 32)
+    found = search(SearchRequest(work, machine, 16, pins=Pins(schedule=TOY, pipeline=4))).best
+    assert found.strategy.schedule is TOY
+    assert found.strategy.micro_batches >= 8
+    assert "lifo" in found.summary
 
 
 @uses_kept_mesh

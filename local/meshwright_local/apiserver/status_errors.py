@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright_local.kube.resources import Object
+from meshwright.api.objects import KubeObject
 
 
 class Cause(NamedTuple):
@@ -24,7 +24,7 @@ class ApiError(Exception):
         code: int,
         reason: str,
         message: str,
-        details: Object | None = None,
+        details: KubeObject | None = None,
         *,
         retry_after: int | None = None,
         plain: bool = False,
@@ -34,16 +34,16 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.details = {**(details or {}), **({} if retry_after is None else {"retryAfterSeconds": retry_after})}
 
-    def status(self) -> Object:
+    def status(self) -> KubeObject:
         """Return the `Status` object of the response."""
         details = {key: value for key, value in self.details.items() if value not in ("", [])}
         head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
         return {**head, "message": self.message, "reason": self.reason, "details": details, "code": self.code}
 
 
-def success(code: int | None = None, details: Object | None = None) -> Object:
+def success(code: int | None = None, details: KubeObject | None = None) -> KubeObject:
     """Return a success `Status` object. That of a delete has no code, as in the real server."""
-    status: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+    status: KubeObject = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
     return {**status, **({} if code is None else {"code": code}), **({"details": details} if details else {})}
 
 
@@ -52,7 +52,7 @@ def qualified(group: str, name: str) -> str:
     return f"{name}.{group}" if group else name
 
 
-def details_of(group: str, kind: str, name: str, causes: Sequence[Cause] = ()) -> Object:
+def details_of(group: str, kind: str, name: str, causes: Sequence[Cause] = ()) -> KubeObject:
     """Return the `details` of a Status about one object."""
     return {"name": name, "group": group, "kind": kind, "causes": [cause._asdict() for cause in causes]}
 

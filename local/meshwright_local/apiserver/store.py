@@ -23,7 +23,7 @@ from pathlib import Path
 
 import orjson
 
-from meshwright_local.kube.resources import Object
+from meshwright.api.objects import KubeObject
 
 ResourceKey = tuple[str, str]
 """Group and plural: versions of a resource share their objects."""
@@ -49,8 +49,8 @@ class RevisionTooOldError(Exception):
 
 
 @lru_cache(maxsize=1024)
-def _parsed(body: bytes) -> Object:
-    obj: Object = orjson.loads(body)
+def _parsed(body: bytes) -> KubeObject:
+    obj: KubeObject = orjson.loads(body)
     return obj
 
 
@@ -62,12 +62,12 @@ class Stored:
     api_version: str
 
     @classmethod
-    def of(cls, obj: Object) -> Stored:
+    def of(cls, obj: KubeObject) -> Stored:
         """The state of an object now."""
         return cls(orjson.dumps(obj), obj.get("apiVersion", ""))
 
     @property
-    def obj(self) -> Object:
+    def obj(self) -> KubeObject:
         """The object. Do not change it."""
         return _parsed(self.body)
 
@@ -171,12 +171,12 @@ class Store:
         """Return the current state of one object; None if it does not exist."""
         return self._objects.get(key, {}).get((namespace, name))
 
-    def find(self, key: ResourceKey, namespace: str, name: str) -> Object | None:
+    def find(self, key: ResourceKey, namespace: str, name: str) -> KubeObject | None:
         """Return one object, which must not be changed; None if it does not exist."""
         stored = self.get(key, namespace, name)
         return stored.obj if stored else None
 
-    def copy(self, key: ResourceKey, namespace: str, name: str) -> Object | None:
+    def copy(self, key: ResourceKey, namespace: str, name: str) -> KubeObject | None:
         """Return a copy of one object; None if it does not exist."""
         stored = self.get(key, namespace, name)
         return orjson.loads(stored.body) if stored else None
@@ -197,7 +197,7 @@ class Store:
         for place in sorted(p for p in found if not namespace or p[0] == namespace):
             yield place, found[place]
 
-    def all(self, key: ResourceKey, namespace: str = "") -> Iterator[Object]:
+    def all(self, key: ResourceKey, namespace: str = "") -> Iterator[KubeObject]:
         """Return all objects of a resource, in no particular order. Do not change them."""
         found = self._objects.get(key, {}).items()
         return (stored.obj for place, stored in found if not namespace or place[0] == namespace)
@@ -208,15 +208,15 @@ class Store:
             self._logs[key] = EventLog(self._floor, self._events_per_resource)
         return self._logs[key]
 
-    def put(self, key: ResourceKey, obj: Object) -> Object:
+    def put(self, key: ResourceKey, obj: KubeObject) -> KubeObject:
         """Create or replace an object; sets its `metadata.resourceVersion`. The store owns `obj` from now on."""
         return self._write(key, obj, gone=False)
 
-    def remove(self, key: ResourceKey, obj: Object) -> Object:
+    def remove(self, key: ResourceKey, obj: KubeObject) -> KubeObject:
         """Delete an object; `obj` is its last state and gets the revision of the deletion."""
         return self._write(key, obj, gone=True)
 
-    def transform_all(self, key: ResourceKey, change: Callable[[Object], None]) -> None:
+    def transform_all(self, key: ResourceKey, change: Callable[[KubeObject], None]) -> None:
         """Apply `change` to every object of a resource in memory, without a write or an event.
 
         A changed schema thereby applies to objects that were stored before, without new revisions.
@@ -226,7 +226,7 @@ class Store:
             change(obj)
             self._objects[key][place] = Stored.of(obj)
 
-    def _write(self, key: ResourceKey, obj: Object, *, gone: bool) -> Object:
+    def _write(self, key: ResourceKey, obj: KubeObject, *, gone: bool) -> KubeObject:
         place, objects = _place(obj), self._objects.setdefault(key, {})
         revision, old = self.revision + 1, objects.get(place)
         obj["metadata"]["resourceVersion"] = str(revision)
@@ -252,7 +252,7 @@ class Store:
         return obj
 
 
-def _place(obj: Object) -> Place:
+def _place(obj: KubeObject) -> Place:
     return obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
 
 

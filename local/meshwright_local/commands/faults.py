@@ -15,11 +15,11 @@ from typing import Any
 
 import click
 
+from meshwright.api.objects import KubeObject
 from meshwright_local import control_socket
 from meshwright_local.daemon import daemon_pid
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient, ApiError
 from meshwright_local.kube.kubeconfig import Connection
-from meshwright_local.kube.resources import Object
 
 CHAOS_PATH = "/debug/chaos"
 
@@ -143,9 +143,9 @@ def kill(pod: str, namespace: str, container: str, directory: Path) -> None:
     click.echo(f"{namespace}/{pod}: killed")
 
 
-def _pairs(words: tuple[str, ...]) -> Object:
+def _pairs(words: tuple[str, ...]) -> KubeObject:
     """`key=value` words as JSON, with numbers as numbers. The server validates the keys."""
-    pairs: Object = {}
+    pairs: KubeObject = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
@@ -157,7 +157,7 @@ def _pairs(words: tuple[str, ...]) -> Object:
     return pairs
 
 
-def _rules(directory: Path) -> list[Object]:
+def _rules(directory: Path) -> list[KubeObject]:
     return list(_request(directory, "GET"))
 
 

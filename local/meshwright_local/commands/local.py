@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.objects import KubeObject
 from meshwright_local.cluster import LEAF_LABEL
 from meshwright_local.commands import faults
 from meshwright_local.commands.faults import directory_option, running_directory
 from meshwright_local.daemon import READY_FILE, cluster_options, daemon_pid, provider_of
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient
 from meshwright_local.kube.kubeconfig import Connection
-from meshwright_local.kube.resources import NODES, PODS, Object
+from meshwright_local.kube.resources import NODES, PODS
 from meshwright_local.scheduler.resource_requests import allocatable, pod_requests
 from meshwright_local.scheduler.snapshot import has_ended
 
@@ -116,8 +117,8 @@ def status(directory: Path) -> None:
     console.print(_table(nodes, pods))
 
 
-def _list_nodes_and_pods(connection: Connection) -> tuple[list[Object], list[Object]]:
-    async def fetch() -> tuple[list[Object], list[Object]]:
+def _list_nodes_and_pods(connection: Connection) -> tuple[list[KubeObject], list[KubeObject]]:
+    async def fetch() -> tuple[list[KubeObject], list[KubeObject]]:
         async with ApiClient(connection, timeout=5) as client:
             return (await client.list(NODES)).items, (await client.list(PODS)).items
 
@@ -127,7 +128,7 @@ def _list_nodes_and_pods(connection: Connection) -> tuple[list[Object], list[Obj
         raise click.ClickException(f"{connection.url} does not respond: {error}") from error
 
 
-def _table(nodes: list[Object], pods: list[Object]) -> Table:
+def _table(nodes: list[KubeObject], pods: list[KubeObject]) -> Table:
     gpus: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for pod in pods:

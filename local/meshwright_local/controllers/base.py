@@ -12,10 +12,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiError
 from meshwright_local.kube.recorder import EventRecorder
 from meshwright_local.kube.reflector import Change, Informers, Reflector
-from meshwright_local.kube.resources import Object, Resource, key_of
+from meshwright_local.kube.resources import Resource, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def owner_key(change: Change, kind: str) -> list[Key]:
     return [(space, owner["name"])] if owner and owner["kind"] == kind else []
 
 
-def controller_of(item: Object) -> Object | None:
+def controller_of(item: KubeObject) -> KubeObject | None:
     """Return the owner reference with `controller: true`."""
     owners = item["metadata"].get("ownerReferences") or ()
     return next((owner for owner in owners if owner.get("controller")), None)
@@ -67,7 +68,7 @@ class Controller(ABC):
 
     def watch_resource(
         self, resource: Resource, keys: Callable[[Change], Iterable[Key]] = object_key
-    ) -> dict[Key, Object]:
+    ) -> dict[Key, KubeObject]:
         """Reconcile the keys of every change of a resource. Return its objects, which stay current."""
         reflector = self._informers.get(resource)
         reflector.listeners.append(lambda change: self.add(*keys(change)))

@@ -13,11 +13,12 @@ import math
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key, controller_of, owner_key
 from meshwright_local.controllers.replica_sets import controlled_by, own_pods
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.reflector import Informers
-from meshwright_local.kube.resources import DEPLOYMENTS, REPLICA_SETS, Object, key_of
+from meshwright_local.kube.resources import DEPLOYMENTS, REPLICA_SETS, key_of
 
 HASH_LABEL = "pod-template-hash"
 REVISION = "deployment.kubernetes.io/revision"
@@ -54,7 +55,7 @@ class DeploymentController(Controller):
         # Replica sets do not report when their last pod is really gone.
         return _RETRY_SECONDS if waits else late
 
-    async def _current(self, item: Object, new: Object | None, old: list[Object]) -> Object:
+    async def _current(self, item: KubeObject, new: KubeObject | None, old: list[KubeObject]) -> KubeObject:
         """Return the replica set of the deployment's template, with the highest revision. Create it if needed."""
         space, name = key_of(item)
         revision = max((_revision(entry) + 1 for entry in old), default=1)
@@ -69,7 +70,7 @@ class DeploymentController(Controller):
             await self.client.patch(DEPLOYMENTS, name, marked, space)
         return new
 
-    async def _recreate(self, item: Object, new: Object, old: list[Object]) -> bool:
+    async def _recreate(self, item: KubeObject, new: KubeObject, old: list[KubeObject]) -> bool:
         for entry in old:
             await self._set_replicas(entry, 0)
         if any([await own_pods(self.client, entry) for entry in old]):
@@ -77,7 +78,7 @@ class DeploymentController(Controller):
         await self._set_replicas(new, _desired_replicas(item))
         return True
 
-    async def _roll(self, item: Object, new: Object, old: list[Object]) -> bool:
+    async def _roll(self, item: KubeObject, new: KubeObject, old: list[KubeObject]) -> bool:
         wanted, now = _desired_replicas(item), new["spec"]["replicas"]
         surge, unavailable = _limits(item)
         room = wanted + surge - sum(entry["spec"]["replicas"] for entry in old)
@@ -92,12 +93,12 @@ class DeploymentController(Controller):
             await self._set_replicas(entry, needed)
         return True
 
-    async def _set_replicas(self, entry: Object, count: int) -> None:
+    async def _set_replicas(self, entry: KubeObject, count: int) -> None:
         if entry["spec"]["replicas"] != count:
             space, name = key_of(entry)
             await self.client.patch(REPLICA_SETS, name, {"spec": {"replicas": count}}, space)
 
-    async def _update_status(self, item: Object, new: Object | None, old: list[Object]) -> float | None:
+    async def _update_status(self, item: KubeObject, new: KubeObject | None, old: list[KubeObject]) -> float | None:
         """Write the status if it changed. Return the seconds until the progress deadline; None if done or exceeded."""
         (space, name), before, wanted = key_of(item), item.get("status") or {}, _desired_replicas(item)
         every = [*old, new] if new else old
@@ -124,7 +125,7 @@ class DeploymentController(Controller):
         return None if done or late else max(1.0, left)
 
 
-def _replica_set(item: Object, revision: int) -> Object:
+def _replica_set(item: KubeObject, revision: int) -> KubeObject:
     """Return the replica set of a deployment's template. Its name is a hash of the template, so it is unique."""
     template = _template(item)
     digest = hashlib.sha256(orjson.dumps(template, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
@@ -147,28 +148,28 @@ def _replica_set(item: Object, revision: int) -> Object:
     }
 
 
-def _template(item: Object) -> Object:
+def _template(item: KubeObject) -> KubeObject:
     """Return the pod template without the label that distinguishes replica sets."""
-    template: Object = item["spec"]["template"]
+    template: KubeObject = item["spec"]["template"]
     metadata = dict(template.get("metadata") or {})
     labels = metadata.get("labels") or {}
     metadata["labels"] = {name: value for name, value in labels.items() if name != HASH_LABEL}
     return {**template, "metadata": metadata}
 
 
-def _desired_replicas(item: Object) -> int:
+def _desired_replicas(item: KubeObject) -> int:
     return int(item["spec"].get("replicas", 1))
 
 
-def _count(entry: Object, field: str) -> int:
+def _count(entry: KubeObject, field: str) -> int:
     return int((entry.get("status") or {}).get(field) or 0)
 
 
-def _revision(item: Object) -> int:
+def _revision(item: KubeObject) -> int:
     return int((item["metadata"].get("annotations") or {}).get(REVISION, 0))
 
 
-def _limits(item: Object) -> tuple[int, int]:
+def _limits(item: KubeObject) -> tuple[int, int]:
     """Return `(maxSurge, maxUnavailable)` in pods; percentages are rounded up and down. Recreate: 0 and all."""
     strategy, wanted = item["spec"].get("strategy") or {}, _desired_replicas(item)
     if strategy.get("type") == "Recreate":
@@ -183,11 +184,11 @@ def _limits(item: Object) -> tuple[int, int]:
     return surge, unavailable if surge or unavailable else 1
 
 
-def _states(status: Object) -> set[tuple[str, str]]:
+def _states(status: KubeObject) -> set[tuple[str, str]]:
     return {(item["type"], item["status"]) for item in status.get("conditions") or ()}
 
 
-def _since(status: Object, kind: str) -> float:
+def _since(status: KubeObject, kind: str) -> float:
     """Return the seconds since a condition was last updated; 0 if there is no such condition."""
     for condition in status.get("conditions") or ():
         if condition["type"] == kind:
@@ -196,9 +197,9 @@ def _since(status: Object, kind: str) -> float:
     return 0.0
 
 
-def _condition(before: Object, kind: str, holds: bool, reason: str, *, renew: bool = False) -> Object:
+def _condition(before: KubeObject, kind: str, holds: bool, reason: str, *, renew: bool = False) -> KubeObject:
     """Return the new condition, or the old one if nothing changes."""
-    old: Object = next((item for item in before.get("conditions") or () if item["type"] == kind), {})
+    old: KubeObject = next((item for item in before.get("conditions") or () if item["type"] == kind), {})
     value, moment = str(holds), timestamps.now()
     if (old.get("status"), old.get("reason")) == (value, reason) and not renew:
         return dict(old)

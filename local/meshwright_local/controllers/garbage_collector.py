@@ -11,11 +11,12 @@ import asyncio
 import logging
 from functools import partial
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.controllers.owner_graph import FOREGROUND, ORPHAN, Graph, Node, OwnerState, decide_dependent
 from meshwright_local.kube.client import REQUEST_ERRORS
 from meshwright_local.kube.reflector import Change, ChangeType, Informers, Reflector
-from meshwright_local.kube.resources import CRDS, Object, Resource
+from meshwright_local.kube.resources import CRDS, Resource
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class GarbageCollector(Controller):
         unwatched = any(uid not in self._graph.nodes for uid, state in states.items() if state is OwnerState.SOLID)
         return _UNSURE_SECONDS if unwatched else None
 
-    async def _owner_state(self, node: Node, owner: Object) -> OwnerState:
+    async def _owner_state(self, node: Node, owner: KubeObject) -> OwnerState:
         known = self._graph.nodes.get(owner["uid"])
         if known is None or known.namespace not in ("", node.namespace):
             resource = self._kinds.get((owner["apiVersion"].rpartition("/")[0], owner["kind"]))
@@ -142,7 +143,7 @@ class GarbageCollector(Controller):
             known = Node.of(resource, live)
         return OwnerState.LEAVING if known.in_foreground and owner.get("blockOwnerDeletion") else OwnerState.SOLID
 
-    async def _live(self, node: Node) -> Object | None:
+    async def _live(self, node: Node) -> KubeObject | None:
         found = await self.client.find(node.resource, node.name, node.namespace)
         return found if found is not None and found["metadata"]["uid"] == node.uid else None
 
@@ -153,15 +154,15 @@ class GarbageCollector(Controller):
         if live and len(kept) != len(owners):
             await self._patch_metadata(node, live, {"ownerReferences": kept or None})
 
-    async def _remove_finalizer(self, node: Node, live: Object, name: str) -> None:
+    async def _remove_finalizer(self, node: Node, live: KubeObject, name: str) -> None:
         kept = [item for item in live["metadata"].get("finalizers") or () if item != name]
         await self._patch_metadata(node, live, {"finalizers": kept or None})
 
-    async def _patch_metadata(self, node: Node, live: Object, fields: Object) -> None:
+    async def _patch_metadata(self, node: Node, live: KubeObject, fields: KubeObject) -> None:
         exact = {"uid": node.uid, "resourceVersion": live["metadata"]["resourceVersion"], **fields}
         await self.client.patch(node.resource, node.name, {"metadata": exact}, node.namespace or None)
 
 
-def _metadata_only(item: Object) -> Object:
+def _metadata_only(item: KubeObject) -> KubeObject:
     kept = ("namespace", "name", "uid", "resourceVersion", "ownerReferences", "finalizers", "deletionTimestamp")
     return {"metadata": {field: item["metadata"][field] for field in kept if field in item["metadata"]}}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import ApiError
 from meshwright_local.kube.reflector import Informers
-from meshwright_local.kube.resources import NAMESPACES, Object
+from meshwright_local.kube.resources import NAMESPACES
 
 _FINALIZER = "kubernetes"
 _RETRY_SECONDS = 0.25
@@ -53,7 +54,7 @@ class NamespaceController(Controller):
                 remaining[f"{resource.plural}.{resource.group}"] = left
         return remaining
 
-    async def _report_remaining(self, namespace: Object, remaining: dict[str, int]) -> None:
+    async def _report_remaining(self, namespace: KubeObject, remaining: dict[str, int]) -> None:
         # The real controller's text, with the dot after a plural of the core group ("pods. has 1 ...").
         listing = ", ".join(f"{name} has {count} resource instances" for name, count in sorted(remaining.items()))
         message = f"Some resources are remaining: {listing}"

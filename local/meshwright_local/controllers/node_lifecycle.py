@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH
 from meshwright_local.kube.reflector import Change, ChangeType, Informers
-from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, Object, key_of
+from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, key_of
 from meshwright_local.kube.selectors import toleration_covers
 from meshwright_local.scheduler.snapshot import has_ended
 
@@ -47,7 +48,7 @@ class NodeController(Controller):
         self._times = times
         self._seen: dict[str, float] = {}
         self._tainted: dict[str, float] = {}
-        self._on: defaultdict[str, dict[Key, Object]] = defaultdict(dict)
+        self._on: defaultdict[str, dict[Key, KubeObject]] = defaultdict(dict)
         self._nodes = self.watch_resource(NODES)
         self.watch_resource(PODS, self._pod_changed)
         self.watch_resource(LEASES, self._lease_changed)
@@ -87,7 +88,7 @@ class NodeController(Controller):
         await self._evict(name, node)
         return self._times.check if ready != "True" or name in self._tainted else self._times.heartbeat - silent + 0.01
 
-    async def _mark_unknown(self, name: str, node: Object) -> None:
+    async def _mark_unknown(self, name: str, node: KubeObject) -> None:
         known = [item["type"] for item in (node.get("status") or {}).get("conditions") or ()] or ["Ready"]
         unknown = {"status": "Unknown", "reason": "NodeStatusUnknown", "lastTransitionTime": timestamps.now()}
         unknown["message"] = "Node agent stopped posting node status."
@@ -103,7 +104,7 @@ class NodeController(Controller):
         for pod in list(self._on[name].values()):
             await self.client.set_condition(PODS, pod, condition)
 
-    async def _set_taints(self, name: str, node: Object, wanted: str | None) -> None:
+    async def _set_taints(self, name: str, node: KubeObject, wanted: str | None) -> None:
         """Set exactly the lifecycle taint that matches the node's state, for scheduling and for running pods."""
         old = _taints(node)
         others = [taint for taint in old if taint["key"] not in (NOT_READY, UNREACHABLE)]
@@ -115,7 +116,7 @@ class NodeController(Controller):
             exact = {"resourceVersion": node["metadata"]["resourceVersion"]}
             await self.client.patch(NODES, name, {"metadata": exact, "spec": {"taints": others + mine or None}})
 
-    async def _evict(self, name: str, node: Object) -> None:
+    async def _evict(self, name: str, node: KubeObject) -> None:
         if not any(taint["effect"] == "NoExecute" for taint in _taints(node)):
             self._tainted.pop(name, None)
             return
@@ -128,21 +129,21 @@ class NodeController(Controller):
                 self.events.emit(pod, "Normal", "TaintManagerEviction", text)
                 await self._remove(pod)
 
-    async def _remove(self, pod: Object, grace_seconds: int | None = None) -> None:
+    async def _remove(self, pod: KubeObject, grace_seconds: int | None = None) -> None:
         space, name = key_of(pod)
         await self.client.delete(PODS, name, space, grace_seconds=grace_seconds, uid=pod["metadata"]["uid"])
 
 
-def _ready(node: Object) -> str:
+def _ready(node: KubeObject) -> str:
     conditions = (node.get("status") or {}).get("conditions") or ()
     return next((str(item["status"]) for item in conditions if item["type"] == "Ready"), "False")
 
 
-def _taints(node: Object) -> list[Object]:
+def _taints(node: KubeObject) -> list[KubeObject]:
     return (node.get("spec") or {}).get("taints") or []
 
 
-def seconds_to_stay(taints: Iterable[Object], tolerations: Sequence[Object], default: float) -> float | None:
+def seconds_to_stay(taints: Iterable[KubeObject], tolerations: Sequence[KubeObject], default: float) -> float | None:
     """Return how many seconds a pod may stay on a node: None is forever.
 
     Args:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from meshwright_local.kube.resources import Object, Resource
+from meshwright.api.objects import KubeObject
+from meshwright_local.kube.resources import Resource
 
 FOREGROUND = "foregroundDeletion"
 ORPHAN = "orphan"
@@ -32,12 +33,12 @@ class Node:
     namespace: str
     name: str
     uid: str
-    owners: tuple[Object, ...]
+    owners: tuple[KubeObject, ...]
     finalizers: frozenset[str]
     deleting: bool
 
     @classmethod
-    def of(cls, resource: Resource, item: Object) -> Node:
+    def of(cls, resource: Resource, item: KubeObject) -> Node:
         """Return the reduced form of an object."""
         metadata = item["metadata"]
         owners, finalizers = metadata.get("ownerReferences") or (), metadata.get("finalizers") or ()

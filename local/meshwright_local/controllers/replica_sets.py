@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key, controller_of, owner_key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.reflector import Informers
-from meshwright_local.kube.resources import PODS, REPLICA_SETS, Object, key_of
+from meshwright_local.kube.resources import PODS, REPLICA_SETS, key_of
 from meshwright_local.scheduler.snapshot import has_ended
 
 
@@ -36,7 +37,7 @@ class ReplicaSetController(Controller):
             self.events.emit(item, "Normal", "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
         return await self._update_status(item, pods)
 
-    async def _update_status(self, item: Object, pods: list[Object]) -> float | None:
+    async def _update_status(self, item: KubeObject, pods: list[KubeObject]) -> float | None:
         patience = item["spec"].get("minReadySeconds") or 0
         ready = [seconds for pod in pods if (seconds := ready_for(pod)) is not None]
         status = {
@@ -52,7 +53,7 @@ class ReplicaSetController(Controller):
         return min((patience - seconds for seconds in ready if seconds < patience), default=None)
 
 
-async def own_pods(client: ApiClient, item: Object) -> list[Object]:
+async def own_pods(client: ApiClient, item: KubeObject) -> list[KubeObject]:
     """Return a replica set's pods that have not ended, including those being deleted."""
     selector = ",".join(f"{key}={value}" for key, value in (item["spec"]["selector"].get("matchLabels") or {}).items())
     listed = (await client.list(PODS, item["metadata"]["namespace"], label_selector=selector or None)).items
@@ -60,7 +61,7 @@ async def own_pods(client: ApiClient, item: Object) -> list[Object]:
     return [pod for pod in listed if (controller_of(pod) or {}).get("uid") == uid and not has_ended(pod)]
 
 
-def ready_for(pod: Object) -> float | None:
+def ready_for(pod: KubeObject) -> float | None:
     """Return the seconds since a pod became ready; None if it is not ready."""
     for condition in (pod.get("status") or {}).get("conditions") or ():
         if condition["type"] == "Ready" and condition["status"] == "True":
@@ -69,13 +70,13 @@ def ready_for(pod: Object) -> float | None:
     return None
 
 
-def controlled_by(owner: Object, kind: str) -> list[Object]:
+def controlled_by(owner: KubeObject, kind: str) -> list[KubeObject]:
     """Return the ownerReferences for an object that a controller creates."""
     reference = {"apiVersion": "apps/v1", "kind": kind, "controller": True, "blockOwnerDeletion": True}
     return [{**reference, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}]
 
 
-def _pod_of(item: Object) -> Object:
+def _pod_of(item: KubeObject) -> KubeObject:
     template = item["spec"]["template"]
     metadata = template.get("metadata") or {}
     return {

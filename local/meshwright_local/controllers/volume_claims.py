@@ -12,10 +12,11 @@ import asyncio
 import shutil
 from pathlib import Path
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube.client import ApiError
 from meshwright_local.kube.reflector import Change, Informers
-from meshwright_local.kube.resources import CLAIMS, PODS, VOLUMES, Object, key_of
+from meshwright_local.kube.resources import CLAIMS, PODS, VOLUMES, key_of
 from meshwright_local.scheduler.snapshot import has_ended
 
 STORAGE_CLASS = "local-directory"
@@ -56,12 +57,12 @@ class ClaimController(Controller):
             await self._bind(claim, await self._provision(claim))
         return None
 
-    def _serves(self, claim: Object) -> bool:
+    def _serves(self, claim: KubeObject) -> bool:
         spec, own = claim["spec"], f"pvc-{claim['metadata']['uid']}"
         ours = spec.get("storageClassName") in (None, "", STORAGE_CLASS) and not spec.get("selector")
         return ours and spec.get("volumeName") in (None, "", own)
 
-    async def _provision(self, claim: Object) -> Object:
+    async def _provision(self, claim: KubeObject) -> KubeObject:
         """Create the volume of a claim. Its name contains the claim's uid, so a retry finds the existing one."""
         metadata, spec = claim["metadata"], claim["spec"]
         name = f"pvc-{metadata['uid']}"
@@ -91,7 +92,7 @@ class ClaimController(Controller):
         self.events.emit(claim, "Normal", "ProvisioningSucceeded", f"Successfully provisioned volume {name}")
         return volume
 
-    async def _bind(self, claim: Object, volume: Object) -> None:
+    async def _bind(self, claim: KubeObject, volume: KubeObject) -> None:
         (space, name), metadata, made = key_of(claim), claim["metadata"], volume["spec"]
         exact = {
             "uid": metadata["uid"],
@@ -105,7 +106,7 @@ class ClaimController(Controller):
         status = {"phase": "Bound", "accessModes": made["accessModes"], "capacity": made["capacity"]}
         await self.client.patch(CLAIMS, name, {"status": status}, space, subresource="status")
 
-    async def _remove_protection(self, claim: Object) -> None:
+    async def _remove_protection(self, claim: KubeObject) -> None:
         """Remove the protection finalizer of a deleted claim once no pod that may still run uses it."""
         (space, name), metadata = key_of(claim), claim["metadata"]
         finalizers = metadata.get("finalizers") or []
@@ -118,7 +119,7 @@ class ClaimController(Controller):
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": kept or None}}
         await self.client.patch(CLAIMS, name, body, space)
 
-    async def _reclaim(self, volume: Object) -> None:
+    async def _reclaim(self, volume: KubeObject) -> None:
         """Delete the volume of a deleted claim, with its directory, if it was provisioned here."""
         metadata = volume["metadata"]
         if (metadata.get("annotations") or {}).get(_PROVISIONED_BY) != PROVISIONER:
@@ -132,11 +133,11 @@ class ClaimController(Controller):
             await self.client.patch(VOLUMES, metadata["name"], {"metadata": {"finalizers": kept or None}})
 
 
-def _claims_of(pod: Object) -> list[str]:
+def _claims_of(pod: KubeObject) -> list[str]:
     volumes = pod["spec"].get("volumes") or ()
     return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
 
 
-def _claimant(volume: Object) -> Key:
+def _claimant(volume: KubeObject) -> Key:
     reference = volume["spec"].get("claimRef") or {}
     return reference.get("namespace", ""), reference.get("name", "")

@@ -14,8 +14,9 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.kubeconfig import Connection
-from meshwright_local.kube.resources import Object, Resource
+from meshwright_local.kube.resources import Resource
 
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
@@ -52,7 +53,7 @@ REQUEST_ERRORS = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
 class ObjectList:
     """A consistent list: all items, and the revision to watch from."""
 
-    items: list[Object]
+    items: list[KubeObject]
     resource_version: str
 
 
@@ -112,12 +113,12 @@ class ApiClient:
                 raise ApiError.of(response.status, content)
             return orjson.loads(content) if "json" in response.content_type else content.decode()
 
-    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
+    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> KubeObject:
         """Return one object."""
-        answer: Object = await self.request("GET", resource.path(namespace, name))
+        answer: KubeObject = await self.request("GET", resource.path(namespace, name))
         return answer
 
-    async def find(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
+    async def find(self, resource: Resource, name: str, namespace: str | None = None) -> KubeObject | None:
         """Return one object, or None if it does not exist."""
         try:
             return await self.get(resource, name, namespace)
@@ -136,7 +137,7 @@ class ApiClient:
     ) -> ObjectList:
         """Return all matching objects, fetched in pages. Adds the kind and apiVersion that list items lack."""
         params = _params(labelSelector=label_selector, fieldSelector=field_selector, limit=_PAGE)
-        items: list[Object] = []
+        items: list[KubeObject] = []
         while True:
             page = await self.request("GET", resource.path(namespace), params=params)
             for item in page.get("items") or ():
@@ -146,11 +147,11 @@ class ApiClient:
                 return ObjectList(items, page["metadata"].get("resourceVersion", ""))
             params["continue"] = continue_token
 
-    async def create(self, resource: Resource, body: Object, namespace: str | None = None) -> Object:
+    async def create(self, resource: Resource, body: KubeObject, namespace: str | None = None) -> KubeObject:
         """Create an object, in the namespace of its metadata unless `namespace` is given."""
         space = namespace or (body.get("metadata") or {}).get("namespace")
         full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
-        answer: Object = await self.request("POST", resource.path(space), body=full)
+        answer: KubeObject = await self.request("POST", resource.path(space), body=full)
         return answer
 
     async def patch(
@@ -162,13 +163,13 @@ class ApiClient:
         *,
         subresource: str | None = None,
         content_type: str = MERGE_PATCH,
-    ) -> Object:
+    ) -> KubeObject:
         """Patch an object or its subresource."""
         path = resource.path(namespace, name, subresource)
-        answer: Object = await self.request("PATCH", path, body=body, content_type=content_type)
+        answer: KubeObject = await self.request("PATCH", path, body=body, content_type=content_type)
         return answer
 
-    async def set_condition(self, resource: Resource, item: Object, condition: Object) -> None:
+    async def set_condition(self, resource: Resource, item: KubeObject, condition: KubeObject) -> None:
         """Merge one condition into the status of exactly this object (409 if a new object has its name)."""
         metadata = item["metadata"]
         body = {"metadata": {"uid": metadata["uid"]}, "status": {"conditions": [condition]}}
@@ -187,7 +188,7 @@ class ApiClient:
         uid: str | None = None,
     ) -> bool:
         """Delete an object. Return False if it did not exist or, with `uid`, only another object has that name."""
-        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        options: KubeObject = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         if propagation is not None:
@@ -210,7 +211,7 @@ class ApiClient:
         *,
         label_selector: str | None = None,
         field_selector: str | None = None,
-    ) -> AsyncIterator[Object]:
+    ) -> AsyncIterator[KubeObject]:
         """Yield watch events `{type, object}` after a revision, until the server ends the stream.
 
         Raises:
@@ -225,7 +226,7 @@ class ApiClient:
             fieldSelector=field_selector,
         )
         async for line in self.lines(resource.path(namespace), params, idle=_WATCH_SECONDS + 30):
-            event: Object = orjson.loads(line)
+            event: KubeObject = orjson.loads(line)
             if event["type"] == "ERROR":
                 raise ApiError.of(event["object"].get("code", 500), orjson.dumps(event["object"]))
             yield event

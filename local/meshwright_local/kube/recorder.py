@@ -7,9 +7,10 @@ import hashlib
 import logging
 from typing import Literal
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient, ApiError
-from meshwright_local.kube.resources import EVENTS, Object
+from meshwright_local.kube.resources import EVENTS
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +21,9 @@ class EventRecorder:
     def __init__(self, client: ApiClient, component: str, host: str = "") -> None:
         self._client = client
         self._source = {"component": component, **({"host": host} if host else {})}
-        self._queue: asyncio.Queue[tuple[Object, str, str, str]] = asyncio.Queue(maxsize=1000)
+        self._queue: asyncio.Queue[tuple[KubeObject, str, str, str]] = asyncio.Queue(maxsize=1000)
 
-    def emit(self, item: Object, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
+    def emit(self, item: KubeObject, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Queue an event about an object. Drops it if 1,000 others wait."""
         try:
             self._queue.put_nowait((item, kind, reason, message))
@@ -39,7 +40,7 @@ class EventRecorder:
                 # This is expected in a namespace that is being deleted.
                 logger.debug("event %s not posted: %s", reason, error)
 
-    async def _post(self, item: Object, kind: str, reason: str, message: str) -> None:
+    async def _post(self, item: KubeObject, kind: str, reason: str, message: str) -> None:
         """Create the event. Its name is a hash of its content, so a repetition finds it and increments its count."""
         metadata, moment = item["metadata"], timestamps.now()
         digest = hashlib.sha256(repr((metadata["uid"], self._source, reason, message)).encode()).hexdigest()

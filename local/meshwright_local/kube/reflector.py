@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient, ApiError
-from meshwright_local.kube.resources import Object, Resource, key_of
+from meshwright_local.kube.resources import Resource, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Change:
     """One difference: the object now (if it was deleted, its last state) and before."""
 
     type: ChangeType
-    object: Object
-    old: Object | None = None
+    object: KubeObject
+    old: KubeObject | None = None
 
 
 class Reflector:
@@ -53,10 +54,10 @@ class Reflector:
         namespace: str | None = None,
         label_selector: str | None = None,
         field_selector: str | None = None,
-        trim: Callable[[Object], Object] | None = None,
+        trim: Callable[[KubeObject], KubeObject] | None = None,
     ) -> None:
         self.resource = resource
-        self.objects: dict[tuple[str, str], Object] = {}
+        self.objects: dict[tuple[str, str], KubeObject] = {}
         self.synced = asyncio.Event()
         self.listeners: list[Callable[[Change], None]] = []
         self._client = client
@@ -101,7 +102,7 @@ class Reflector:
         self.synced.set()
         return listed.resource_version
 
-    def _store(self, change: ChangeType, item: Object) -> None:
+    def _store(self, change: ChangeType, item: KubeObject) -> None:
         if self._trim is not None:
             item = self._trim(item)
         key = key_of(item)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 
-Object = dict[str, Any]
 """A raw Kubernetes object, decoded from JSON."""
 
 
@@ -52,6 +51,6 @@ CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "Cust
 JOBS = Resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND)
 
 
-def key_of(item: Object) -> tuple[str, str]:
+def key_of(item: KubeObject) -> tuple[str, str]:
     """Return `(namespace, name)` of an object; the namespace is empty for cluster-scoped objects."""
     return item["metadata"].get("namespace") or "", item["metadata"]["name"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from meshwright.api.objects import KubeObject
 from meshwright.api.workers import covers_taint
-from meshwright_local.kube.resources import Object
 
 
-def requirement_holds(values: Mapping[str, str], requirement: Object) -> bool:
+def requirement_holds(values: Mapping[str, str], requirement: KubeObject) -> bool:
     """Return whether values satisfy a requirement `{key, operator, values}`."""
     value = values.get(requirement["key"])
     wanted = requirement.get("values") or []
@@ -31,7 +31,7 @@ def requirement_holds(values: Mapping[str, str], requirement: Object) -> bool:
             return False
 
 
-def labels_match(selector: Object | None, labels: Mapping[str, str]) -> bool:
+def labels_match(selector: KubeObject | None, labels: Mapping[str, str]) -> bool:
     """Return whether a LabelSelector matches labels: None matches nothing, an empty one everything."""
     if selector is None:
         return False
@@ -41,7 +41,7 @@ def labels_match(selector: Object | None, labels: Mapping[str, str]) -> bool:
     )
 
 
-def node_term_matches(term: Object, node: Object) -> bool:
+def node_term_matches(term: KubeObject, node: KubeObject) -> bool:
     """Return whether a nodeSelectorTerm matches a node. An empty term matches no node, as in Kubernetes."""
     expressions = term.get("matchExpressions") or ()
     fields = term.get("matchFields") or ()
@@ -54,7 +54,7 @@ def node_term_matches(term: Object, node: Object) -> bool:
     )
 
 
-def node_matches(pod_spec: Object, node: Object) -> bool:
+def node_matches(pod_spec: KubeObject, node: KubeObject) -> bool:
     """Return whether a node satisfies a pod's `nodeSelector` and required node affinity."""
     labels = node["metadata"].get("labels") or {}
     if any(labels.get(key) != value for key, value in (pod_spec.get("nodeSelector") or {}).items()):
@@ -63,14 +63,14 @@ def node_matches(pod_spec: Object, node: Object) -> bool:
     return terms is None or any(node_term_matches(term, node) for term in terms)
 
 
-def required_node_terms(pod_spec: Object) -> list[Object] | None:
+def required_node_terms(pod_spec: KubeObject) -> list[KubeObject] | None:
     """Return the terms of the required node affinity, of which one must match, or None if there is none."""
     affinity = (pod_spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
     return None if required is None else list(required.get("nodeSelectorTerms") or ())
 
 
-def pinned_to(pod_spec: Object) -> set[str] | None:
+def pinned_to(pod_spec: KubeObject) -> set[str] | None:
     """Return the only nodes that a pod can run on, if every term of its required affinity names nodes; else None."""
     terms = required_node_terms(pod_spec)
     names: set[str] = set()
@@ -82,12 +82,12 @@ def pinned_to(pod_spec: Object) -> set[str] | None:
     return names if terms else None
 
 
-def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
+def tolerates(tolerations: Iterable[KubeObject], taint: KubeObject) -> bool:
     """Return whether any toleration covers a taint."""
     return any(toleration_covers(toleration, taint) for toleration in tolerations)
 
 
-def toleration_covers(toleration: Object, taint: Object) -> bool:
+def toleration_covers(toleration: KubeObject, taint: KubeObject) -> bool:
     """Return whether one toleration covers a taint."""
     key, value, effect = toleration.get("key"), toleration.get("value"), toleration.get("effect")
     return covers_taint(key, toleration.get("operator", "Equal"), value, effect, taint)

@@ -15,11 +15,12 @@ from typing import Any
 
 import aiohttp
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.quantities import milli_value
 from meshwright_local.kube.recorder import EventRecorder
 from meshwright_local.kube.reflector import Change, ChangeType, Reflector
-from meshwright_local.kube.resources import PODS, Object
+from meshwright_local.kube.resources import PODS
 from meshwright_local.nodeagent.network.addresses import NoAddressError, PodAddresses
 from meshwright_local.nodeagent.node import NodeRegistration, NodeSpec
 from meshwright_local.nodeagent.pod import PodRunner
@@ -142,11 +143,11 @@ class NodeAgent:
             raise KeyError(f"node {self.spec.name} runs no container {container!r} of pod {namespace}/{pod}")
         running.signal(number)
 
-    def find(self, namespace: str, name: str) -> Object | None:
+    def find(self, namespace: str, name: str) -> KubeObject | None:
         """Return a pod of this node."""
         return self._pods.objects.get((namespace, name))
 
-    def container(self, pod: Object, name: str) -> Container | None:
+    def container(self, pod: KubeObject, name: str) -> Container | None:
         """Return a container that this agent has started. It exists until the pod's object is gone."""
         runner = self._runners.get(pod["metadata"]["uid"])
         return next((item for item in runner.all_containers if item.name == name), None) if runner else None
@@ -191,7 +192,7 @@ class NodeAgent:
             if self._tasks[uid].done() and runner.deleting:
                 self._tasks[uid] = asyncio.create_task(runner.confirm_deletion())
 
-    def _start_pod(self, pod: Object) -> None:
+    def _start_pod(self, pod: KubeObject) -> None:
         uid, host = pod["metadata"]["uid"], self._host
         refused = self._admission_failure(pod)
         try:
@@ -210,7 +211,7 @@ class NodeAgent:
         self._tasks[uid] = asyncio.create_task(runner.run())
         runner.update(pod)
 
-    def _admission_failure(self, pod: Object) -> tuple[str, str] | None:
+    def _admission_failure(self, pod: KubeObject) -> tuple[str, str] | None:
         """Return why a pod does not fit, as `(reason, message)`: it may have bypassed the scheduler."""
         used: Counter[str] = Counter()
         for uid, runner in self._runners.items():

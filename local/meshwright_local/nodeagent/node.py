@@ -13,9 +13,10 @@ import aiohttp
 
 from meshwright import __version__
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH, ApiClient, ApiError
-from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NAMESPACES, NODES, Object, Resource
+from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NAMESPACES, NODES, Resource
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class NodeSpec:
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    taints: tuple[Object, ...] = ()
+    taints: tuple[KubeObject, ...] = ()
     capacity: Mapping[str, str] = field(default_factory=lambda: {"cpu": "64", "memory": "256Gi", "pods": "110"})
     """Advertised resources. They are not measured, because several nodes share one machine."""
     address: str = "127.0.0.1"
@@ -57,7 +58,7 @@ class NodeRegistration:
         """Create or update the Node object and its lease."""
         spec = self._spec
         system = {"kubernetes.io/os": "linux", "kubernetes.io/arch": _architecture()}
-        metadata: Object = {
+        metadata: KubeObject = {
             "name": spec.name,
             "labels": {"kubernetes.io/hostname": spec.name, **system, **spec.labels},
             "annotations": {FILE_SYSTEM_ANNOTATION: self._file_system},
@@ -96,7 +97,7 @@ class NodeRegistration:
             await self._create(NAMESPACES, {"metadata": {"name": LEASE_NAMESPACE}})
             await self._create(LEASES, {"metadata": {"name": name, "namespace": LEASE_NAMESPACE}, "spec": spec})
 
-    async def _create(self, resource: Resource, body: Object) -> None:
+    async def _create(self, resource: Resource, body: KubeObject) -> None:
         try:
             await self._client.create(resource, body)
         except ApiError as error:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH, ApiError
-from meshwright_local.kube.resources import PODS, Object
+from meshwright_local.kube.resources import PODS
 from meshwright_local.nodeagent import volumes
 from meshwright_local.nodeagent.runtime.container import Container
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox, discard_links
@@ -37,7 +38,7 @@ class PodRunner:
         self._stopping, self._kill_at = asyncio.Event(), float("inf")
         self._timers: list[asyncio.TimerHandle] = []
         self._dirty, self._reporting = asyncio.Event(), asyncio.Lock()
-        self._sent: Object | None = None
+        self._sent: KubeObject | None = None
         sandbox.changed = self._dirty.set
 
     @property
@@ -50,7 +51,7 @@ class PodRunner:
         """Whether the pod was deleted."""
         return bool(self.sandbox.pod["metadata"].get("deletionTimestamp"))
 
-    def update(self, pod: Object) -> None:
+    def update(self, pod: KubeObject) -> None:
         """Handle a change of the object: a deletion, or a second one with a shorter grace period."""
         self.sandbox.pod = pod
         if self.deleting:
@@ -224,7 +225,7 @@ class PodRunner:
         begun = any("waiting" not in status["state"] or status["lastState"] for status in statuses)
         return "Running" if begun else "Pending"
 
-    def status(self) -> Object:
+    def status(self) -> KubeObject:
         """Return the pod status to report, as a strategic merge patch."""
         host, phase = self.sandbox.host.spec, self.phase()
         ready = not self.over and all(container.status["ready"] for container in self.containers)
@@ -249,7 +250,7 @@ class PodRunner:
             "initContainerStatuses": [dict(container.status) for container in self.init] or None,
         }
 
-    def _condition(self, kind: str, holds: bool, reason: str | None) -> Object:
+    def _condition(self, kind: str, holds: bool, reason: str | None) -> KubeObject:
         if self._transitions.get(kind, (None,))[0] != holds:
             self._transitions[kind] = (holds, timestamps.now())
         # Write an empty reason too: a patch does not remove fields that it does not name.

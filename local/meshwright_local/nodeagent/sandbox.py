@@ -13,9 +13,10 @@ from typing import Literal
 
 import aiohttp
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient, ApiError
 from meshwright_local.kube.recorder import EventRecorder
-from meshwright_local.kube.resources import SECRETS, Object, Resource
+from meshwright_local.kube.resources import SECRETS, Resource
 from meshwright_local.nodeagent.node import NodeSpec
 
 API_ERRORS = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
@@ -61,7 +62,7 @@ class Sandbox:
         changed: Callback for every change of a container's state.
     """
 
-    def __init__(self, host: Host, pod: Object, ip: str) -> None:
+    def __init__(self, host: Host, pod: KubeObject, ip: str) -> None:
         self.host, self.pod, self.ip = host, pod, ip
         metadata, spec = pod["metadata"], pod["spec"]
         self.uid, self.name, self.namespace = (str(metadata[key]) for key in ("uid", "name", "namespace"))
@@ -79,7 +80,7 @@ class Sandbox:
         """Post an event about the pod."""
         self.host.recorder.emit(self.pod, kind, reason, message)
 
-    async def entries(self, resource: Resource, reference: Object) -> dict[str, bytes]:
+    async def entries(self, resource: Resource, reference: KubeObject) -> dict[str, bytes]:
         """Return the entries of a config map or secret; empty if it is missing and optional.
 
         Raises:

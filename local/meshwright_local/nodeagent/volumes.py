@@ -17,9 +17,10 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient, ApiError
 from meshwright_local.kube.kubeconfig import Connection, write_kubeconfig
-from meshwright_local.kube.resources import CLAIMS, CONFIG_MAPS, SECRETS, VOLUMES, Object, Resource
+from meshwright_local.kube.resources import CLAIMS, CONFIG_MAPS, SECRETS, VOLUMES, Resource
 from meshwright_local.nodeagent.runtime.environment import downward, expand
 from meshwright_local.nodeagent.runtime.mount_namespace import Mount
 from meshwright_local.nodeagent.sandbox import PodSpecError, Sandbox, linked_directory
@@ -63,7 +64,7 @@ async def prepare(sandbox: Sandbox) -> None:
         write_kubeconfig(sandbox.account / "kubeconfig", Connection(there.url, token.decode(), there.ca_pem))
 
 
-def mounts(sandbox: Sandbox, container: Object, env: Mapping[str, str]) -> list[Mount]:
+def mounts(sandbox: Sandbox, container: KubeObject, env: Mapping[str, str]) -> list[Mount]:
     """Return a container's volume mounts, with `subPath` and `subPathExpr` applied.
 
     Raises:
@@ -107,7 +108,7 @@ async def claim_directory(client: ApiClient, namespace: str, name: str) -> Path:
     return _host_path({"path": source["path"], "type": "Directory"})
 
 
-async def _files(sandbox: Sandbox, volume: Object) -> Files:
+async def _files(sandbox: Sandbox, volume: KubeObject) -> Files:
     if spec := volume.get("projected"):
         parts = [await _files(sandbox, part) for part in spec.get("sources") or ()]
         return {name: file for part in parts for name, file in part.items()}
@@ -137,7 +138,7 @@ async def _token(sandbox: Sandbox, audience: str | None) -> bytes:
         raise PodSpecError(f"serviceAccountName {name}: {error.message}") from error
 
 
-def _selected(spec: Object, entries: Mapping[str, bytes]) -> Files:
+def _selected(spec: KubeObject, entries: Mapping[str, bytes]) -> Files:
     items = spec.get("items") or [{"key": key, "path": key} for key in entries]
     for item in items:
         if item["key"] not in entries and not spec.get("optional"):
@@ -145,7 +146,7 @@ def _selected(spec: Object, entries: Mapping[str, bytes]) -> Files:
     return {item["path"]: (entries[item["key"]], _mode(item, spec)) for item in items if item["key"] in entries}
 
 
-def _mode(item: Object, spec: Object) -> int:
+def _mode(item: KubeObject, spec: KubeObject) -> int:
     return int(item.get("mode") or spec.get("defaultMode") or 0o644)
 
 
@@ -166,7 +167,7 @@ def _relative(path: str) -> str:
     return path
 
 
-def _host_path(spec: Object) -> Path:
+def _host_path(spec: KubeObject) -> Path:
     path, kind = Path(spec["path"]), spec.get("type") or ""
     if kind == "DirectoryOrCreate":
         path.mkdir(parents=True, exist_ok=True)

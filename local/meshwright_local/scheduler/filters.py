@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from meshwright_local.kube.resources import Object
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.selectors import labels_match, node_matches, pinned_to, tolerates
 from meshwright_local.scheduler.resource_requests import pod_requests
 from meshwright_local.scheduler.snapshot import NodeView, Snapshot
@@ -18,7 +18,7 @@ from meshwright_local.scheduler.snapshot import NodeView, Snapshot
 _CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 
-def filter_reasons(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
+def filter_reasons(pod: KubeObject, view: NodeView, snapshot: Snapshot) -> list[str]:
     """Return why a pod cannot run on a node, from the first filter that rejects it; empty if it can."""
     return next((reasons for check in _FILTERS if (reasons := check(pod, view, snapshot))), [])
 
@@ -32,19 +32,19 @@ def unschedulable_message(reasons: dict[str, list[str]]) -> str:
     return f"0/{len(reasons)} nodes are available: {parts}."
 
 
-def _pinned_elsewhere(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+def _pinned_elsewhere(pod: KubeObject, view: NodeView, _: Snapshot) -> list[str]:
     names = pinned_to(pod["spec"])
     return [] if names is None or view.name in names else ["node(s) didn't satisfy plugin(s) [NodeAffinity]"]
 
 
-def _cordon(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+def _cordon(pod: KubeObject, view: NodeView, _: Snapshot) -> list[str]:
     cordoned = (view.node.get("spec") or {}).get("unschedulable")
     if cordoned and not tolerates(pod["spec"].get("tolerations") or (), _CORDONED):
         return ["node(s) were unschedulable"]
     return []
 
 
-def _taints(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+def _taints(pod: KubeObject, view: NodeView, _: Snapshot) -> list[str]:
     tolerations = pod["spec"].get("tolerations") or ()
     for taint in (view.node.get("spec") or {}).get("taints") or ():
         if taint["effect"] in ("NoSchedule", "NoExecute") and not tolerates(tolerations, taint):
@@ -52,16 +52,16 @@ def _taints(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
     return []
 
 
-def _node_affinity(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+def _node_affinity(pod: KubeObject, view: NodeView, _: Snapshot) -> list[str]:
     return [] if node_matches(pod["spec"], view.node) else ["node(s) didn't match Pod's node affinity/selector"]
 
 
-def _resources(pod: Object, view: NodeView, _: Snapshot) -> list[str]:
+def _resources(pod: KubeObject, view: NodeView, _: Snapshot) -> list[str]:
     short = [name for name, amount in pod_requests(pod).items() if amount and amount > view.free[name]]
     return ["Too many pods" if name == "pods" else f"Insufficient {name}" for name in short]
 
 
-def _pod_affinity(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
+def _pod_affinity(pod: KubeObject, view: NodeView, snapshot: Snapshot) -> list[str]:
     """Check the pod's own terms, then those of the pods on nodes."""
     for term in _required(pod, "podAffinity"):
         near = any(_selects(term, pod, other, snapshot) for other in _in_domain(term, view, snapshot))
@@ -79,21 +79,21 @@ def _pod_affinity(pod: Object, view: NodeView, snapshot: Snapshot) -> list[str]:
     return []
 
 
-def _required(pod: Object, kind: str) -> list[Object]:
+def _required(pod: KubeObject, kind: str) -> list[KubeObject]:
     affinity = (pod["spec"].get("affinity") or {}).get(kind) or {}
     return affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or []
 
 
-def _in_domain(term: Object, view: NodeView, snapshot: Snapshot) -> Iterable[Object]:
+def _in_domain(term: KubeObject, view: NodeView, snapshot: Snapshot) -> Iterable[KubeObject]:
     return (other for other, place in snapshot.pods() if _same_domain(term, view, place))
 
 
-def _same_domain(term: Object, one: NodeView, other: NodeView) -> bool:
+def _same_domain(term: KubeObject, one: NodeView, other: NodeView) -> bool:
     key = term["topologyKey"]
     return key in one.labels and one.labels[key] == other.labels.get(key)
 
 
-def _selects(term: Object, owner: Object, other: Object, snapshot: Snapshot) -> bool:
+def _selects(term: KubeObject, owner: KubeObject, other: KubeObject, snapshot: Snapshot) -> bool:
     """Return whether a term of `owner` selects `other`, by namespace and labels."""
     space = other["metadata"].get("namespace") or ""
     named, selector = term.get("namespaces") or [], term.get("namespaceSelector")
@@ -104,7 +104,7 @@ def _selects(term: Object, owner: Object, other: Object, snapshot: Snapshot) -> 
     return inside and labels_match(term.get("labelSelector"), other["metadata"].get("labels") or {})
 
 
-_FILTERS: tuple[Callable[[Object, NodeView, Snapshot], list[str]], ...] = (
+_FILTERS: tuple[Callable[[KubeObject, NodeView, Snapshot], list[str]], ...] = (
     _pinned_elsewhere,
     _cordon,
     _taints,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.quantities import milli_value
-from meshwright_local.kube.resources import Object
 
 Amounts = Counter[str]
 """Resource name -> thousandths of its unit."""
 
 
-def pod_requests(pod: Object) -> Amounts:
+def pod_requests(pod: KubeObject) -> Amounts:
     """Return the effective request: the sum of all containers or the largest init container, plus overhead and one pod.
 
     A container with only a limit requests the same amount, as the API server defaults it.
@@ -28,14 +28,14 @@ def pod_requests(pod: Object) -> Amounts:
     return total
 
 
-def allocatable(node: Object) -> Amounts:
+def allocatable(node: KubeObject) -> Amounts:
     """Return a node's allocatable resources."""
     status = node.get("status") or {}
     amounts = status.get("allocatable") or status.get("capacity") or {}
     return Counter({name: milli_value(amount) for name, amount in amounts.items()})
 
 
-def _container(container: Object) -> Amounts:
+def _container(container: KubeObject) -> Amounts:
     resources = container.get("resources") or {}
     stated = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return Counter({name: milli_value(amount) for name, amount in stated.items()})

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiError
 from meshwright_local.kube.reflector import Change, ChangeType, Informers
-from meshwright_local.kube.resources import NAMESPACES, NODES, PODS, Object, key_of
+from meshwright_local.kube.resources import NAMESPACES, NODES, PODS, key_of
 from meshwright_local.scheduler import filters, scoring, snapshot
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Scheduler(Controller):
                 logger.debug("%s: %r", pod["metadata"]["name"], error)
         return again
 
-    async def _place(self, pod: Object, view: snapshot.Snapshot) -> None:
+    async def _place(self, pod: KubeObject, view: snapshot.Snapshot) -> None:
         rejections = {name: filters.filter_reasons(pod, node, view) for name, node in view.nodes.items()}
         possible = [view.nodes[name] for name, reasons in rejections.items() if not reasons]
         if not possible:
@@ -80,17 +81,17 @@ class Scheduler(Controller):
         text = f"Successfully assigned {'/'.join(key_of(pod))} to {node.name}"
         self.events.emit(pod, "Normal", "Scheduled", text)
 
-    async def _bind(self, pod: Object, node: str) -> None:
+    async def _bind(self, pod: KubeObject, node: str) -> None:
         space, name = key_of(pod)
         metadata = {"namespace": space, "name": name, "uid": pod["metadata"]["uid"]}
         target = {"apiVersion": "v1", "kind": "Node", "name": node}
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": target}
         await self.client.request("POST", PODS.path(space, name, "binding"), body=body)
 
-    async def _set_unscheduled_condition(self, pod: Object, reason: str, message: str) -> bool:
+    async def _set_unscheduled_condition(self, pod: KubeObject, reason: str, message: str) -> bool:
         """Write to the pod's status why it waits. Return False if the status already says so."""
         conditions = (pod.get("status") or {}).get("conditions") or ()
-        old: Object = next((item for item in conditions if item["type"] == "PodScheduled"), {})
+        old: KubeObject = next((item for item in conditions if item["type"] == "PodScheduled"), {})
         if (old.get("reason"), old.get("message")) == (reason, message):
             return False
         since = old["lastTransitionTime"] if old.get("status") == "False" else timestamps.now()
@@ -105,6 +106,6 @@ def _node_changed(change: Change) -> Iterable[Key]:
     return () if known and _scheduling_state(change.old or {}) == _scheduling_state(change.object) else (_PASS,)
 
 
-def _scheduling_state(node: Object) -> tuple[object, ...]:
+def _scheduling_state(node: KubeObject) -> tuple[object, ...]:
     spec, status = node.get("spec") or {}, node.get("status") or {}
     return spec.get("taints"), spec.get("unschedulable"), node["metadata"].get("labels"), status.get("allocatable")

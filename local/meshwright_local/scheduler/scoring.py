@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright_local.kube.resources import Object
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.selectors import node_term_matches
 from meshwright_local.scheduler.resource_requests import allocatable
 from meshwright_local.scheduler.snapshot import NodeView
@@ -12,26 +12,26 @@ from meshwright_local.scheduler.snapshot import NodeView
 DEFAULT_SCHEDULER = "default-scheduler"
 
 
-def queue_order(pod: Object) -> tuple[int, str, int]:
+def queue_order(pod: KubeObject) -> tuple[int, str, int]:
     """Return the sort key of waiting pods: priority first, then age, then the revision for ties within a second."""
     metadata = pod["metadata"]
     revision = metadata.get("resourceVersion", "0")
     return -(pod["spec"].get("priority") or 0), metadata["creationTimestamp"], int(revision)
 
 
-def is_waiting(pod: Object) -> bool:
+def is_waiting(pod: KubeObject) -> bool:
     """Return whether this scheduler is responsible for a pod, regardless of scheduling gates."""
     spec, metadata = pod["spec"], pod["metadata"]
     mine = spec.get("schedulerName", DEFAULT_SCHEDULER) == DEFAULT_SCHEDULER
     return mine and not spec.get("nodeName") and not metadata.get("deletionTimestamp")
 
 
-def best_node(pod: Object, views: Iterable[NodeView]) -> NodeView:
+def best_node(pod: KubeObject, views: Iterable[NodeView]) -> NodeView:
     """Return the node with the highest preferred-affinity weight, then the most free resources, then by name."""
     return min(views, key=lambda view: (-_preference(pod, view), -_free_share(view), len(view.pods), view.name))
 
 
-def _preference(pod: Object, view: NodeView) -> int:
+def _preference(pod: KubeObject, view: NodeView) -> int:
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     return sum(
         int(term["weight"])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshwright_local.kube.resources import Object
+from meshwright.api.objects import KubeObject
 from meshwright_local.scheduler.resource_requests import Amounts, allocatable, pod_requests
 
 
@@ -14,9 +14,9 @@ from meshwright_local.scheduler.resource_requests import Amounts, allocatable, p
 class NodeView:
     """A node, its pods and its free resources."""
 
-    node: Object
+    node: KubeObject
     free: Amounts
-    pods: list[Object] = field(default_factory=list)
+    pods: list[KubeObject] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class NodeView:
         """The node's labels."""
         return self.node["metadata"].get("labels") or {}
 
-    def add(self, pod: Object) -> None:
+    def add(self, pod: KubeObject) -> None:
         """Add a pod and subtract its requests."""
         self.pods.append(pod)
         self.free.subtract(pod_requests(pod))
@@ -41,21 +41,21 @@ class Snapshot:
     nodes: dict[str, NodeView]
     namespaces: Mapping[str, Mapping[str, str]]
 
-    def pods(self) -> Iterable[tuple[Object, NodeView]]:
+    def pods(self) -> Iterable[tuple[KubeObject, NodeView]]:
         """Yield every assigned pod that has not ended, with its node."""
         for view in self.nodes.values():
             for pod in view.pods:
                 yield pod, view
 
 
-def has_ended(pod: Object) -> bool:
+def has_ended(pod: KubeObject) -> bool:
     """Return whether a pod has ended, so that it no longer occupies resources."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def take_snapshot(
-    nodes: Iterable[Object],
-    pods: Iterable[Object],
+    nodes: Iterable[KubeObject],
+    pods: Iterable[KubeObject],
     assumed: Mapping[str, str],
     namespaces: Mapping[str, Mapping[str, str]],
 ) -> Snapshot:

@@ -74,18 +74,15 @@ def _schedules(request: SearchRequest, layout: Layout, size: int) -> Iterator[tu
     micro_batches = request.work.global_batch // layout.data // size
     for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
         kind = kind_of(schedule)
+        if not kind.accepts(layout.pipeline, micro_batches):
+            continue
         if kind.virtual_stages:
             counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
-            # Interleaving deals micro-batches in groups of as many as there are stages (arXiv 2104.04473, 2.2).
-            fits = micro_batches % layout.pipeline == 0
-            yield from ((schedule, v) for v in counts if fits and layers >= v * layout.pipeline)
-        elif kind.folded:
-            enough = micro_batches >= 2 * layout.pipeline and layers >= 2 * layout.pipeline
-            whole = not kind.even or (layout.pipeline % 2 == 0 and micro_batches % 2 == 0)
-            if enough and whole:
-                yield schedule, 2
-        else:
+            yield from ((schedule, chunks) for chunks in counts if layers >= chunks * layout.pipeline)
+        elif not kind.folded:
             yield schedule, 1
+        elif layers >= 2 * layout.pipeline:
+            yield schedule, 2
 
 
 def _context_methods(request: SearchRequest, layout: Layout) -> Iterator[ContextMethod]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from meshwright.api.edits import with_live_fields
 from meshwright.api.labels import MANAGER
+from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
@@ -22,7 +23,7 @@ from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import revision_of, running_spec
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, Rejection, Worker, has_started, observe_workers
-from meshwright_operator.kube.cache import Cache, JobKey, Object
+from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import with_warnings
@@ -44,7 +45,7 @@ class JobRejectedError(Exception):
 
 def observe_job(
     key: JobKey,
-    job: Object,
+    job: KubeObject,
     cache: Cache,
     scheduler: JobScheduler,
     agents: Agents,
@@ -72,17 +73,17 @@ def observe_job(
     return _observe_edit(observer, running, requested)
 
 
-def managed_here(job: Object) -> bool:
+def managed_here(job: KubeObject) -> bool:
     """Whether this operator is the one to act on the job; another manager's job is none of its business."""
     return _spec_field(job, "managedBy") in (None, MANAGER)
 
 
-def suspended_by_user(job: Object) -> bool:
+def suspended_by_user(job: KubeObject) -> bool:
     """Whether the object asks for suspension, however little else of it can be read."""
     return _spec_field(job, "suspend") is True
 
 
-def _spec_field(job: Object, field: str) -> object:
+def _spec_field(job: KubeObject, field: str) -> object:
     spec = job.get("spec")
     return spec.get(field) if isinstance(spec, dict) else None
 
@@ -92,7 +93,7 @@ class _JobObserver:
     """One look at a job, at whatever spec it is taken to have."""
 
     key: JobKey
-    job: Object
+    job: KubeObject
     status: ParallelTrainingJobStatus
     cache: Cache
     scheduler: JobScheduler
@@ -124,7 +125,7 @@ class _JobObserver:
         )
 
 
-def _parsed(job: Object) -> ParallelTrainingJobSpec:
+def _parsed(job: KubeObject) -> ParallelTrainingJobSpec:
     try:
         return parse_spec(job)
     except InvalidSpecError as error:
@@ -164,7 +165,7 @@ def _blocked(error: JobRejectedError) -> BlockedEdit:
     return BlockedEdit(error.reason, f"the edit cannot be put into effect: {error.message}", retryable=error.retryable)
 
 
-def _running_with_live_fields(running: ParallelTrainingJobSpec, job: Object) -> ParallelTrainingJobSpec:
+def _running_with_live_fields(running: ParallelTrainingJobSpec, job: KubeObject) -> ParallelTrainingJobSpec:
     """What runs, with the fields that take effect at once as the object has them, as far as they can be read."""
     try:
         return with_live_fields(running, parse_spec(job))
@@ -219,7 +220,7 @@ def _workers(
     return observe_workers(len(plan.workers), status, pods, down, refused, draining)
 
 
-def _may_be_draining(node: Object | None) -> bool:
+def _may_be_draining(node: KubeObject | None) -> bool:
     """Whether anything about the node keeps pods off: few nodes, so that no others need to be read."""
     return node is not None and bool(node["spec"].get("unschedulable") or node["spec"].get("taints"))
 
@@ -234,5 +235,5 @@ def _is_draining(rejection: str) -> bool:
     )
 
 
-def _is_ready(node: Object) -> bool:
+def _is_ready(node: KubeObject) -> bool:
     return any(c.get("status") == "True" for c in node["status"]["conditions"])

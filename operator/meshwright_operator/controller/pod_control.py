@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
-from typing import Any
 
 from meshwright.api import names
 from meshwright.api.labels import GANG_GATE, LABEL_JOB
+from meshwright.api.objects import KubeObject
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -17,8 +17,6 @@ from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.manifests.owned_objects import service, token_secret
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-
-Object = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class PodControl:
             obj = await self._client.merge_patch(path, {"metadata": {"labels": {LABEL_JOB: key.name}}})
         self._cache_pod(obj)
 
-    async def _apply(self, path: str, body: Object) -> None:
+    async def _apply(self, path: str, body: KubeObject) -> None:
         await self._client.apply(path, body)
 
     async def _create(self, context: PodContext, placed: WorkerPlacement) -> None:
@@ -138,7 +136,7 @@ class PodControl:
         await self._client.delete(pods_path(pod.namespace, pod.name), pod.uid)
         self._metrics.pod_operations.labels("delete").inc()
 
-    def _cache_pod(self, obj: Object) -> None:
+    def _cache_pod(self, obj: KubeObject) -> None:
         pod = read_pod(obj)
         if pod is not None:
             self._cache.put_pod(pod)

@@ -12,9 +12,9 @@ import contextlib
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
 from meshwright.api.conditions import READY, SUSPENDED, is_true
+from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright_operator import logging_config
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job, suspended_by_user
@@ -43,8 +43,6 @@ from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import seconds_since, utc_now
-
-Object = dict[str, Any]
 
 
 class Reconciler:
@@ -144,12 +142,12 @@ class Reconciler:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
         await self._execute(key, job, rendezvous, draft)
 
-    def _observe(self, key: JobKey, job: Object, rendezvous: Rendezvous) -> Observed:
+    def _observe(self, key: JobKey, job: KubeObject, rendezvous: Rendezvous) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
         return observe_job(key, job, self._cache, self._scheduler, rendezvous.agents(), self._now(), rejection)
 
     async def _confirm_missing_pods(
-        self, key: JobKey, job: Object, rendezvous: Rendezvous, observed: Observed
+        self, key: JobKey, job: KubeObject, rendezvous: Rendezvous, observed: Observed
     ) -> Observed:
         """The same, after every pod that seems to be missing was looked for on the server."""
         if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
@@ -162,7 +160,7 @@ class Reconciler:
         )
         return self._observe(key, job, rendezvous)
 
-    async def _execute(self, key: JobKey, job: Object, rendezvous: Rendezvous, draft: Decision) -> None:
+    async def _execute(self, key: JobKey, job: KubeObject, rendezvous: Rendezvous, draft: Decision) -> None:
         observed = draft.observed
         await self._writer.write(key, job, draft.status, bool(draft.events))
         # What was refused is told and persisted now; the next refusal is another one.
@@ -221,7 +219,7 @@ class Reconciler:
             None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
         )
 
-    async def _reject(self, key: JobKey, job: Object, rejection: JobRejectedError) -> None:
+    async def _reject(self, key: JobKey, job: KubeObject, rejection: JobRejectedError) -> None:
         """Says why nothing can be done, once."""
         old = parse_status(job)
         generation = int(job["metadata"].get("generation", 0))
@@ -276,7 +274,7 @@ class Reconciler:
     def _timeline(self, uid: str) -> StartTimeline:
         return self._timelines.setdefault(uid, StartTimeline())
 
-    def _update_metrics(self, key: JobKey, job: Object, draft: Decision) -> None:
+    def _update_metrics(self, key: JobKey, job: KubeObject, draft: Decision) -> None:
         observed = draft.observed
         received = observed.agents.reports.get(rank_zero_worker(observed))
         current = received is not None and received.report.generation == observed.mesh.generation

@@ -7,14 +7,13 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
+from meshwright.api.objects import KubeObject
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.decide.progress import THROTTLED_FIELDS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
-
-Object = dict[str, Any]
 
 PROGRESS_SECONDS = 10.0
 """Shortest time between two writes of a job that only tell progress."""
@@ -39,7 +38,7 @@ class StatusWriter:
         self._queue = queue
         self._written: dict[str, float] = {}
 
-    async def write(self, key: JobKey, job: Object, status: ParallelTrainingJobStatus, has_events: bool) -> bool:
+    async def write(self, key: JobKey, job: KubeObject, status: ParallelTrainingJobStatus, has_events: bool) -> bool:
         """Writes what changed, at once or with the next progress; whether it wrote.
 
         Raises:
@@ -48,7 +47,7 @@ class StatusWriter:
         """
         old = job.get("status")
         old = old if isinstance(old, dict) else {}
-        new: Object = dict(status.wire())
+        new: KubeObject = dict(status.wire())
         patch = merge_diff(old, new)
         if not patch:
             return False
@@ -90,7 +89,7 @@ def merge_diff(old: Any, new: Any) -> Any:
     """The merge patch (RFC 7386) that makes `new` of `old`; None-valued keys delete; `{}` when nothing differs."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    patch: Object = {key: None for key in old if key not in new}
+    patch: KubeObject = {key: None for key in old if key not in new}
     for key, value in new.items():
         if key not in old:
             patch[key] = value
@@ -99,12 +98,12 @@ def merge_diff(old: Any, new: Any) -> Any:
     return patch
 
 
-def is_urgent(old: Object, new: Object) -> bool:
+def is_urgent(old: KubeObject, new: KubeObject) -> bool:
     """Whether `new` tells more than progress: then it is written at once."""
     return _without_progress(old) != _without_progress(new)
 
 
-def _without_progress(status: Object) -> Object:
+def _without_progress(status: KubeObject) -> KubeObject:
     """The status without progress, and without the wording of conditions; but with whether all ranks train.
 
     That is news even where the conditions cannot tell it, since an edit is held back.

@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
-
-Object = dict[str, Any]
 
 
 class JobKey(NamedTuple):
@@ -30,22 +29,22 @@ class Cache:
     """The operator's view of the cluster. Used from one event loop only."""
 
     def __init__(self) -> None:
-        self.jobs: dict[JobKey, Object] = {}
-        self.nodes: dict[str, Object] = {}
+        self.jobs: dict[JobKey, KubeObject] = {}
+        self.nodes: dict[str, KubeObject] = {}
         self._pods: dict[JobKey, dict[str, Pod]] = defaultdict(dict)
         self._unowned_pods: dict[str, PodRequest] = {}
         self._deleted_versions: dict[str, int] = {}
         self.nodes_version = 0
         """Another one whenever anything that placement looks at is different."""
 
-    def put_job(self, obj: Object) -> None:
+    def put_job(self, obj: KubeObject) -> None:
         """Takes a job unless a newer version of it is here."""
         key = key_of(obj)
         old = self.jobs.get(key)
         if old is None or _uid(old) != _uid(obj) or _version(old) <= _version(obj):
             self.jobs[key] = trim_job(obj)
 
-    def remove_job(self, obj: Object) -> None:
+    def remove_job(self, obj: KubeObject) -> None:
         """Drops a job, unless another object of the same name took its place."""
         key = key_of(obj)
         if (old := self.jobs.get(key)) is not None and _uid(old) == _uid(obj):
@@ -75,7 +74,7 @@ class Cache:
         while len(self._deleted_versions) > 4096:
             del self._deleted_versions[next(iter(self._deleted_versions))]
 
-    def put_unowned_pod(self, obj: Object) -> None:
+    def put_unowned_pod(self, obj: KubeObject) -> None:
         """Takes a pod that carries the job label and is no job's: it holds its node all the same."""
         pod_request = read_pod_request(obj, {})
         if pod_request is not None:
@@ -124,7 +123,7 @@ class Cache:
         """Every pod with the job label."""
         return [pod for pods in self._pods.values() for pod in pods.values()]
 
-    def put_node(self, obj: Object) -> bool:
+    def put_node(self, obj: KubeObject) -> bool:
         """Takes a node; whether anything that placement looks at is different now."""
         trimmed = trim_node(obj)
         name = trimmed["metadata"]["name"]
@@ -145,13 +144,13 @@ def key_of(obj: Mapping[str, Any]) -> JobKey:
     return JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
 
 
-def trim_job(obj: Object) -> Object:
+def trim_job(obj: KubeObject) -> KubeObject:
     """A job without what nobody here reads."""
     dropped = ("managedFields", "annotations")
     return {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k not in dropped}}
 
 
-def trim_node(obj: Object) -> Object:
+def trim_node(obj: KubeObject) -> KubeObject:
     """What placement and recovery look at; no heartbeat times, so that a node that is just alive does not differ."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     conditions = [c for c in status.get("conditions") or () if isinstance(c, dict) and c.get("type") == "Ready"]

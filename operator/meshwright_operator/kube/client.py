@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 import aiohttp
@@ -29,11 +29,10 @@ from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
 from meshwright.api.labels import FIELD_MANAGER
+from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.paths import LEASES, resource_of
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-
-Object = dict[str, Any]
 
 PAGE_SIZE = 500
 IDENTITY_ENCODING = "identity"
@@ -68,7 +67,7 @@ class FencedError(ApiError):
 class Page(NamedTuple):
     """Part of a collection, and the version of the collection that all its pages show."""
 
-    items: list[Object]
+    items: list[KubeObject]
     version: str
 
 
@@ -104,7 +103,7 @@ class KubeClient:
         """Closes all connections."""
         await self._rest.close()
 
-    async def get(self, path: str) -> Object:
+    async def get(self, path: str) -> KubeObject:
         """One object.
 
         Raises:
@@ -141,20 +140,20 @@ class KubeClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from None
 
-    async def create(self, path: str, body: Object) -> Object:
+    async def create(self, path: str, body: KubeObject) -> KubeObject:
         """POST to a collection."""
         return await self._call("POST", path, {"fieldManager": FIELD_MANAGER}, body)
 
-    async def replace(self, path: str, body: Object) -> Object:
+    async def replace(self, path: str, body: KubeObject) -> KubeObject:
         """PUT, with the object's resourceVersion as precondition."""
         return await self._call("PUT", path, {"fieldManager": FIELD_MANAGER}, body)
 
-    async def apply(self, path: str, body: Object) -> Object:
+    async def apply(self, path: str, body: KubeObject) -> KubeObject:
         """Server-side apply: makes the object or brings the operator's fields of it in line."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call("PATCH", path, query, body, "application/apply-patch+yaml")
 
-    async def merge_patch(self, path: str, body: Object) -> Object:
+    async def merge_patch(self, path: str, body: KubeObject) -> KubeObject:
         """JSON merge patch (RFC 7386); `metadata.resourceVersion` or `uid` in it is a precondition."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PATCH", path, query, body, "application/merge-patch+json")
@@ -178,9 +177,9 @@ class KubeClient:
         verb: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: KubeObject | None = None,
         content_type: str = "application/json",
-    ) -> Object:
+    ) -> KubeObject:
         present = {k: v for k, v in (query or {}).items() if v}
         url = path + (f"?{urlencode(present)}" if present else "")
         if path.startswith(LEASES):
@@ -221,8 +220,8 @@ class KubeClient:
             await asyncio.sleep(seconds_left)
 
     async def _send(
-        self, verb: str, path: str, url: str, body: Object | None, content_type: str, seconds: float
-    ) -> Object:
+        self, verb: str, path: str, url: str, body: KubeObject | None, content_type: str, seconds: float
+    ) -> KubeObject:
         code, started = 0, time.monotonic()
         try:
             async with await self._open(
@@ -239,7 +238,7 @@ class KubeClient:
         return _decode_response(code, data, response.headers)
 
     async def _open(
-        self, verb: str, url: str, body: Object | None, content_type: str, timeout_options: aiohttp.ClientTimeout
+        self, verb: str, url: str, body: KubeObject | None, content_type: str, timeout_options: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
         headers = {
             "Accept": "application/json",
@@ -257,7 +256,7 @@ class KubeClient:
         return response
 
 
-def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> Object:
+def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> KubeObject:
     try:
         answer = orjson.loads(data) if data else {}
     except json.JSONDecodeError:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.paths import lease_path
@@ -20,7 +20,6 @@ from meshwright_operator.timestamps import format_micro_time, utc_now
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 RENEW_DEADLINE_FRACTION = 2 / 3
 """The part of the lease for which its holder may act on it."""
@@ -54,7 +53,7 @@ class LeaderElector:
         self._name = name
         self._identity = identity
         self._seconds = seconds
-        self._object: Object | None = None
+        self._object: KubeObject | None = None
         self._last_observed: tuple[object, float] = (None, 0.0)
 
     async def acquire(self) -> None:
@@ -144,7 +143,7 @@ class LeaderElector:
         self._fence.extend(started + self._seconds * RENEW_DEADLINE_FRACTION)
         return ""
 
-    def _expired(self, spec: Object) -> bool:
+    def _expired(self, spec: KubeObject) -> bool:
         """Whether the holder has not renewed for the lease's time, by this process's clock alone."""
         mark = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         if self._last_observed[0] != mark:
@@ -152,7 +151,7 @@ class LeaderElector:
         duration = spec.get("leaseDurationSeconds")
         return time.monotonic() - self._last_observed[1] > (duration if isinstance(duration, int) else self._seconds)
 
-    async def _write(self, fields: Object) -> None:
+    async def _write(self, fields: KubeObject) -> None:
         now = format_micro_time(utc_now())
         if self._object is None:
             body = {

@@ -19,7 +19,8 @@ import aiohttp
 import orjson
 
 from meshwright.api.labels import LABEL_JOB
-from meshwright_operator.kube.client import ApiError, KubeClient, Object
+from meshwright.api.objects import KubeObject
+from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import pods_path
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
@@ -75,7 +76,7 @@ class PodInformer:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _events(self) -> AsyncIterator[Object]:
+    async def _events(self) -> AsyncIterator[KubeObject]:
         query = {
             "watch": "true",
             "labelSelector": LABEL_JOB,
@@ -87,7 +88,7 @@ class PodInformer:
             async for line in split_lines(content, lambda: self._liveness.seen(self._path)):
                 yield _event(line)
 
-    def _apply_event(self, event: Object) -> None:
+    def _apply_event(self, event: KubeObject) -> None:
         obj = event["object"]
         if event["type"] == "ERROR":
             raise ApiError(int(obj.get("code") or 0), str(obj.get("reason", "")), str(obj.get("message", "")))
@@ -99,14 +100,14 @@ class PodInformer:
         self._version = obj["metadata"]["resourceVersion"]
 
 
-def _event(line: bytes) -> Object:
+def _event(line: bytes) -> KubeObject:
     try:
         event = orjson.loads(line)
         if event["type"] != "ERROR":
             event["object"]["metadata"]["resourceVersion"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ApiError(0, "Garbled", f"what the watch sent is no event: {error!r}") from None
-    found: Object = event
+    found: KubeObject = event
     return found
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import orjson
 
 from meshwright.api.labels import KIND
+from meshwright.api.objects import KubeObject
 from meshwright.planner.cluster.inventory import MALFORMED
 from meshwright.planner.cluster.pod_resources import Resources, is_terminal, node_of, pod_request
-
-Object = dict[str, Any]
 
 KEPT_FIELDS = ("overhead", "resources")
 CONTAINERS = ("containers", "initContainers")
@@ -77,7 +76,7 @@ def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]
             return None
         metadata = obj["metadata"]
         owners = metadata.get("ownerReferences") or ()
-        job: Object = next((o for o in owners if o.get("controller") and o.get("kind") == KIND), {})
+        job: KubeObject = next((o for o in owners if o.get("controller") and o.get("kind") == KIND), {})
         where = str(metadata.get("namespace", ""))
         return PodRequest(metadata["name"], where, node, request_json_of(obj), job.get("name", ""), job.get("uid", ""))
     except MALFORMED:

@@ -18,7 +18,8 @@ from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
 from meshwright.api.labels import FIELD_MANAGER, GROUP, PLURAL, VERSION
-from meshwright_operator.kube.cache import Cache, JobKey, Object, key_of
+from meshwright.api.objects import KubeObject
+from meshwright_operator.kube.cache import Cache, JobKey, key_of
 from meshwright_operator.kube.client import IDENTITY_ENCODING, PAGE_SIZE
 from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
@@ -51,7 +52,7 @@ class EventHandlers:
             self._cache.put_job(obj)
         self._queue.add(key_of(obj))
 
-    def pod(self, event: Object) -> None:
+    def pod(self, event: KubeObject) -> None:
         """A pod with the job label was added, changed or deleted."""
         self._metrics.last_event.labels("pods").set_to_current_time()
         pod = read_pod(event["object"])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.api import names
 from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB, LABEL_JOB_UID, METRICS_PORT
-
-Object = dict[str, Any]
+from meshwright.api.objects import KubeObject
 
 TOKEN_KEY = "token"  # noqa: S105 - the key in the secret, not a secret
 
 
-def owner_reference(name: str, uid: str) -> Object:
+def owner_reference(name: str, uid: str) -> KubeObject:
     """The job as controlling owner: the garbage collector deletes its children after it, without any finalizer."""
     return {
         "apiVersion": API_VERSION,
@@ -35,7 +32,7 @@ def job_labels(name: str, uid: str) -> dict[str, str]:
     }
 
 
-def service(name: str, namespace: str, uid: str) -> Object:
+def service(name: str, namespace: str, uid: str) -> KubeObject:
     """The headless service that names worker pods; also those not ready yet, since peers meet first."""
     return {
         "apiVersion": "v1",
@@ -50,7 +47,7 @@ def service(name: str, namespace: str, uid: str) -> Object:
     }
 
 
-def token_secret(name: str, namespace: str, uid: str, token: str) -> Object:
+def token_secret(name: str, namespace: str, uid: str, token: str) -> KubeObject:
     """The secret that carries the job's coordinator token into its pods. Written, never read back."""
     return {
         "apiVersion": "v1",
@@ -61,7 +58,7 @@ def token_secret(name: str, namespace: str, uid: str, token: str) -> Object:
     }
 
 
-def _metadata(child: str, namespace: str, name: str, uid: str) -> Object:
+def _metadata(child: str, namespace: str, name: str, uid: str) -> KubeObject:
     return {
         "name": child,
         "namespace": namespace,

@@ -8,16 +8,14 @@ The real scheduler still checks resources and taints of the pinned node, since p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.api import labels, names
+from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.volumes import VolumeSpec
 from meshwright.api.workers import EnvVar
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
-
-Object = dict[str, Any]
 
 USER_ID = 65532
 
@@ -34,7 +32,7 @@ class PodContext:
     coordinator_url: str
 
 
-def worker_pod(context: PodContext, placed: WorkerPlacement) -> Object:
+def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     """The pod of one worker incarnation, where the placement says."""
     return {
         "apiVersion": "v1",
@@ -71,9 +69,9 @@ def checkpoint_directory(name: str, uid: str) -> str:
     return f"{labels.CHECKPOINT_MOUNT}/{name}-{uid[:8]}"
 
 
-def _pod_spec(context: PodContext, placed: WorkerPlacement) -> Object:
+def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     workers = context.spec.workers
-    spec: Object = {
+    spec: KubeObject = {
         "restartPolicy": "Never",
         "hostname": names.pod_name(context.name, placed.worker, placed.incarnation),
         "subdomain": names.service_name(context.name),
@@ -102,19 +100,19 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> Object:
     return spec | {key: value for key, value in optional.items() if value}
 
 
-def _scheduling(scheduler: str | None, node: str) -> Object:
+def _scheduling(scheduler: str | None, node: str) -> KubeObject:
     """Gated and pinned to the node that was chosen, or left to the scheduler that is to choose."""
     if scheduler is not None:
         return {"schedulerName": scheduler}
     return {"schedulingGates": [{"name": labels.GANG_GATE}], "affinity": {"nodeAffinity": _pinned_node_affinity(node)}}
 
 
-def _pinned_node_affinity(node: str) -> Object:
+def _pinned_node_affinity(node: str) -> KubeObject:
     field = {"key": "metadata.name", "operator": "In", "values": [node]}
     return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": [field]}]}}
 
 
-def _container(context: PodContext, placed: WorkerPlacement) -> Object:
+def _container(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     policy = context.spec.workers.image_pull_policy
     return {
         "name": labels.WORKER_CONTAINER,
@@ -129,7 +127,7 @@ def _container(context: PodContext, placed: WorkerPlacement) -> Object:
     }
 
 
-def _resources(spec: ParallelTrainingJobSpec) -> Object:
+def _resources(spec: ParallelTrainingJobSpec) -> KubeObject:
     workers = spec.workers
     gpus = {workers.gpu_resource: str(workers.gpus_per_worker)}
     requests, limits = dict(gpus), dict(gpus)
@@ -140,7 +138,7 @@ def _resources(spec: ParallelTrainingJobSpec) -> Object:
     return {"requests": requests, "limits": limits}
 
 
-def _environment(context: PodContext, placed: WorkerPlacement) -> list[Object]:
+def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObject]:
     """The operator's own variables last: in a repeated name the last one holds."""
     grace = context.spec.workers.termination_grace_period_seconds
     values = {
@@ -169,21 +167,21 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[Object]:
     ]
 
 
-def _variable(variable: EnvVar) -> Object:
+def _variable(variable: EnvVar) -> KubeObject:
     source = variable.value_from
     if source is None:
         return {"name": variable.name, "value": variable.value}
     return {"name": variable.name, "valueFrom": source.wire()}
 
 
-def _volumes(spec: ParallelTrainingJobSpec) -> list[tuple[Object, Object]]:
+def _volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, KubeObject]]:
     """The operator's own volumes and the job's, each with its mount."""
     return [*_operator_volumes(spec), *(_job_volume(volume) for volume in spec.workers.volumes)]
 
 
-def _job_volume(volume: VolumeSpec) -> tuple[Object, Object]:
+def _job_volume(volume: VolumeSpec) -> tuple[KubeObject, KubeObject]:
     if volume.claim_name is not None:
-        source: Object = {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": volume.read_only}}
+        source: KubeObject = {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": volume.read_only}}
     elif volume.config_map_name is not None:
         source = {"configMap": {"name": volume.config_map_name}}
     elif volume.secret_name is not None:
@@ -195,9 +193,9 @@ def _job_volume(volume: VolumeSpec) -> tuple[Object, Object]:
     return {"name": volume.name, **source}, mount
 
 
-def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[Object, Object]]:
+def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, KubeObject]]:
     """Volumes with their mounts. Shared memory is a memory volume: the runtime's default of 64 MiB starves torch."""
-    found: list[tuple[Object, Object]] = [
+    found: list[tuple[KubeObject, KubeObject]] = [
         ({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     ]
     if spec.checkpoint is not None:

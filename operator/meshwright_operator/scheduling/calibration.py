@@ -13,6 +13,7 @@ from dataclasses import asdict
 from math import isclose
 
 from meshwright.api.data import DataFormat
+from meshwright.api.objects import KubeObject
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.training import ActivationCheckpointing
@@ -22,7 +23,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement.placed_cost import group_spans_of_status
-from meshwright_operator.kube.cache import Cache, Object
+from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling.scheduler import JobScheduler
 
 PERIOD_SECONDS = 60.0
@@ -67,20 +68,20 @@ class CalibrationLoop:
         before, now = asdict(old), asdict(found.constants[gpu])
         return any(not isclose(now[name], value, rel_tol=LOG_THRESHOLD) for name, value in before.items())
 
-    def _refitted(self, jobs: Sequence[Object]) -> Calibration:
+    def _refitted(self, jobs: Sequence[KubeObject]) -> Calibration:
         inventories: dict[str, Inventory] = {}
         return recalibrate(
             Calibration(), (found for job in jobs if (found := self._read(job, inventories)) is not None)
         )
 
-    def _read(self, job: Object, inventories: dict[str, Inventory]) -> StepMeasurement | None:
+    def _read(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:
         """What a job measures; None for one that cannot be read: it teaches nothing, and keeps nobody else from it."""
         try:
             return self._measured(job, inventories)
         except (ArithmeticError, AttributeError, InvalidSpecError, TypeError, UnknownModelError, ValueError):
             return None
 
-    def _measured(self, job: Object, inventories: dict[str, Inventory]) -> StepMeasurement | None:
+    def _measured(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:
         """What a job that runs measures; None where there is nothing yet, or no price for it.
 
         `inventories` holds the nodes as jobs with the same wishes see them.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshwright.api.objects import KubeObject
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
-from meshwright_operator.kube.cache import JobKey, Object
+from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import format_time, seconds_since
@@ -35,7 +36,7 @@ class EditAdmission:
         self._scheduler = scheduler
         self._trials: dict[str, _Trial] = {}
 
-    async def admit(self, key: JobKey, job: Object, observed: Observed) -> Observed:
+    async def admit(self, key: JobKey, job: KubeObject, observed: Observed) -> Observed:
         """The job as it is to be acted on: with its edit, or as it runs while there is no room for that.
 
         Raises:
@@ -59,7 +60,7 @@ class EditAdmission:
         """The job is gone."""
         self._trials.pop(uid, None)
 
-    async def _try_placement(self, key: JobKey, job: Object, observed: Observed) -> Plan | str:
+    async def _try_placement(self, key: JobKey, job: KubeObject, observed: Observed) -> Plan | str:
         """The plan with which the edit fits, or why none does."""
         last = self._trials.get(observed.uid)
         fresh = last is not None and seconds_since(last.at, observed.now) < RETRY_PLACEMENT_SECONDS

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
+from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cost_model import Calibration, cost_model_for
@@ -31,7 +32,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang import Place
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
-from meshwright_operator.kube.cache import Cache, JobKey, Object
+from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.timestamps import parse_time
 
 RESERVE_SECONDS = 120.0
@@ -70,7 +71,7 @@ class PlacementRequest:
     def of(
         cls,
         key: JobKey,
-        job: Object,
+        job: KubeObject,
         observed: Observed,
         *,
         since: datetime,
@@ -102,7 +103,7 @@ class PlacementRequest:
         )
 
     @classmethod
-    def of_decision(cls, key: JobKey, job: Object, decision: Decision, step: Place) -> PlacementRequest:
+    def of_decision(cls, key: JobKey, job: KubeObject, decision: Decision, step: Place) -> PlacementRequest:
         """The request for the workers that a decision wants to place."""
         observed = decision.observed
         placed = find(observed.status.conditions, names.PLACED)

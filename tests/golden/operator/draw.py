@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
+from meshwright.api.objects import KubeObject
 from tests.golden.files import ROOT, encode
-from tests.golden.operator.moves import BASE, COMMAND, MALFORMED, NATIVE, OF_COMMANDS, PARALLELISM, Object, applied
+from tests.golden.operator.moves import BASE, COMMAND, MALFORMED, NATIVE, OF_COMMANDS, PARALLELISM, applied
 from tests.golden.operator.specs import FOLDER, cases, outcome, problems
 from tests.operator.support import ROOT as REPOSITORY
 from tests.rules.test_rules import CASES
@@ -35,10 +36,10 @@ def main() -> None:
     write("edits.jsonl", draw_edits(valid))
 
 
-def draw_valid() -> tuple[dict[str, Object], dict[str, Object]]:
+def draw_valid() -> tuple[dict[str, KubeObject], dict[str, KubeObject]]:
     """Specs that the operator starts, and some valid ones that it refuses or cannot plan."""
-    valid: dict[str, Object] = {}
-    refused: dict[str, Object] = {}
+    valid: dict[str, KubeObject] = {}
+    refused: dict[str, KubeObject] = {}
     missing, seed = set(schema_values()), 0
     while len(valid) < SPECS:
         seed += 1
@@ -57,11 +58,11 @@ def draw_valid() -> tuple[dict[str, Object], dict[str, Object]]:
     return valid, refused
 
 
-def walk(chance: Random, missing: set[str]) -> tuple[Object, Object | None]:
+def walk(chance: Random, missing: set[str]) -> tuple[KubeObject, KubeObject | None]:
     """A spec that the operator starts, and the last valid spec on the way that it did not start."""
     command = chance.random() < 0.12
     spec = COMMAND if command else BASE
-    nodes: Object = {
+    nodes: KubeObject = {
         "gpus": chance.choice((4, 8, 8)),
         "per_rack": chance.choice((1, 2, 4)),
         "product": chance.choice(PRODUCTS),
@@ -87,7 +88,7 @@ def walk(chance: Random, missing: set[str]) -> tuple[Object, Object | None]:
     return {"nodes": nodes, "spec": spec}, failed
 
 
-def sound(spec: Object) -> bool:
+def sound(spec: KubeObject) -> bool:
     """Whether the spec breaks no rule and is small enough to run."""
     broken, _ = problems(spec)
     p = spec.get("parallelism", {})
@@ -95,21 +96,21 @@ def sound(spec: Object) -> bool:
     return broken == {"rules": []} and least <= LARGEST_WORLD
 
 
-def trains(case: Object) -> bool:
+def trains(case: KubeObject) -> bool:
     """Whether the operator starts the ranks, or the spec asks it not to."""
     found, _ = outcome("train", case)
     plan = found["status"].get("plan") or {}
     return (idle(case["spec"]) or found["document"] is not None) and plan.get("worldSize", 0) <= LARGEST_WORLD
 
 
-def idle(spec: Object) -> bool:
+def idle(spec: KubeObject) -> bool:
     """Whether the spec asks the operator to start nothing."""
     return bool(spec.get("suspend")) or spec.get("managedBy") == "example.com/other"
 
 
-def draw_invalid(valid: dict[str, Object]) -> dict[str, Object]:
+def draw_invalid(valid: dict[str, KubeObject]) -> dict[str, KubeObject]:
     """Specs that break each rule at least once, and specs that do not fit the schema."""
-    found: dict[str, Object] = {}
+    found: dict[str, KubeObject] = {}
     for number, (base, changes, field) in enumerate(CASES):
         chance = Random(f"rule {number}")
         plain = applied(base, changes)
@@ -129,9 +130,9 @@ def draw_invalid(valid: dict[str, Object]) -> dict[str, Object]:
     return found
 
 
-def draw_edits(valid: dict[str, Object]) -> dict[str, Object]:
+def draw_edits(valid: dict[str, KubeObject]) -> dict[str, KubeObject]:
     """Edits of started jobs, one move each."""
-    found: dict[str, Object] = {}
+    found: dict[str, KubeObject] = {}
     seed = 0
     while len(found) < EDITS:
         seed += 1
@@ -151,7 +152,7 @@ def schema_values() -> Iterator[str]:
     yield from _schema_values(schema, "")
 
 
-def _schema_values(schema: Object, path: str) -> Iterator[str]:
+def _schema_values(schema: KubeObject, path: str) -> Iterator[str]:
     if path:
         yield path
     for name, below in schema.get("properties", {}).items():

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import FailureKind, WorkerState
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from tests.golden.operator.agents import Worker
 from tests.golden.operator.jobs import Jobs
 from tests.golden.operator.machine import Machine, make_nodes, stamp
-from tests.operator.support import JOBS, PODS, Object
+from tests.operator.support import JOBS, PODS
 
 QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=2'
 WEBHOOK = 'admission webhook "policy.example" denied the request: no'
@@ -242,7 +243,7 @@ class Faults:
         """Edits a field of the run configuration."""
         every = self.chance.choice((5, 10, 20))
 
-        def change(spec: Object) -> None:
+        def change(spec: KubeObject) -> None:
             if "checkpoint" in spec and "runtime" not in spec:
                 spec["checkpoint"]["everySteps"] = every
             elif "training" in spec:
@@ -253,7 +254,7 @@ class Faults:
     def edit_live(self) -> str | None:
         """Edits a field that takes effect at once."""
         recovery = {"maxRestarts": self.chance.choice((0, 1, 3, 100)), "hangTimeoutSeconds": 60}
-        changes: list[Object] = [
+        changes: list[KubeObject] = [
             {"recovery": recovery},
             {"priority": self.chance.choice((-1, 0, 5, 9))},
             {"activeDeadlineSeconds": self.chance.choice((60, 300, 3000))},
@@ -265,7 +266,7 @@ class Faults:
     def edit_forbidden(self) -> str | None:
         """Edits an immutable field."""
 
-        def change(spec: Object) -> None:
+        def change(spec: KubeObject) -> None:
             if "training" in spec:
                 spec["training"]["seed"] = spec["training"].get("seed", 0) + 1
             else:
@@ -277,7 +278,7 @@ class Faults:
         """Makes a spec invalid."""
         chosen = self.chance.choice(("field", "type", "rule", "model"))
 
-        def change(spec: Object) -> None:
+        def change(spec: KubeObject) -> None:
             if chosen == "field":
                 spec["workers"]["gpus"] = 2
             elif chosen == "type":
@@ -295,7 +296,7 @@ class Faults:
             return None
         first = copy.deepcopy(self.jobs.drawn[name]["spec"])
 
-        def change(spec: Object) -> None:
+        def change(spec: KubeObject) -> None:
             spec.clear()
             spec.update(first)
 
@@ -335,7 +336,7 @@ class Faults:
             return None
         obj = copy.deepcopy(self.machine.job(name))
         assert obj is not None
-        damage: list[Callable[[Object], Any]] = [
+        damage: list[Callable[[KubeObject], Any]] = [
             lambda status: status.get("mesh", {}).update(startedTime=7),
             lambda status: status.update(conditions="none"),
             lambda status: status.update(placement={"workers": [{"worker": "x"}]}),
@@ -398,7 +399,7 @@ class Faults:
             )
         )
 
-        def fault(verb: str, path: str, body: Object) -> ApiError | None:
+        def fault(verb: str, path: str, body: KubeObject) -> ApiError | None:
             live = [pod for pod in self.machine.pods() if not pod.terminal]
             return error if verb == "POST" and path.endswith("/pods") and len(live) >= allowed else None
 
@@ -454,7 +455,7 @@ class Faults:
         names = sorted(self.machine.jobs())
         return self.chance.choice(names) if names else None
 
-    def _edit(self, change: Callable[[Object], Any]) -> str | None:
+    def _edit(self, change: Callable[[KubeObject], Any]) -> str | None:
         if (name := self._job()) is not None:
             self.machine.edit(name, change)
         return name
@@ -465,7 +466,7 @@ class Faults:
         agent.fail(kind, code, f"RuntimeError: made to fail, code {code}")
         return f"{agent.pod.name} {code}"
 
-    def _fail_pod(self, name: str, status: Object) -> None:
+    def _fail_pod(self, name: str, status: KubeObject) -> None:
         obj = self.machine.cluster.objects[f"{PODS}/{name}"]
         obj["status"] |= {"phase": "Failed", **status}
         self.machine.agents.pop(name, None)
@@ -480,7 +481,7 @@ class Faults:
         }
         self.machine.cluster.put(f"{PODS}/{name}", body)
 
-    async def _node(self, change: Callable[[Object], Any], down: bool | None = None) -> str | None:
+    async def _node(self, change: Callable[[KubeObject], Any], down: bool | None = None) -> str | None:
         names = sorted(self.machine.nodes)
         if down is False:
             names = sorted(self.machine.down & set(names))

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from meshwright.api.objects import KubeObject
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
@@ -23,7 +24,7 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.golden.operator.agents import Worker
 from tests.golden.operator.record import Record
 from tests.golden.operator.wire import Server, served_by
-from tests.operator.support import JOBS, PODS, Object, node
+from tests.operator.support import JOBS, PODS, node
 from tests.operator.world import Agent, Operator, World
 
 BOOT = 1000.0
@@ -43,7 +44,7 @@ class RealTimeLoop(asyncio.SelectorEventLoop):
 class Machine(World):
     """Nodes, pods, agents and operators. Records all that they do."""
 
-    def __init__(self, seed: int, nodes: list[Object], record: Record, *, work: float = 60.0) -> None:
+    def __init__(self, seed: int, nodes: list[KubeObject], record: Record, *, work: float = 60.0) -> None:
         self.record = record
         self.processes = 0
         self.recorders: dict[int, EventRecorder] = {}
@@ -116,7 +117,7 @@ class Machine(World):
         for operator in self.operators:
             await self.recorders[id(operator)].flush(60.0)
 
-    def job(self, name: str) -> Object | None:
+    def job(self, name: str) -> KubeObject | None:
         """The stored job of this name; None without one."""
         return self.cluster.objects.get(f"{JOBS}/{name}")
 
@@ -124,7 +125,7 @@ class Machine(World):
         """Names of all jobs, oldest first."""
         return [obj["metadata"]["name"] for obj in self.cluster.of("paralleltrainingjobs")]
 
-    def edit(self, name: str, change: Callable[[Object], None]) -> None:
+    def edit(self, name: str, change: Callable[[KubeObject], None]) -> None:
         """Edits the spec of a job."""
         obj = self.job(name)
         if obj is None:
@@ -135,7 +136,7 @@ class Machine(World):
             new["metadata"]["generation"] += 1
             self.cluster.update(f"{JOBS}/{name}", new)
 
-    async def put_node(self, body: Object, kind: str = "MODIFIED") -> None:
+    async def put_node(self, body: KubeObject, kind: str = "MODIFIED") -> None:
         """Adds, changes or deletes a node, and sends the watch event."""
         name = body["metadata"]["name"]
         self.nodes[name] = body
@@ -176,7 +177,7 @@ class Machine(World):
             if references and references[0]["uid"] not in owners:
                 self.crash(obj["metadata"]["name"]) if path.startswith(PODS) else self.cluster.remove(path)
 
-    def _kubelet(self, obj: Object) -> None:
+    def _kubelet(self, obj: KubeObject) -> None:
         on = obj["spec"].get("nodeName", "")
         if on in self.down or "ownerReferences" not in obj["metadata"]:
             return
@@ -189,11 +190,11 @@ class Machine(World):
         else:
             super()._kubelet(obj)
 
-    def _start(self, path: str, obj: Object, pod: Pod) -> None:
+    def _start(self, path: str, obj: KubeObject, pod: Pod) -> None:
         if not self.stalled:
             super()._start(path, obj, pod)
 
-    def _bind(self, obj: Object) -> None:
+    def _bind(self, obj: KubeObject) -> None:
         """Binds a pod to the first node with enough GPUs."""
         path = f"{PODS}/{obj['metadata']['name']}"
         if not self.binds or path not in self.cluster.objects:
@@ -208,7 +209,7 @@ class Machine(World):
         obj = self.cluster.objects[f"{PODS}/{pod.name}"]
         return pod.node not in self.unschedulable and self._has_room(obj, pod.node)
 
-    def _has_room(self, obj: Object, name: str) -> bool:
+    def _has_room(self, obj: KubeObject, name: str) -> bool:
         body = self.nodes.get(name)
         if body is None or name in self.down or body.get("spec", {}).get("unschedulable"):
             return False
@@ -230,7 +231,7 @@ class Machine(World):
             self.record.add("mesh", job=agent.pod.job, document=agent.document.wire())
         self.record.add("start", pod=agent.pod.name, generation=agent.generation)
 
-    def _check_change(self, old: Object, new: Object) -> None:
+    def _check_change(self, old: KubeObject, new: KubeObject) -> None:
         """Other tests check this."""
 
     def _check_pods(self) -> None:
@@ -263,7 +264,7 @@ def play(make: Callable[[], Machine], story: Callable[[Machine], Awaitable[T]]) 
 
 def make_nodes(
     count: int, gpus: int, *, per_rack: int = 4, product: str = "", labels: dict[str, str] | None = None
-) -> list[Object]:
+) -> list[KubeObject]:
     """Equal nodes."""
     found = []
     for number in range(count):
@@ -280,11 +281,11 @@ def stamp(machine: World) -> str:
     return machine.now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _resources(obj: Object) -> list[str]:
+def _resources(obj: KubeObject) -> list[str]:
     limits = obj["spec"]["containers"][0].get("resources", {}).get("limits", {})
     return sorted(name for name in limits if "/" in name)
 
 
-def _asked(obj: Object, resource: str) -> int:
+def _asked(obj: KubeObject, resource: str) -> int:
     limits = obj["spec"]["containers"][0].get("resources", {}).get("limits", {})
     return int(limits.get(resource, 0))

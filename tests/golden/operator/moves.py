@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-Object = dict[str, Any]
+from meshwright.api.objects import KubeObject
+
 Move = dict[str, Any]
 
-BASE: Object = {
+BASE: KubeObject = {
     "replicas": 2,
     "model": {
         "layers": 8,
@@ -22,7 +23,7 @@ BASE: Object = {
     "training": {"steps": 1000, "globalBatchSize": 48, "sequenceLength": 128},
     "workers": {"image": "registry.example.com/worker:1", "gpusPerWorker": 2},
 }
-COMMAND: Object = {
+COMMAND: KubeObject = {
     "replicas": 4,
     "runtime": {"command": ["python", "train.py", "--steps", "100"]},
     "workers": {"image": "registry.example.com/worker:1", "gpusPerWorker": 2},
@@ -56,7 +57,7 @@ def one(path: str, *values: Any) -> list[Move]:
     return [{path: value} for value in values]
 
 
-def part(path: str, *fields: Object) -> list[Move]:
+def part(path: str, *fields: KubeObject) -> list[Move]:
     """Several fields below a path at a time."""
     return [{f"{path}.{name}": value for name, value in some.items()} for some in fields]
 
@@ -271,7 +272,7 @@ MALFORMED: list[Move] = [
 ]
 
 
-def applied(spec: Object, move: Move) -> Object:
+def applied(spec: KubeObject, move: Move) -> KubeObject:
     """The spec with a move's fields set, or removed where the value is None."""
     found = copy.deepcopy(spec)
     for path, value in move.items():

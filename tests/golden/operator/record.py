@@ -9,10 +9,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from meshwright.api.objects import KubeObject
 from tests.golden.files import canonical
 from tests.golden.operator.wire import stable_event, without_texts
-
-Object = dict[str, Any]
 
 REAL_TIME = ("ptj_watch_last_event_timestamp_seconds",)
 """Metrics of real time."""
@@ -26,14 +25,14 @@ class Record:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.entries: list[Object] = []
+        self.entries: list[KubeObject] = []
         self.texts: list[str] = []
 
     def add(self, what: str, **fields: Any) -> None:
         """Adds an entry. Its messages go to `texts`."""
         self.entries.append(without_texts({"what": what, "at": self.now, **fields}, self.texts))
 
-    def wrote(self, write: Object) -> None:
+    def wrote(self, write: KubeObject) -> None:
         """Adds a write to the API server."""
         self.add("write", **stable_event(write))
 

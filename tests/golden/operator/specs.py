@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.api import labels
+from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.protocol.messages import MeshRequest
 from meshwright.rules.validation import SPEC_RULES, check_edit, check_spec
@@ -22,9 +23,7 @@ from tests.golden.operator.moves import BASE, applied
 from tests.golden.operator.record import Record, delta, digest, rounded
 from tests.golden.operator.wire import without_texts
 
-Object = dict[str, Any]
-
-PLAIN: Object = {"nodes": {"count": 4, "gpus": 8}, "spec": BASE}
+PLAIN: KubeObject = {"nodes": {"count": 4, "gpus": 8}, "spec": BASE}
 """The spec that others are compared with."""
 FOLDER = files.ROOT / "operator"
 SECONDS = 25
@@ -36,7 +35,7 @@ def cases(name: str) -> dict[str, Any]:
     return {key: value for line in text.splitlines() for key, value in json.loads(line).items()}
 
 
-def outcome(name: str, case: Object, *, valid: bool = True) -> tuple[Object, Object]:
+def outcome(name: str, case: KubeObject, *, valid: bool = True) -> tuple[KubeObject, KubeObject]:
     """What the operator does with a spec on the nodes of its case, and the messages in it."""
     record = Record()
     nodes = make_nodes(**case["nodes"])
@@ -51,7 +50,7 @@ def outcome(name: str, case: Object, *, valid: bool = True) -> tuple[Object, Obj
         "spec": case["spec"],
     }
 
-    async def story(machine: Machine) -> tuple[Object, Object]:
+    async def story(machine: Machine) -> tuple[KubeObject, KubeObject]:
         machine.submit(job)
         for second in range(SECONDS):
             await machine.tick()
@@ -62,12 +61,12 @@ def outcome(name: str, case: Object, *, valid: bool = True) -> tuple[Object, Obj
     return play(lambda: Machine(0, nodes, record), story)
 
 
-def beside(base: Object, found: dict[str, Object]) -> dict[str, Object]:
+def beside(base: KubeObject, found: dict[str, KubeObject]) -> dict[str, KubeObject]:
     """The outcome of the plain spec, and the difference of each other outcome from it."""
     return {"base": base} | {name: delta(base, value) for name, value in found.items()}
 
 
-def problems(spec: Object) -> tuple[Object, list[str]]:
+def problems(spec: KubeObject) -> tuple[KubeObject, list[str]]:
     """The schema errors of a spec or the rules that it breaks, and their messages.
 
     A rule is named by its field and its position among the rules of that field.
@@ -81,12 +80,12 @@ def problems(spec: Object) -> tuple[Object, list[str]]:
     return {"rules": [_rule(p.field, p.message) for p in broken]}, [p.message for p in broken]
 
 
-def revision(spec: Object) -> str:
+def revision(spec: KubeObject) -> str:
     """The revision hash: pods restart when it changes."""
     return revision_of(ParallelTrainingJobSpec.model_validate(spec))
 
 
-def edited(before: Object, change: Object) -> tuple[Object, list[str]]:
+def edited(before: KubeObject, change: KubeObject) -> tuple[KubeObject, list[str]]:
     """The revision after an edit of a started job, and the immutable fields that it changes, with messages."""
     old, new = (ParallelTrainingJobSpec.model_validate(spec) for spec in (before, applied(before, change)))
     forbidden = check_edit(old, new)
@@ -105,10 +104,10 @@ def _rests(machine: Machine, record: Record) -> bool:
     return started >= len(pods) and machine.seconds() > (4 if pods else 8)
 
 
-async def _found(machine: Machine, record: Record, name: str, valid: bool) -> tuple[Object, Object]:
+async def _found(machine: Machine, record: Record, name: str, valid: bool) -> tuple[KubeObject, KubeObject]:
     job = machine.job(name)
     assert job is not None
-    made: dict[str, list[Object]] = {"pods": [], "services": [], "secrets": []}
+    made: dict[str, list[KubeObject]] = {"pods": [], "services": [], "secrets": []}
     for entry in record.entries:
         if entry["what"] == "write" and "/events" not in entry["path"] and entry["verb"] != "DELETE":
             kind = entry["path"].split("/namespaces/default/")[1].split("/")[0]
@@ -117,7 +116,7 @@ async def _found(machine: Machine, record: Record, name: str, valid: bool) -> tu
     texts: list[str] = []
     status = without_texts(job["status"], texts)
     rest = {key: status.pop(key) for key in ("placement", "appliedSpec", "selector") if key in status}
-    found: Object = {
+    found: KubeObject = {
         "revision": revision(job["spec"]) if valid else None,
         "document": await _document(machine, job),
         "pod": made["pods"][0] if made["pods"] else None,
@@ -136,7 +135,7 @@ async def _found(machine: Machine, record: Record, name: str, valid: bool) -> tu
     }
 
 
-async def _document(machine: Machine, job: Object) -> Object | None:
+async def _document(machine: Machine, job: KubeObject) -> KubeObject | None:
     """The mesh document as it is sent to agents."""
     agents = [agent for agent in machine.agents.values() if agent.document is not None]
     if not agents:
@@ -147,7 +146,7 @@ async def _document(machine: Machine, job: Object) -> Object | None:
     )
     sent = await machine.operators[0].coordinator.rendezvous(job["metadata"]["uid"]).wait_for_newer(request)
     assert sent is not None
-    document: Object = json.loads(sent)
+    document: KubeObject = json.loads(sent)
     return document
 
 

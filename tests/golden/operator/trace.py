@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from tests.golden.files import canonical
 from tests.golden.operator.faults import Faults
 from tests.golden.operator.jobs import Jobs
 from tests.golden.operator.machine import Machine, make_nodes, play
 from tests.golden.operator.record import Record, delta, digest, rounded, samples
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,9 @@ class Trace:
     conditions: dict[str, list[list[str]]]
     messages: dict[str, dict[str, str]]
     metrics: dict[str, str]
-    jobs: dict[str, Object]
+    jobs: dict[str, KubeObject]
 
-    def summary(self) -> Object:
+    def summary(self) -> KubeObject:
         """The main facts, and a digest of everything but messages."""
         writes = Counter(
             f"{entry['verb']} {_resource(entry['path'])} {entry['code']}"
@@ -140,7 +139,7 @@ class Trace:
             "sha256": digest([*self.record.entries, self.metrics]),
         }
 
-    def messages_summary(self) -> Object:
+    def messages_summary(self) -> KubeObject:
         """The messages of the final conditions, and a digest of all messages."""
         return {"conditions": self.messages, "texts": len(self.record.texts), "sha256": digest(self.record.texts)}
 
@@ -244,7 +243,7 @@ def _as_strings(conditions: Any) -> list[str]:
     return [" ".join(str(value) for _, value in sorted(condition.items())) for condition in listed]
 
 
-def _phase(obj: Object) -> str:
+def _phase(obj: KubeObject) -> str:
     return str(obj.get("status", {}).get("phase", ""))
 
 

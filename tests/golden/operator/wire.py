@@ -18,13 +18,13 @@ from urllib.parse import parse_qs, urlsplit
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
+from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.golden.files import canonical
 from tests.operator.memory import MemoryCluster
 
-Object = dict[str, Any]
-Fault = Callable[[str, str, Object], ApiError | None]
+Fault = Callable[[str, str, KubeObject], ApiError | None]
 
 READ = "GET"
 TEXT = "text"
@@ -36,7 +36,7 @@ TIMES = ("firstTimestamp", "lastTimestamp", "eventTime")
 class Server:
     """Serves the objects of a `MemoryCluster` and reports every write with its outcome."""
 
-    def __init__(self, memory: MemoryCluster, wrote: Callable[[Object], None]) -> None:
+    def __init__(self, memory: MemoryCluster, wrote: Callable[[KubeObject], None]) -> None:
         self._memory = memory
         self._wrote = wrote
         self.fault: Fault = lambda verb, path, body: None
@@ -46,10 +46,10 @@ class Server:
         """The client of one operator process."""
         return KubeClient(Configuration(host=f"http://{number}"), metrics)
 
-    async def answer(self, verb: str, url: str, kind: str, body: Object | None) -> Answer:
+    async def answer(self, verb: str, url: str, kind: str, body: KubeObject | None) -> Answer:
         """The answer to a request."""
         parts = urlsplit(url)
-        sent: Object = json.loads(canonical(body or {}))
+        sent: KubeObject = json.loads(canonical(body or {}))
         code, answer = 200, {}
         try:
             if (error := self.fault(verb, parts.path, sent)) is not None:
@@ -73,7 +73,7 @@ class Server:
             raise OSError(answer["message"])
         return Answer(code, canonical(answer).encode())
 
-    async def _serve(self, verb: str, path: str, query: str, kind: str, body: Object) -> Object:
+    async def _serve(self, verb: str, path: str, query: str, kind: str, body: KubeObject) -> KubeObject:
         if "/events" in path:
             return body
         if verb == READ:
@@ -99,7 +99,7 @@ def served_by(server: Callable[[], Server]) -> Iterator[None]:
         rest.configuration = configuration
 
     async def request(
-        rest: Any, verb: str, url: str, headers: Object, body: Object | None, _request_timeout: object
+        rest: Any, verb: str, url: str, headers: KubeObject, body: KubeObject | None, _request_timeout: object
     ) -> Any:
         return SimpleNamespace(response=await server().answer(verb, url, headers["Content-Type"], body))
 
@@ -144,7 +144,7 @@ def without_texts(value: Any, texts: list[str]) -> Any:
     return found
 
 
-def stable_event(write: Object) -> Object:
+def stable_event(write: KubeObject) -> KubeObject:
     """A write of an event, without real time and without the hash of time and message in its name."""
     if "/events" not in write["path"]:
         return write

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.metadata import check_metadata
 from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.rest.query_options import WriteOptions
 from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, prune
 from meshwright_local.apiserver.schema.validation import validate
 from meshwright_local.apiserver.status_errors import ApiError, Cause, bad_request, invalid, not_allowed
-from meshwright_local.kube.resources import Object
 
 _ZERO: dict[Any, Any] = {"string": "", "integer": 0, "number": 0, "boolean": False}
 
 
-def check_type(resource: Resource, obj: Object) -> None:
+def check_type(resource: Resource, obj: KubeObject) -> None:
     """Reject an object of another kind or version than the path's. Fill in fields that are left out."""
     version, kind = obj.setdefault("apiVersion", resource.group_version), obj.setdefault("kind", resource.kind)
     if version != resource.group_version:
@@ -27,7 +27,7 @@ def check_type(resource: Resource, obj: Object) -> None:
         raise bad_request(f"{resource.kind}.metadata must be an object")
 
 
-def check_identity(resource: Resource, new: Object, old: Object) -> None:
+def check_identity(resource: Resource, new: KubeObject, old: KubeObject) -> None:
     """Reject an update of another object than the path's, or of an older state of it."""
     metadata, was = new["metadata"], old["metadata"]
     for key in ("name", "namespace"):
@@ -42,7 +42,7 @@ def check_identity(resource: Resource, new: Object, old: Object) -> None:
         raise resource.conflict(was["name"], text)
 
 
-def admit(resource: Resource, obj: Object, old: Object | None, options: WriteOptions, subresource: str) -> None:
+def admit(resource: Resource, obj: KubeObject, old: KubeObject | None, options: WriteOptions, subresource: str) -> None:
     """Prune, default and validate an object in place.
 
     Raises:
@@ -66,7 +66,7 @@ def admit(resource: Resource, obj: Object, old: Object | None, options: WriteOpt
         raise invalid(resource.group, resource.kind, metadata.get("name", ""), causes)
 
 
-def drop_unknown_fields(resource: Resource, obj: Object, options: WriteOptions) -> None:
+def drop_unknown_fields(resource: Resource, obj: KubeObject, options: WriteOptions) -> None:
     """Prune in place. Unknown fields are an error, a warning or ignored, by the requested field validation."""
     dropped = [f'unknown field "{path}"' for path in prune(resource.node, obj)]
     if dropped and options.field_validation == "Strict":
@@ -80,7 +80,7 @@ def _unreadable(resource: Resource, why: str) -> ApiError:
     return bad_request(f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}')
 
 
-def _prepare_custom(resource: Resource, obj: Object, old: Object | None) -> list[Cause]:
+def _prepare_custom(resource: Resource, obj: KubeObject, old: KubeObject | None) -> list[Cause]:
     apply_defaults(resource.node, obj)
     wrong = validate(resource.node.properties["metadata"], obj["metadata"])
     if wrong:
@@ -88,7 +88,7 @@ def _prepare_custom(resource: Resource, obj: Object, old: Object | None) -> list
     return validate(resource.node, obj, old)
 
 
-def _prepare_builtin(resource: Resource, obj: Object, old: Object | None) -> list[Cause]:
+def _prepare_builtin(resource: Resource, obj: KubeObject, old: KubeObject | None) -> list[Cause]:
     """Check types first, as decoding into a Go struct does, then set defaults, which may depend on them."""
     _zero_fill(resource.node.properties.get("status"), obj.get("status"))
     causes = validate(resource.node, obj, old)

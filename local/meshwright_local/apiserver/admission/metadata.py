@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.status_errors import Cause, bad_request, invalid_value, not_allowed, required
-from meshwright_local.kube.resources import Object
 
 Labels = Mapping[str, str]
 MAX_ANNOTATIONS_BYTES = 256 * 1024
@@ -75,7 +75,7 @@ def key_problem(key: str) -> str | None:
     return problem("qualified", name) if name else "name part must be non-empty"
 
 
-def check_metadata(metadata: Object, form: str) -> list[Cause]:
+def check_metadata(metadata: KubeObject, form: str) -> list[Cause]:
     """Return the errors of an object's metadata, whose types already match the schema; `form` is that of its name."""
     found = [("name", name := metadata.get("name", ""), problem(form, name))]
     for key, value in (metadata.get("labels") or {}).items():
@@ -99,7 +99,7 @@ def check_metadata(metadata: Object, form: str) -> list[Cause]:
     return causes
 
 
-def field_value(obj: Object, path: str) -> Any:
+def field_value(obj: KubeObject, path: str) -> Any:
     """Return the value at a dotted path; None if there is none."""
     value: Any = obj
     for part in path.split("."):
@@ -132,7 +132,7 @@ def _label_test(term: str, whole: str) -> Callable[[Labels], bool]:
     return lambda labels: (labels.get(key) in values) != negated
 
 
-def field_selector(text: str, known: Mapping[str, str]) -> Callable[[Object], bool]:
+def field_selector(text: str, known: Mapping[str, str]) -> Callable[[KubeObject], bool]:
     """Return a predicate on objects from a selector such as `spec.nodeName=n1,status.phase!=Failed`.
 
     `known` has the fields that the resource allows in addition to name and namespace, each with the value for an object

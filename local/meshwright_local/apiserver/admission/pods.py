@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
@@ -14,12 +15,11 @@ from meshwright_local.apiserver.registry.resource_types import Rules, set_condit
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.resources import Object
 
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}
 _GRACE_SECONDS = 30
-_SPEC_DEFAULTS: Object = {
+_SPEC_DEFAULTS: KubeObject = {
     "restartPolicy": "Always",
     "terminationGracePeriodSeconds": _GRACE_SECONDS,
     "dnsPolicy": "ClusterFirst",
@@ -47,12 +47,12 @@ class PodRules(Rules):
     graceful = True
     returns_deleted = True
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         """Set the defaults of a pod's spec."""
         if isinstance(obj.get("spec"), dict):
             default_pod_spec(obj["spec"])
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         """Apply limit ranges, and set the first status and the value of the priority class."""
         spec = obj["spec"]
         apply_limits(store, obj)
@@ -62,7 +62,7 @@ class PodRules(Rules):
             set_condition(obj, "PodScheduled", "False", timestamps.now(), reason="SchedulingGated", message=text)
         _set_priority(obj, store)
 
-    def update(self, new: Object, old: Object, subresource: str) -> None:
+    def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         """Restore fields that admission has set and the client left out; set `podIP` to the first of `podIPs`."""
         kept = {key: old["spec"][key] for key in ("priority", "preemptionPolicy") if key in old["spec"]}
         new["spec"] = {**kept, **new["spec"]}
@@ -73,7 +73,7 @@ class PodRules(Rules):
         elif first:
             status["podIP"] = first
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         """Validate a new spec, the changes of an update, and the addresses in a status."""
         if not isinstance(obj.get("spec"), dict):
             return [status_errors.required("spec")]
@@ -81,11 +81,11 @@ class PodRules(Rules):
             return check_pod_spec(obj["spec"], "spec")
         return _check_addresses(obj.get("status") or {}) if subresource else _check_change(obj["spec"], old["spec"])
 
-    def deletion_pending(self, obj: Object) -> bool:
+    def deletion_pending(self, obj: KubeObject) -> bool:
         """Whether some of the grace period is left."""
         return bool(obj["metadata"].get("deletionGracePeriodSeconds"))
 
-    def grace(self, obj: Object, requested: int | None) -> int:
+    def grace(self, obj: KubeObject, requested: int | None) -> int:
         """Return the requested grace period, else that of the pod; 0 if nothing runs."""
         if not obj["spec"].get("nodeName") or obj.get("status", {}).get("phase") in ("Succeeded", "Failed"):
             return 0
@@ -93,9 +93,9 @@ class PodRules(Rules):
         return int(grace) if grace >= 0 else 1
 
 
-def _set_priority(obj: Object, store: Store) -> None:
+def _set_priority(obj: KubeObject, store: Store) -> None:
     spec, name = obj["spec"], obj["spec"].get("priorityClassName")
-    chosen: Object | None = {"value": _SYSTEM_PRIORITIES[name]} if name in _SYSTEM_PRIORITIES else None
+    chosen: KubeObject | None = {"value": _SYSTEM_PRIORITIES[name]} if name in _SYSTEM_PRIORITIES else None
     if name and chosen is None:
         chosen = store.find(PRIORITY_CLASSES, "", name)
         if chosen is None:
@@ -109,7 +109,7 @@ def _set_priority(obj: Object, store: Store) -> None:
     spec.setdefault("preemptionPolicy", (chosen or {}).get("preemptionPolicy", "PreemptLowerPriority"))
 
 
-def _check_addresses(status: Object) -> list[Cause]:
+def _check_addresses(status: KubeObject) -> list[Cause]:
     causes: list[Cause] = []
     addresses, families = status.get("podIPs") or [], []
     for index, address in enumerate(addresses):
@@ -127,7 +127,7 @@ def _check_addresses(status: Object) -> list[Cause]:
     return causes
 
 
-def default_pod_spec(spec: Object) -> None:
+def default_pod_spec(spec: KubeObject) -> None:
     """Fill in a pod's spec in place; also used for the templates of workloads."""
     spec |= {**orjson.loads(orjson.dumps(_SPEC_DEFAULTS)), **spec}
     if spec.get("serviceAccountName"):
@@ -142,7 +142,7 @@ def default_pod_spec(spec: Object) -> None:
             volume["hostPath"].setdefault("type", "")
 
 
-def _default_container(container: Object) -> None:
+def _default_container(container: KubeObject) -> None:
     tag = str(container.get("image") or "").rpartition("/")[2].partition(":")[2]
     container.setdefault("imagePullPolicy", "IfNotPresent" if tag not in ("", "latest") else "Always")
     container.setdefault("terminationMessagePath", "/dev/termination-log")
@@ -161,7 +161,7 @@ def _default_container(container: Object) -> None:
             reference.setdefault("apiVersion", "v1")
 
 
-def check_pod_spec(spec: Object, path: str) -> list[Cause]:
+def check_pod_spec(spec: KubeObject, path: str) -> list[Cause]:
     """Return the errors of a new pod's spec, whose types already match the schema."""
     containers, volumes = containers_of(spec, path), [volume["name"] for volume in spec.get("volumes") or ()]
     named = [(f"{path}.volumes[{index}]", name) for index, name in enumerate(volumes)]
@@ -202,7 +202,7 @@ def _check_names(named: list[tuple[str, str]]) -> list[Cause]:
     return wrong
 
 
-def _check_container(container: Object, volumes: list[str], path: str) -> list[Cause]:
+def _check_container(container: KubeObject, volumes: list[str], path: str) -> list[Cause]:
     causes = [] if container.get("image") else [status_errors.required(f"{path}.image")]
     mounts = container.get("volumeMounts") or []
     for index, mount in enumerate(mounts):
@@ -222,7 +222,7 @@ def _check_container(container: Object, volumes: list[str], path: str) -> list[C
     return causes
 
 
-def _check_change(spec: Object, was: Object) -> list[Cause]:
+def _check_change(spec: KubeObject, was: KubeObject) -> list[Cause]:
     gates, before = ({gate["name"] for gate in s.get("schedulingGates") or ()} for s in (spec, was))
     if gates - before:
         return [
@@ -238,19 +238,19 @@ def _check_change(spec: Object, was: Object) -> list[Cause]:
     return [status_errors.not_allowed("spec", _IMMUTABLE_TEXT)] if frozen else []
 
 
-def _frozen(spec: Object, *, gated: bool) -> Object:
+def _frozen(spec: KubeObject, *, gated: bool) -> KubeObject:
     """Return the immutable part of a spec. While a pod is gated, its node selection may still change."""
     free = (*_MUTABLE, "nodeSelector", "affinity") if gated else _MUTABLE
-    kept: Object = {key: value for key, value in spec.items() if key not in free}
+    kept: KubeObject = {key: value for key, value in spec.items() if key not in free}
     for key in ("containers", "initContainers"):
         kept[key] = [{k: v for k, v in c.items() if k != "image"} for c in spec.get(key) or ()]
     return kept
 
 
-def qos_class(spec: Object) -> str:
+def qos_class(spec: KubeObject) -> str:
     """Return Guaranteed, Burstable or BestEffort, by the containers' CPU and memory requests."""
 
-    def requested(container: Object, kind: str) -> dict[str, Any]:
+    def requested(container: KubeObject, kind: str) -> dict[str, Any]:
         values = (container.get("resources") or {}).get(kind) or {}
         return {name: values[name] for name in ("cpu", "memory") if name in values}
 

@@ -11,11 +11,11 @@ from fractions import Fraction
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.registry.resource_types import Resource, Rules
 from meshwright_local.apiserver.status_errors import Cause, forbidden, not_allowed, qualified, unsupported_value
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import quantities
-from meshwright_local.kube.resources import Object
 
 PODS, QUOTAS, LIMIT_RANGES = ("", "pods"), ("", "resourcequotas"), ("", "limitranges")
 _WITH_GENERATION = ("pods", "services", "secrets", "configmaps", "persistentvolumeclaims", "resourcequotas")
@@ -25,7 +25,7 @@ Amounts = dict[str, tuple[Fraction, quantities.Form]]
 """Resource name -> amount, and how it was written."""
 
 
-def containers_of(spec: Object, path: str = "spec") -> list[tuple[str, Object]]:
+def containers_of(spec: KubeObject, path: str = "spec") -> list[tuple[str, KubeObject]]:
     """Yield all containers of a pod's spec, init containers first, each with its path."""
     return [
         (f"{path}.{key}[{index}]", container)
@@ -37,11 +37,11 @@ def containers_of(spec: Object, path: str = "spec") -> list[tuple[str, Object]]:
 class QuotaRules(Rules):
     """ResourceQuotas."""
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         """Set the first status, with the current use."""
         obj["status"] = _status(store, obj)
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         """Reject what is not enforced here."""
         spec = obj.get("spec") or {}
         causes = [
@@ -59,7 +59,7 @@ class QuotaRules(Rules):
 class LimitRangeRules(Rules):
     """LimitRanges: bounds of containers and pods, and defaults of containers."""
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         """Default a container's limit to the maximum, and its request to the limit, or else to the minimum."""
         for item in (obj.get("spec") or {}).get("limits") or ():
             if item.get("type") == "Container":
@@ -67,14 +67,14 @@ class LimitRangeRules(Rules):
                 requests = {**(item.get("min") or {}), **item["default"], **(item.get("defaultRequest") or {})}
                 item["defaultRequest"] = requests
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         """Reject what is not enforced here."""
         types = [item["type"] for item in (obj.get("spec") or {}).get("limits") or ()]
         wrong = [(i, kind) for i, kind in enumerate(types) if kind not in ("Container", "Pod")]
         return [unsupported_value(f"spec.limits[{i}].type", kind, ("Container", "Pod")) for i, kind in wrong]
 
 
-def apply_limits(store: Store, pod: Object) -> None:
+def apply_limits(store: Store, pod: KubeObject) -> None:
     """Apply the defaults of the namespace's LimitRanges to a new pod in place, and enforce their bounds.
 
     Raises:
@@ -87,7 +87,7 @@ def apply_limits(store: Store, pod: Object) -> None:
     for container in containers:
         resources = container.setdefault("resources", {})
         for kind, key in (("requests", "defaultRequest"), ("limits", "default")):
-            given: Object = resources.get(kind) or {}
+            given: KubeObject = resources.get(kind) or {}
             defaults = {k: v for item in reversed(items) for k, v in (item.get(key) or {}).items() if k not in given}
             if defaults:
                 resources[kind] = {**given, **defaults}
@@ -106,7 +106,7 @@ def apply_limits(store: Store, pod: Object) -> None:
         raise forbidden("", "pods", pod["metadata"]["name"], text)
 
 
-def _violated_bounds(item: Object, requests: Object, limits: Object) -> Iterator[str]:
+def _violated_bounds(item: KubeObject, requests: KubeObject, limits: KubeObject) -> Iterator[str]:
     """Return the bounds that a container or pod violates, as the real server words them."""
     kind = item["type"]
     for bound, missing, given in (("min", "request", requests), ("max", "limit", limits)):
@@ -130,7 +130,7 @@ def _violated_bounds(item: Object, requests: Object, limits: Object) -> Iterator
             yield f"{text} provided ratio is {float(limit / request):f}"
 
 
-def check_quotas(store: Store, resource: Resource, obj: Object) -> None:
+def check_quotas(store: Store, resource: Resource, obj: KubeObject) -> None:
     """Enforce the quotas of a new object's namespace.
 
     Raises:
@@ -152,7 +152,7 @@ def check_quotas(store: Store, resource: Resource, obj: Object) -> None:
             raise forbidden(resource.group, resource.plural, name, text)
 
 
-def updated_quotas(store: Store, resource: Resource, obj: Object) -> Iterator[Object]:
+def updated_quotas(store: Store, resource: Resource, obj: KubeObject) -> Iterator[KubeObject]:
     """Return copies of the quotas whose status a write of `obj` changed, with the new status."""
     namespace = obj["metadata"].get("namespace")
     for item in list(store.all(QUOTAS, namespace)) if namespace else ():
@@ -163,13 +163,13 @@ def updated_quotas(store: Store, resource: Resource, obj: Object) -> Iterator[Ob
             yield {**orjson.loads(orjson.dumps(item)), "status": status}
 
 
-def _status(store: Store, item: Object) -> Object:
+def _status(store: Store, item: KubeObject) -> KubeObject:
     hard = (item.get("spec") or {}).get("hard") or {}
     used = _used(store, item["metadata"]["namespace"], hard)
     return {"hard": dict(hard), "used": {key: quantities.render(*amount) for key, amount in used.items()}}
 
 
-def _used(store: Store, namespace: str, hard: Object) -> Amounts:
+def _used(store: Store, namespace: str, hard: KubeObject) -> Amounts:
     counts = {key.removeprefix("count/") for key in hard if key.startswith("count/") or key in _WITH_GENERATION}
     keys = [(group, plural) for plural, _, group in (count.partition(".") for count in counts)]
     total: Amounts = {key: (Fraction(0), "decimal") for key in hard}
@@ -179,7 +179,7 @@ def _used(store: Store, namespace: str, hard: Object) -> Amounts:
     return total
 
 
-def _use(key: tuple[str, str], obj: Object) -> Amounts:
+def _use(key: tuple[str, str], obj: KubeObject) -> Amounts:
     """Return one object's use, by every name that a quota may have; pods that have ended are only counted."""
     use: Amounts = {f"count/{qualified(*key)}": (Fraction(1), "decimal")}
     ended = key == PODS and (obj.get("status") or {}).get("phase") in ("Succeeded", "Failed")
@@ -194,7 +194,7 @@ def _use(key: tuple[str, str], obj: Object) -> Amounts:
     return use
 
 
-def _totals(spec: Object) -> dict[str, dict[str, str]]:
+def _totals(spec: KubeObject) -> dict[str, dict[str, str]]:
     """Return a pod's requests and limits: the sum over its containers, or those of an init container if larger."""
     out: dict[str, dict[str, str]] = {}
     for kind in ("requests", "limits"):
@@ -208,7 +208,7 @@ def _totals(spec: Object) -> dict[str, dict[str, str]]:
     return out
 
 
-def _amounts(container: Object, kind: str) -> Amounts:
+def _amounts(container: KubeObject, kind: str) -> Amounts:
     values = (container.get("resources") or {}).get(kind) or {}
     return {name: quantities.parse(value) for name, value in values.items()}
 
@@ -222,7 +222,7 @@ def _added(total: Amounts, more: Amounts) -> Amounts:
     return out
 
 
-def _missing(hard: Object, spec: Object) -> str:
+def _missing(hard: KubeObject, spec: KubeObject) -> str:
     """Return what a quota counts but containers do not set, such as `limits.cpu for: a,b; memory for: a`."""
     found = []
     for name in sorted(set(_DEMANDED).intersection(hard)):

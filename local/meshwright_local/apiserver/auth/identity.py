@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Store
-from meshwright_local.kube.resources import Object
 
 ADMINS, AUTHENTICATED = "system:masters", "system:authenticated"
 ANONYMOUS, UNAUTHENTICATED = "system:anonymous", "system:unauthenticated"
@@ -41,7 +41,7 @@ class User:
     groups: tuple[str, ...] = ()
     uid: str = ""
 
-    def info(self) -> Object:
+    def info(self) -> KubeObject:
         """The `userInfo` of reviews."""
         return {"username": self.name, "groups": list(self.groups), **({"uid": self.uid} if self.uid else {})}
 
@@ -106,7 +106,7 @@ class Authenticator:
         """Return the user of a token; None if it is invalid. Static tokens are compared by their hash."""
         return self._tokens.get(hashlib.sha256(token.encode()).digest()) or self._service_account(token)
 
-    def token_request(self, account: Object, request: Object) -> Object:
+    def token_request(self, account: KubeObject, request: KubeObject) -> KubeObject:
         """Return the response to a TokenRequest for a service account; raises ApiError 400 for a malformed spec."""
         spec = request.get("spec") or {}
         seconds, audiences = spec.get("expirationSeconds"), spec.get("audiences") or []
@@ -116,7 +116,7 @@ class Authenticator:
         moment = datetime.datetime.fromtimestamp(expiry, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {**request, "status": {"token": token, "expirationTimestamp": moment}}
 
-    def issue(self, account: Object, seconds: int | None, audiences: list[str]) -> tuple[str, int]:
+    def issue(self, account: KubeObject, seconds: int | None, audiences: list[str]) -> tuple[str, int]:
         """Return a token for a service account, and its expiration in seconds since 1970."""
         now, metadata = int(time.time()), account["metadata"]
         expiry = now + min(max(_MIN_SECONDS, seconds or _DEFAULT_SECONDS), 1 << 32)
@@ -160,7 +160,7 @@ def _decode(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
-def initial_roles() -> Iterator[tuple[str, Object]]:
+def initial_roles() -> Iterator[tuple[str, KubeObject]]:
     """Return the cluster roles and bindings that exist from the start: (plural, object)."""
     every = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}, {"nonResourceURLs": ["*"], "verbs": ["*"]}]
     own = {"authorization.k8s.io": ["selfsubjectaccessreviews", "selfsubjectrulesreviews"]}
@@ -194,7 +194,7 @@ class Authorizer:
         """Return whether a user may do something. Administrators may do everything, regardless of roles."""
         return ADMINS in user.groups or any(_allows(r, attributes) for r in self.rules(user, attributes.namespace))
 
-    def rules(self, user: User, namespace: str) -> Iterator[Object]:
+    def rules(self, user: User, namespace: str) -> Iterator[KubeObject]:
         """Return the rules that apply to a user: cluster-wide ones, and those of a namespace if one is given."""
         bindings = [*self._store.all((RBAC, "clusterrolebindings"))]
         bindings += self._store.all((RBAC, "rolebindings"), namespace) if namespace else ()
@@ -206,7 +206,7 @@ class Authorizer:
                 yield from (role or {}).get("rules") or ()
 
 
-def _is_subject(subject: Object, user: User, binding: Object) -> bool:
+def _is_subject(subject: KubeObject, user: User, binding: KubeObject) -> bool:
     kind, name = subject.get("kind"), subject.get("name")
     if kind == "ServiceAccount":
         namespace = subject.get("namespace") or binding["metadata"].get("namespace", "")
@@ -214,7 +214,7 @@ def _is_subject(subject: Object, user: User, binding: Object) -> bool:
     return (kind == "User" and name == user.name) or (kind == "Group" and name in user.groups)
 
 
-def _allows(rule: Object, attributes: RequestAttributes) -> bool:
+def _allows(rule: KubeObject, attributes: RequestAttributes) -> bool:
     if not {"*", attributes.verb}.intersection(rule.get("verbs") or ()):
         return False
     if attributes.path:
@@ -226,13 +226,15 @@ def _allows(rule: Object, attributes: RequestAttributes) -> bool:
     return named and bool({"*", attributes.group}.intersection(groups)) and bool(wanted.intersection(resources))
 
 
-def review(plural: str, body: Object, user: User, authenticator: Authenticator, authorizer: Authorizer) -> Object:
+def review(
+    plural: str, body: KubeObject, user: User, authenticator: Authenticator, authorizer: Authorizer
+) -> KubeObject:
     """Answer a review of a user, token or permission; raises ApiError 400 for a malformed spec."""
     spec = body.get("spec") or {}
     if not isinstance(spec, dict):
         raise bad_request("spec must be an object")
     if plural == "selfsubjectreviews":
-        status: Object = {"userInfo": user.info()}
+        status: KubeObject = {"userInfo": user.info()}
     elif plural == "tokenreviews":
         found = authenticator.identify(str(spec.get("token")))
         status = {"authenticated": True, "user": found.info()} if found else {"error": "invalid bearer token"}
@@ -248,7 +250,7 @@ def review(plural: str, body: Object, user: User, authenticator: Authenticator, 
     return {"metadata": {"creationTimestamp": None}, **body, "status": status}
 
 
-def _attributes(spec: Object) -> RequestAttributes:
+def _attributes(spec: KubeObject) -> RequestAttributes:
     on, path = spec.get("resourceAttributes"), spec.get("nonResourceAttributes")
     if isinstance(on, dict):
         field_names = ("verb", "group", "resource", "subresource", "namespace", "name")

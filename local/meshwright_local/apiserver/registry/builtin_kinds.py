@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import key_problem
 from meshwright_local.apiserver.admission.pods import PodRules, check_pod_spec, default_pod_spec
@@ -20,7 +21,6 @@ from meshwright_local.apiserver.registry.resource_types import Resource, Rules
 from meshwright_local.apiserver.schema.structural import builtin_types
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
-from meshwright_local.kube.resources import Object
 
 PERMANENT_NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
 _SERVICES = ("", "services")
@@ -34,25 +34,25 @@ class _Namespaces(Rules):
 
     name_form = "label"
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         labels = obj["metadata"].setdefault("labels", {})
         labels["kubernetes.io/metadata.name"] = obj["metadata"].get("name", "")
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         obj.update(spec={"finalizers": ["kubernetes"]}, status={"phase": "Active"})
 
-    def update(self, new: Object, old: Object, subresource: str) -> None:
+    def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         if subresource != "finalize":
             new["spec"] = old.get("spec", {})
 
-    def delete(self, obj: Object) -> None:
+    def delete(self, obj: KubeObject) -> None:
         if obj["metadata"]["name"] in PERMANENT_NAMESPACES:
             raise status_errors.forbidden(
                 "", "namespaces", obj["metadata"]["name"], "this namespace may not be deleted"
             )
         obj["status"] = {**obj.get("status", {}), "phase": "Terminating"}
 
-    def deletion_pending(self, obj: Object) -> bool:
+    def deletion_pending(self, obj: KubeObject) -> bool:
         return bool((obj.get("spec") or {}).get("finalizers"))
 
 
@@ -62,7 +62,7 @@ class _Services(Rules):
     name_form = "dns-1035"
     returns_deleted = True
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         spec = obj.setdefault("spec", {})
         spec |= {"type": "ClusterIP", "sessionAffinity": "None", **spec}
         if spec["type"] != "ExternalName":
@@ -71,7 +71,7 @@ class _Services(Rules):
             for port in spec.get("ports") or ():
                 port.setdefault("targetPort", port["port"])
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         spec = obj["spec"]
         obj["status"] = {"loadBalancer": {}}
         if spec["type"] == "ExternalName":
@@ -81,11 +81,11 @@ class _Services(Rules):
             spec["clusterIP"] = next(str(ip) for ip in _NETWORK.hosts() if str(ip) not in taken)
         spec["clusterIPs"] = [spec["clusterIP"]]
 
-    def update(self, new: Object, old: Object, subresource: str) -> None:
+    def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         kept = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
         new["spec"] = {**kept, **new["spec"]}
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         spec, causes = obj["spec"], []
         ports = spec.get("ports") or []
         if not ports and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
@@ -107,7 +107,7 @@ class _Services(Rules):
 class _Data(Rules):
     """Config maps and secrets: valid keys, and `immutable`."""
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         if obj["kind"] == "Secret":
             obj.setdefault("type", "Opaque")
             plain = (obj.pop("stringData", None) or {}).items()
@@ -115,7 +115,7 @@ class _Data(Rules):
             if encoded:
                 obj["data"] = {**(obj.get("data") or {}), **encoded}
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         causes = []
         for key in {**(obj.get("data") or {}), **(obj.get("binaryData") or {})}:
             if "/" in key or key in (".", "..") or key_problem(key.strip("._-") or "/"):
@@ -143,7 +143,7 @@ class _Claims(Rules):
 
     returns_deleted = True
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         obj["status"] = {"phase": "Pending"}
         spec = obj.setdefault("spec", {})
         spec.setdefault("volumeMode", "Filesystem")
@@ -153,17 +153,17 @@ class _Claims(Rules):
 
 
 class _Volumes(Rules):
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         obj["status"] = {"phase": "Pending"}
         if isinstance(obj.get("spec"), dict):
             obj["spec"] = {"persistentVolumeReclaimPolicy": "Retain", "volumeMode": "Filesystem", **obj["spec"]}
 
 
 class _PriorityClasses(Rules):
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         obj.setdefault("preemptionPolicy", "PreemptLowerPriority")
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         changed = old is not None and obj.get("value") != old.get("value")
         return [status_errors.not_allowed("value", "may not be changed in an update.")] if changed else []
 
@@ -171,14 +171,14 @@ class _PriorityClasses(Rules):
 class _Workloads(Rules):
     """Kinds with a pod template, which must be valid."""
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         spec = obj.get("spec") or {}
         if obj["kind"] in ("Deployment", "ReplicaSet", "StatefulSet"):
             spec.setdefault("replicas", 1)
         if (spec.get("template") or {}).get("spec"):
             default_pod_spec(spec["template"]["spec"])
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         template = (obj.get("spec") or {}).get("template") or {}
         return [] if subresource == "status" else check_pod_spec(template.get("spec") or {}, "spec.template.spec")
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.registry.resource_types import Column, Resource, Rules, set_condition
 from meshwright_local.apiserver.schema.cel import REASONS, CelError, compile_expression
@@ -22,7 +23,6 @@ from meshwright_local.apiserver.schema.validation import compile_pattern, valida
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import ResourceKey, Store
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.resources import Object
 
 CRDS = ("apiextensions.k8s.io", "customresourcedefinitions")
 CLEANUP_FINALIZER = "customresourcecleanup.apiextensions.k8s.io"
@@ -36,14 +36,14 @@ _UNBRANCHED = ("type", "default", "additionalProperties", "nullable", "title", "
 class CrdRules(Rules):
     """CustomResourceDefinitions."""
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         """Default the names from the kind, and the conversion to none."""
         spec = obj["spec"]
         spec.setdefault("conversion", {"strategy": "None"})
         kind = spec["names"]["kind"]
         spec["names"] |= {"singular": kind.lower(), "listKind": f"{kind}List", **spec["names"]}
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         """Accept or reject the names, and add the finalizer for the objects."""
         obj["metadata"]["finalizers"] = sorted({*(obj["metadata"].get("finalizers") or ()), CLEANUP_FINALIZER})
         spec, now = obj["spec"], timestamps.now()
@@ -61,7 +61,7 @@ class CrdRules(Rules):
         for kind, (status, reason, message) in (("NamesAccepted", accepted), ("Established", established)):
             set_condition(obj, kind, status, now, reason=reason, message=message)
 
-    def update(self, new: Object, old: Object, subresource: str) -> None:
+    def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         """Retain the stored versions, and the finalizer until the objects are gone."""
         if subresource == "status":
             return
@@ -72,7 +72,7 @@ class CrdRules(Rules):
         status["storedVersions"] = list(dict.fromkeys([*(status.get("storedVersions") or ()), *storage]))
         new["status"] = status | ({"acceptedNames": new["spec"]["names"]} if is_established(old) else {})
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         """Validate names, versions, schemas and immutable fields."""
         if subresource == "status":
             return []
@@ -100,19 +100,19 @@ class CrdRules(Rules):
         ]
         return causes + _check_versions(spec.get("versions") or [])
 
-    def delete(self, obj: Object) -> None:
+    def delete(self, obj: KubeObject) -> None:
         """Set the condition that the objects are being deleted first."""
         text = "CustomResource deletion is in progress"
         set_condition(obj, "Terminating", "True", timestamps.now(), reason="InstanceDeletionInProgress", message=text)
 
 
-def is_established(crd: Object) -> bool:
+def is_established(crd: KubeObject) -> bool:
     """Return whether the resource is served."""
     conditions = (crd.get("status") or {}).get("conditions") or ()
     return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
 
-def crd_key(crd: Object) -> ResourceKey:
+def crd_key(crd: KubeObject) -> ResourceKey:
     """Return the store key of a definition's objects."""
     return crd["spec"]["group"], crd["spec"]["names"]["plural"]
 
@@ -126,7 +126,7 @@ def version_rank(version: str) -> tuple[int, int, int, str]:
     return {None: 0, "beta": 1, "alpha": 2}[stage], -int(major), -int(minor or 0), version
 
 
-def custom_resources(crd: Object) -> Iterator[Resource]:
+def custom_resources(crd: KubeObject) -> Iterator[Resource]:
     """Return the resources of a definition: one for each served version."""
     spec, names = crd["spec"], crd["spec"]["names"]
     for version in crd["spec"]["versions"] if is_established(crd) else ():
@@ -160,7 +160,7 @@ def custom_resources(crd: Object) -> Iterator[Resource]:
         )
 
 
-def _all_names(names: Object) -> list[str]:
+def _all_names(names: KubeObject) -> list[str]:
     return [names["plural"], names["singular"], *(names.get("shortNames") or ())]
 
 
@@ -196,7 +196,7 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
     return causes
 
 
-def check_structural(schema: Object, path: str) -> list[Cause]:
+def check_structural(schema: KubeObject, path: str) -> list[Cause]:
     """Return the errors of a schema that is not structural; `path` is its path in messages."""
     causes: list[Cause] = []
     if schema.get("type") != "object":
@@ -210,7 +210,7 @@ def check_structural(schema: Object, path: str) -> list[Cause]:
     return causes or _check_defaults(schema, path)
 
 
-def _check_place(causes: list[Cause], node: Object, path: str, *, comparable: bool) -> None:
+def _check_place(causes: list[Cause], node: KubeObject, path: str, *, comparable: bool) -> None:
     """Check a schema and all below it; `comparable`: its earlier value can be identified, for `oldSelf`."""
     causes += [
         status_errors.not_allowed(f"{path}.{key}", "is not allowed in a structural schema")
@@ -237,7 +237,7 @@ def _check_place(causes: list[Cause], node: Object, path: str, *, comparable: bo
         _check_place(causes, node["items"], f"{path}.items", comparable=comparable and keyed)
 
 
-def _check_shape(node: Object, path: str) -> list[Cause]:
+def _check_shape(node: KubeObject, path: str) -> list[Cause]:
     kind, causes = node.get("type"), []
     if kind is None:
         if not (node.get("x-kubernetes-int-or-string") or node.get("x-kubernetes-preserve-unknown-fields")):
@@ -254,7 +254,7 @@ def _check_shape(node: Object, path: str) -> list[Cause]:
     return causes
 
 
-def _check_list(node: Object, path: str) -> list[Cause]:
+def _check_list(node: KubeObject, path: str) -> list[Cause]:
     causes, keys, items = [], node.get("x-kubernetes-list-map-keys") or [], node.get("items") or {}
     where = f"{path}.x-kubernetes-list-map-keys"
     if node.get("x-kubernetes-list-type") == "map" and not keys:
@@ -269,7 +269,7 @@ def _check_list(node: Object, path: str) -> list[Cause]:
     return causes
 
 
-def _check_branch(node: Object, branch: Object, path: str) -> list[Cause]:
+def _check_branch(node: KubeObject, branch: KubeObject, path: str) -> list[Cause]:
     """Check a branch of `anyOf` and the like, which may only validate values, not define structure."""
     causes: list[Cause] = []
     for key in branch:
@@ -284,7 +284,7 @@ def _check_branch(node: Object, branch: Object, path: str) -> list[Cause]:
     return causes
 
 
-def _check_rules(node: Object, path: str, *, comparable: bool) -> list[Cause]:
+def _check_rules(node: KubeObject, path: str, *, comparable: bool) -> list[Cause]:
     causes = []
     for index, rule in enumerate(node.get("x-kubernetes-validations") or ()):
         where = f"{path}.x-kubernetes-validations[{index}]"
@@ -302,7 +302,7 @@ def _check_rules(node: Object, path: str, *, comparable: bool) -> list[Cause]:
     return causes
 
 
-def _check_defaults(node: Object, path: str) -> list[Cause]:
+def _check_defaults(node: KubeObject, path: str) -> list[Cause]:
     """Check that defaults are valid. Otherwise every object that needs them would be rejected."""
     causes: list[Cause] = []
     if "default" in node:

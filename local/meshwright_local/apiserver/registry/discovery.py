@@ -11,16 +11,16 @@ from typing import Any
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.registry.builtin_kinds import builtin_resources
 from meshwright_local.apiserver.registry.crds import crd_key, custom_resources, version_rank
 from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.schema.structural import builtin_types
 from meshwright_local.apiserver.status_errors import ApiError, unknown_group_path, unknown_path
 from meshwright_local.apiserver.store import ResourceKey
-from meshwright_local.kube.resources import Object
 
 GIT_VERSION = "v1.36.0-meshwright-embedded"
-VERSION: Object = {
+VERSION: KubeObject = {
     "major": "1",
     "minor": "36",
     "gitVersion": GIT_VERSION,
@@ -84,12 +84,12 @@ class Registry:
         found = [r for r in self._resources.values() if r.key == key]
         return min(found, key=lambda r: version_rank(r.version)) if found else None
 
-    def define(self, crd: Object) -> None:
+    def define(self, crd: KubeObject) -> None:
         """Serve the resources of a definition, and no longer those of its earlier state."""
         self.undefine(crd)
         self._resources |= {(r.group, r.version, r.plural): r for r in custom_resources(crd)}
 
-    def undefine(self, crd: Object) -> None:
+    def undefine(self, crd: KubeObject) -> None:
         """Stop serving a definition's resources."""
         key = crd_key(crd)
         self._resources = {k: r for k, r in self._resources.items() if not (r.custom and r.key == key)}
@@ -110,7 +110,7 @@ class Registry:
             found.setdefault(resource.group, set()).add(resource.version)
         return {group: sorted(found[group], key=version_rank) for group in sorted(found)}
 
-    def aggregated(self, path: str) -> Object:
+    def aggregated(self, path: str) -> KubeObject:
         """Return all resources of the core group (`/api`) or of all other groups (`/apis`) in one document."""
         items = [
             {"metadata": {"name": group, "creationTimestamp": None}, "versions": self._discovered(group, versions)}
@@ -120,10 +120,10 @@ class Registry:
         head = {"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}}
         return {**head, "items": items}
 
-    def _discovered(self, group: str, versions: list[str]) -> list[Object]:
+    def _discovered(self, group: str, versions: list[str]) -> list[KubeObject]:
         found = []
         for version in versions:
-            resources: list[Object] = []
+            resources: list[KubeObject] = []
             for entry in self._listed(group, version):
                 # Empty: that of the resource itself.
                 kind = {"group": entry.get("group", ""), "version": entry.get("version", ""), "kind": entry["kind"]}
@@ -139,14 +139,14 @@ class Registry:
             found.append({"version": version, "resources": resources, "freshness": "Current"})
         return found
 
-    def _listed(self, group: str, version: str) -> list[Object]:
+    def _listed(self, group: str, version: str) -> list[KubeObject]:
         """Return the entries of one group and version, each resource before its subresources."""
         own = [r for r in self if (r.group, r.version) == (group, version)]
         listed = [entry for resource in sorted(own, key=lambda r: r.plural) for entry in _entries(resource)]
         asked = [(plural, kind) for (owner, plural), kind in REVIEWS.items() if (owner, "v1") == (group, version)]
         return listed + [_entry(plural, kind.lower(), False, kind, ["create"]) for plural, kind in asked]
 
-    def discover(self, path: str) -> Object:
+    def discover(self, path: str) -> KubeObject:
         """Return the discovery document of a path; raises ApiError 404."""
         parts, versions = path.strip("/").split("/"), self._versions()
         if parts == ["api"]:
@@ -172,7 +172,7 @@ class Registry:
             self._documents[name] = orjson.dumps(self._openapi(name))
         return self._documents[name]
 
-    def _openapi(self, name: str) -> Object:
+    def _openapi(self, name: str) -> KubeObject:
         if name == "v2":
             own = {_schema_name(r): r.published for r in self if r.custom}
             return {"swagger": "2.0", "info": _INFO, "paths": {}, "definitions": {**builtin_types().definitions, **own}}
@@ -182,8 +182,8 @@ class Registry:
         members = [r for r in self if f"v3/{_path(r)}" == name]
         if not members:
             raise unknown_group_path()
-        schemas: Object = {}
-        operations: Object = {}
+        schemas: KubeObject = {}
+        operations: KubeObject = {}
         for resource in members:
             schema = _relinked(resource.published, schemas)
             schemas |= {_schema_name(resource): schema} if resource.custom else {}
@@ -191,16 +191,16 @@ class Registry:
         return {"openapi": "3.0.0", "info": _INFO, "paths": operations, "components": {"schemas": schemas}}
 
 
-def _group(name: str, versions: list[str]) -> Object:
+def _group(name: str, versions: list[str]) -> KubeObject:
     listed = [{"groupVersion": f"{name}/{v}", "version": v} for v in versions]
     return {"name": name, "versions": listed, "preferredVersion": listed[0]}
 
 
-def _entry(name: str, singular: str, namespaced: bool, kind: str, verbs: list[str]) -> Object:
+def _entry(name: str, singular: str, namespaced: bool, kind: str, verbs: list[str]) -> KubeObject:
     return {"name": name, "singularName": singular, "namespaced": namespaced, "kind": kind, "verbs": verbs}
 
 
-def _entries(resource: Resource) -> Iterator[Object]:
+def _entries(resource: Resource) -> Iterator[KubeObject]:
     main = _entry(resource.plural, resource.singular, resource.namespaced, resource.kind, _VERBS)
     main |= {"shortNames": list(resource.short_names)} if resource.short_names else {}
     yield main | ({"categories": list(resource.categories)} if resource.categories else {})
@@ -212,7 +212,7 @@ def _entries(resource: Resource) -> Iterator[Object]:
         yield entry | ({"group": group, "version": "v1"} if group else {})
 
 
-def _relinked(node: Any, schemas: Object) -> Any:
+def _relinked(node: Any, schemas: KubeObject) -> Any:
     """Return a schema with references into one document; adds all referenced schemas to `schemas`."""
     if isinstance(node, list):
         return [_relinked(item, schemas) for item in node]
@@ -239,7 +239,7 @@ def _schema_name(resource: Resource) -> str:
     return ".".join([*reversed(resource.group.split(".")), resource.version, resource.kind])
 
 
-def _operations(resource: Resource) -> Object:
+def _operations(resource: Resource) -> KubeObject:
     schema = {"$ref": f"#/components/schemas/{_schema_name(resource)}"}
     common = {
         "parameters": _PARAMETERS,

@@ -13,6 +13,7 @@ import uuid
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission import quota
 from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type, drop_unknown_fields
@@ -25,7 +26,6 @@ from meshwright_local.apiserver.schema.structural import apply_defaults, prune
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import ResourceKey, Store
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.resources import Object
 
 NAMESPACES = ("", "namespaces")
 _COLLECTOR_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
@@ -44,8 +44,8 @@ class Objects:
             self._serve(crd)
 
     def create(
-        self, resource: Resource, namespace: str, obj: Object, options: WriteOptions, *, applied: bool = False
-    ) -> Object:
+        self, resource: Resource, namespace: str, obj: KubeObject, options: WriteOptions, *, applied: bool = False
+    ) -> KubeObject:
         """Create an object; raises ApiError if it exists or is invalid, or its namespace does not exist."""
         check_type(resource, obj)
         metadata = obj["metadata"]
@@ -67,7 +67,7 @@ class Objects:
             track_update(resource.node, None, obj, _writer(resource, options, ""), custom=resource.custom)
         return obj if options.dry_run else self._write(resource, obj, gone=False)
 
-    def _check_namespace(self, resource: Resource, namespace: str, metadata: Object) -> None:
+    def _check_namespace(self, resource: Resource, namespace: str, metadata: KubeObject) -> None:
         group, plural, name = resource.group, resource.plural, str(metadata.get("name") or "")
         crd = self.store.find(CRDS, "", f"{plural}.{group}") if resource.custom else None
         if crd is not None and crd["metadata"].get("deletionTimestamp"):
@@ -89,7 +89,7 @@ class Objects:
             raise status_errors.forbidden(group, plural, name, text, [cause])
         metadata["namespace"] = namespace
 
-    def _name(self, resource: Resource, metadata: Object) -> None:
+    def _name(self, resource: Resource, metadata: KubeObject) -> None:
         name, prefix = metadata.get("name"), metadata.get("generateName")
         namespace = metadata.get("namespace", "")
         if not name and isinstance(prefix, str) and prefix:
@@ -105,8 +105,8 @@ class Objects:
             )
 
     def replace(
-        self, resource: Resource, old: Object, new: Object, options: WriteOptions, subresource: str = ""
-    ) -> Object:
+        self, resource: Resource, old: KubeObject, new: KubeObject, options: WriteOptions, subresource: str = ""
+    ) -> KubeObject:
         """Replace an object (PUT). For custom resources, the new object must have a resourceVersion."""
         check_type(resource, new)
         if resource.custom and not new["metadata"].get("resourceVersion"):
@@ -117,13 +117,13 @@ class Objects:
     def update(
         self,
         resource: Resource,
-        old: Object,
-        new: Object,
+        old: KubeObject,
+        new: KubeObject,
         options: WriteOptions,
         subresource: str = "",
         *,
         applied: bool = False,
-    ) -> Object:
+    ) -> KubeObject:
         """Replace `old` by `new` under the rules of an update through `subresource` ("" for the object itself).
 
         Raises:
@@ -148,8 +148,13 @@ class Objects:
         return new if options.dry_run else self.commit(resource, new)
 
     def apply(
-        self, resource: Resource, place: tuple[str, str], config: Object, options: WriteOptions, subresource: str = ""
-    ) -> tuple[Object, bool]:
+        self,
+        resource: Resource,
+        place: tuple[str, str],
+        config: KubeObject,
+        options: WriteOptions,
+        subresource: str = "",
+    ) -> tuple[KubeObject, bool]:
         """Apply `config` server-side to the object at `place` (namespace, name). Return also whether that created it.
 
         Raises:
@@ -165,7 +170,7 @@ class Objects:
             return self.create(resource, place[0], merged, options, applied=True), True
         return self.update(resource, live, merged, options, subresource, applied=True), False
 
-    def delete(self, resource: Resource, obj: Object, options: Object) -> tuple[Object, bool]:
+    def delete(self, resource: Resource, obj: KubeObject, options: KubeObject) -> tuple[KubeObject, bool]:
         """Delete an object, or begin its deletion. Return its current or last state, and whether it is gone.
 
         Raises:
@@ -195,7 +200,7 @@ class Objects:
             del metadata["deletionTimestamp"], metadata["deletionGracePeriodSeconds"]
         return self._write(resource, new, gone=gone), gone
 
-    def commit(self, resource: Resource, obj: Object) -> Object:
+    def commit(self, resource: Resource, obj: KubeObject) -> KubeObject:
         """Store an object, or remove it if its deletion waited for this write."""
         metadata = obj["metadata"]
         gone = (
@@ -205,7 +210,7 @@ class Objects:
         )
         return self._write(resource, obj, gone=bool(gone))
 
-    def _write(self, resource: Resource, obj: Object, *, gone: bool) -> Object:
+    def _write(self, resource: Resource, obj: KubeObject, *, gone: bool) -> KubeObject:
         stored = (self.store.remove if gone else self.store.put)(resource.key, obj)
         if resource.key == CRDS:
             self._sync_definition(stored, gone=gone)
@@ -215,7 +220,7 @@ class Objects:
             self.store.put(quota.QUOTAS, changed)
         return stored
 
-    def _sync_definition(self, crd: Object, *, gone: bool) -> None:
+    def _sync_definition(self, crd: KubeObject, *, gone: bool) -> None:
         """Serve the current state of a definition. If it is being deleted, delete its objects first."""
         if gone:
             self.registry.undefine(crd)
@@ -228,12 +233,12 @@ class Objects:
                 self.delete(resource, obj, {})  # type: ignore[arg-type]  # the list is empty without one
             self._finish(key)
 
-    def _serve(self, crd: Object) -> None:
+    def _serve(self, crd: KubeObject) -> None:
         """Serve a definition, and apply its current schema to stored objects, as reading them from disk does."""
         self.registry.define(crd)
         group, plural = crd_key(crd)
 
-        def fit(obj: Object) -> None:
+        def fit(obj: KubeObject) -> None:
             version = obj["apiVersion"].rpartition("/")[2]
             resource = self.registry.get(group, version, plural) or self.registry.any_version((group, plural))
             if resource is not None:
@@ -252,7 +257,7 @@ class Objects:
             self.commit(self.registry.builtin(CRDS), crd)
 
 
-def _restricted(resource: Resource, old: Object, new: Object, subresource: str) -> Object:
+def _restricted(resource: Resource, old: KubeObject, new: KubeObject, subresource: str) -> KubeObject:
     """Return the new object, with every field restored that this kind of write may not change."""
     metadata, was = new["metadata"], old["metadata"]
     kept = {key: value for key, value in metadata.items() if key not in _FIXED}
@@ -269,8 +274,8 @@ def _restricted(resource: Resource, old: Object, new: Object, subresource: str) 
 
 
 def _applicable(
-    resource: Resource, place: tuple[str, str], config: Object, options: WriteOptions, subresource: str
-) -> Object:
+    resource: Resource, place: tuple[str, str], config: KubeObject, options: WriteOptions, subresource: str
+) -> KubeObject:
     """Return the part of an applied configuration that this path may set."""
     if not options.explicit_manager:
         raise invalid_options("PatchOptions", status_errors.required("fieldManager", "is required for apply patch"))
@@ -299,19 +304,19 @@ def _writer(resource: Resource, options: WriteOptions, subresource: str) -> Writ
     return Writer(options.manager, subresource, resource.group_version, timestamps.now())
 
 
-def _generation_fields(resource: Resource, obj: Object) -> Object:
+def _generation_fields(resource: Resource, obj: KubeObject) -> KubeObject:
     """Return the part of an object whose changes increment `metadata.generation`."""
     left_out = ("metadata", "status") if resource.has_status else ("metadata",)
     return {key: value for key, value in obj.items() if key not in left_out}
 
 
-def _without_times(obj: Object) -> Object:
+def _without_times(obj: KubeObject) -> KubeObject:
     """Return the object without the times in `managedFields`: a change of only these creates no revision."""
     entries = [{k: v for k, v in e.items() if k != "time"} for e in obj["metadata"].get("managedFields") or ()]
     return {**obj, "metadata": {**obj["metadata"], "managedFields": entries}}
 
 
-def _set_collection(metadata: Object, policy: str | None) -> None:
+def _set_collection(metadata: KubeObject, policy: str | None) -> None:
     """Set the finalizer that tells the garbage collector what to do with the dependents."""
     if policy is not None:
         others = {*(metadata.pop("finalizers", None) or ())} - {*_COLLECTOR_FINALIZERS.values()}
@@ -319,6 +324,6 @@ def _set_collection(metadata: Object, policy: str | None) -> None:
         metadata |= {"finalizers": finalizers} if finalizers else {}
 
 
-def _set_deletion(metadata: Object, begun: datetime.datetime, grace: int) -> None:
+def _set_deletion(metadata: KubeObject, begun: datetime.datetime, grace: int) -> None:
     ends = (begun + datetime.timedelta(seconds=grace)).strftime("%Y-%m-%dT%H:%M:%SZ")
     metadata.update(deletionTimestamp=ends, deletionGracePeriodSeconds=grace)

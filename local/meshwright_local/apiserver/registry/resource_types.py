@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.schema.structural import SchemaNode
 from meshwright_local.apiserver.status_errors import ApiError, Cause, on_object
 from meshwright_local.apiserver.store import ResourceKey, Store
-from meshwright_local.kube.resources import Object
 
 
 class Rules:
@@ -20,27 +20,27 @@ class Rules:
     returns_deleted = False
     """Whether a delete returns the object instead of a Status."""
 
-    def defaults(self, obj: Object) -> None:
+    def defaults(self, obj: KubeObject) -> None:
         """Set defaults in place that are not in the schema."""
 
-    def create(self, obj: Object, store: Store) -> None:
+    def create(self, obj: KubeObject, store: Store) -> None:
         """Set fields in place that only the server sets; raises ApiError if admission rejects the object."""
 
-    def update(self, new: Object, old: Object, subresource: str) -> None:
+    def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         """Restore fields in place that an update through `subresource` may not change."""
 
-    def check(self, obj: Object, old: Object | None, subresource: str) -> list[Cause]:
+    def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         """Return errors that the schema does not find; `old` is None on a create."""
         return []
 
-    def delete(self, obj: Object) -> None:
+    def delete(self, obj: KubeObject) -> None:
         """Mark the beginning of a deletion in place; raises ApiError if the object may not be deleted."""
 
-    def deletion_pending(self, obj: Object) -> bool:
+    def deletion_pending(self, obj: KubeObject) -> bool:
         """Return whether something other than `metadata.finalizers` blocks a deletion that has begun."""
         return False
 
-    def grace(self, obj: Object, requested: int | None) -> int:
+    def grace(self, obj: KubeObject, requested: int | None) -> int:
         """Return the grace period of a deletion in seconds; 0 removes at once."""
         return 0
 
@@ -67,7 +67,7 @@ class Resource:
     kind: str
     node: SchemaNode
     rules: Rules
-    published: Object
+    published: KubeObject
     """The OpenAPI schema of a custom resource, or `{"$ref": ...}` of a built-in one."""
     namespaced: bool = True
     singular: str = ""
@@ -103,7 +103,7 @@ class Resource:
         return on_object(409, "Conflict", text, self.group, self.plural, name)
 
 
-def set_condition(obj: Object, kind: str, status: str, time: str, **more: Any) -> None:
+def set_condition(obj: KubeObject, kind: str, status: str, time: str, **more: Any) -> None:
     """Set one of `status.conditions` in place."""
     conditions = obj.setdefault("status", {}).get("conditions") or ()
     new = {"type": kind, "status": status, "lastTransitionTime": time, **more}

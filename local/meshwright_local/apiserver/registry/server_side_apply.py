@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.schema.validation import list_item_key
 from meshwright_local.apiserver.status_errors import ApiError, Cause, details_of
-from meshwright_local.kube.resources import Object
 
 Path = tuple[str, ...]
 Part = tuple[str, SchemaNode, Any, bool]
@@ -56,16 +56,16 @@ class Manager:
     time: str
     fields: set[Path] = field(default_factory=set)
 
-    def wire(self) -> Object:
+    def wire(self) -> KubeObject:
         """Return its form in an object."""
         entry = {"manager": self.name, "operation": self.operation, "apiVersion": self.api_version, "time": self.time}
         entry |= {"subresource": self.subresource} if self.subresource else {}
         return {**entry, "fieldsType": "FieldsV1", "fieldsV1": encode(self.fields)}
 
 
-def encode(paths: Iterable[Path]) -> Object:
+def encode(paths: Iterable[Path]) -> KubeObject:
     """Return FieldsV1 of a field set; `.` marks a field that is in the set and also has members below it."""
-    root: Object = {}
+    root: KubeObject = {}
     ordered = sorted(paths)
     for path, following in zip(ordered, [*ordered[1:], ()], strict=True):
         node = root
@@ -76,7 +76,7 @@ def encode(paths: Iterable[Path]) -> Object:
     return root
 
 
-def decode(fields: Object, path: Path = ()) -> set[Path]:
+def decode(fields: KubeObject, path: Path = ()) -> set[Path]:
     """Return the field set of FieldsV1."""
     found: set[Path] = set()
     for part, below in fields.items():
@@ -85,7 +85,7 @@ def decode(fields: Object, path: Path = ()) -> set[Path]:
     return found
 
 
-def _managers_of(obj: Object | None) -> list[Manager]:
+def _managers_of(obj: KubeObject | None) -> list[Manager]:
     """Return the entries of an object, without malformed ones."""
     entries = ((obj or {}).get("metadata") or {}).get("managedFields") or ()
     good = (e for e in entries if e.get("operation") in ("Apply", "Update") and isinstance(e.get("fieldsV1"), dict))
@@ -106,7 +106,7 @@ def _manager_entry(managers: list[Manager], writer: Writer, operation: str) -> M
     return own_entry
 
 
-def _store_managers(obj: Object, managers: Iterable[Manager]) -> None:
+def _store_managers(obj: KubeObject, managers: Iterable[Manager]) -> None:
     """Write the entries into an object, without empty ones. Beyond a limit, merge the oldest updates into one."""
     kept = sorted((m for m in managers if m.fields), key=lambda m: (m.operation, m.time, m.name))
     updates = [m for m in kept if m.operation == "Update" and not m.subresource]
@@ -120,7 +120,7 @@ def _store_managers(obj: Object, managers: Iterable[Manager]) -> None:
         obj["metadata"]["managedFields"] = [m.wire() for m in kept]
 
 
-def track_update(node: SchemaNode, old: Object | None, new: Object, writer: Writer, *, custom: bool) -> None:
+def track_update(node: SchemaNode, old: KubeObject | None, new: KubeObject, writer: Writer, *, custom: bool) -> None:
     """Update `managedFields` of `new` after a plain write.
 
     Objects of built-in kinds are structs whose `spec` and `status` always exist and so are never added: not `custom`.
@@ -139,7 +139,9 @@ def track_update(node: SchemaNode, old: Object | None, new: Object, writer: Writ
     _store_managers(new, managers)
 
 
-def server_side_apply(node: SchemaNode, live: Object | None, config: Object, writer: Writer, *, force: bool) -> Object:
+def server_side_apply(
+    node: SchemaNode, live: KubeObject | None, config: KubeObject, writer: Writer, *, force: bool
+) -> KubeObject:
     """Return the object after `writer` applied `config` to `live` (None: a new object), with new `managedFields`.
 
     Raises:
@@ -149,7 +151,7 @@ def server_side_apply(node: SchemaNode, live: Object | None, config: Object, wri
     own_entry = _manager_entry(managers, writer, "Apply")
     others = [m for m in managers if m is not own_entry]
     applied_fields = _applied_fields(node, _owned_parts(config))
-    merged: Object = merge(node, live, config) if live is not None else copy.deepcopy(config)
+    merged: KubeObject = merge(node, live, config) if live is not None else copy.deepcopy(config)
     changed, _ = compare(node, _owned_parts(live or {}), _owned_parts(merged))
     conflicts = [(m, path) for m in others for path in sorted(m.fields & changed)]
     if conflicts and not force:
@@ -209,7 +211,7 @@ def compare(node: SchemaNode, old: Any, new: Any, path: Path = ()) -> tuple[set[
     return changed, removed
 
 
-def _owned_parts(obj: Object) -> Object:
+def _owned_parts(obj: KubeObject) -> KubeObject:
     """Return the object without fields that never have an owner: its identity, and fields that the server sets."""
     metadata = {k: v for k, v in (obj.get("metadata") or {}).items() if k not in _SERVER_SET}
     rest = {k: v for k, v in obj.items() if k not in ("apiVersion", "kind", "metadata")}

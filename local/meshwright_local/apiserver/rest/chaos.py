@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_camel
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.auth.identity import RequestAttributes
 from meshwright_local.apiserver.rest.list_watch import WatchFault
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, qualified
-from meshwright_local.kube.resources import Object
 
 _REASONS = {
     **{403: "Forbidden", 404: "NotFound", 409: "Conflict", 410: "Expired", 422: "Invalid", 429: "TooManyRequests"},
@@ -154,11 +154,11 @@ class Chaos:
         """Return whether a rule needs the name of an object that is being created."""
         return any(rule.match.name is not None for rule in self.rules)
 
-    def wire(self) -> list[Object]:
+    def wire(self) -> list[KubeObject]:
         """Return the rules as JSON, with their remaining counts."""
         return [rule.model_dump(by_alias=True, exclude_defaults=True) for rule in self.rules]
 
-    def replace(self, rules: list[Rule | Object]) -> None:
+    def replace(self, rules: list[Rule | KubeObject]) -> None:
         """Replace all rules by these, given as rules or JSON objects.
 
         Raises:
@@ -169,7 +169,7 @@ class Chaos:
         for rule in given:
             self.add(rule)
 
-    def add(self, rule: Rule | Object) -> None:
+    def add(self, rule: Rule | KubeObject) -> None:
         """Add a rule. It affects open watches at once. Raises ApiError as `replace`."""
         (new,) = _read([rule])
         if new.effect.type != "dropWatches":

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
@@ -30,7 +31,6 @@ from meshwright_local.apiserver.rest.query_options import (
 from meshwright_local.apiserver.status_errors import ApiError, Cause
 from meshwright_local.apiserver.store import Store, Stored
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.resources import Object
 from meshwright_local.kube.selectors import labels_match
 
 BUDGETS = ("policy", "poddisruptionbudgets")
@@ -63,7 +63,7 @@ class Call:
         """Media type of the body without parameters; empty if the client sets none."""
         return content_type(self.request)
 
-    async def object(self) -> Object:
+    async def object(self) -> KubeObject:
         """Return the object in the body."""
         return await body_of(self.request)
 
@@ -73,7 +73,7 @@ def content_type(request: web.Request) -> str:
     return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
-async def body_of(request: web.Request) -> Object:
+async def body_of(request: web.Request) -> KubeObject:
     """Return the object in a request's body; raises ApiError."""
     return request_bodies.parse_object(content_type(request), await request.read())
 
@@ -87,7 +87,9 @@ def plain(obj: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(obj), status=status, content_type="application/json")
 
 
-def _reply(view: View, obj: Object | Stored, status: int = 200, options: WriteOptions | None = None) -> web.Response:
+def _reply(
+    view: View, obj: KubeObject | Stored, status: int = 200, options: WriteOptions | None = None
+) -> web.Response:
     body, content_type = view.encode(view.one(obj if isinstance(obj, Stored) else Stored.of(obj)))
     response = web.Response(body=body, status=status, content_type=content_type)
     for text in options.warnings if options else ():
@@ -140,7 +142,7 @@ class Handlers:
             ("", "pods", "eviction"): {"POST": self._evict},
         }
 
-    def _existing(self, call: Call) -> Object:
+    def _existing(self, call: Call) -> KubeObject:
         found = self.store.find(call.resource.key, call.target.namespace, call.target.name)
         if found is None:
             raise call.resource.not_found(call.target.name)
@@ -218,7 +220,7 @@ class Handlers:
         new = request_bodies.patched(resource.node, call.content_type, old, patch)
         return _reply(view, self.objects.update(resource, old, new, options, target.subresource), 200, options)
 
-    async def _delete_options(self, call: Call) -> Object:
+    async def _delete_options(self, call: Call) -> KubeObject:
         body = await call.request.read()
         return delete_options(call.request.query, request_bodies.parse_object(call.content_type, body) if body else {})
 
@@ -325,7 +327,7 @@ class Handlers:
         self.objects.delete(call.resource, pod, options)
         return plain(status_errors.success(201), 201)
 
-    def _spend_budget(self, pod: Object, *, dry_run: bool) -> None:
+    def _spend_budget(self, pod: KubeObject, *, dry_run: bool) -> None:
         labels, namespace = pod["metadata"].get("labels") or {}, pod["metadata"]["namespace"]
         for found in list(self.store.all(BUDGETS, namespace)):
             if not labels_match((found.get("spec") or {}).get("selector"), labels):
@@ -345,18 +347,18 @@ class Handlers:
                 self.objects.commit(self.objects.registry.builtin(BUDGETS), budget)
 
 
-def _with_revision_of(old: Object, given: Object) -> Object:
+def _with_revision_of(old: KubeObject, given: KubeObject) -> KubeObject:
     """Return a copy of an object with the revision that a client's write is based on."""
-    new: Object = orjson.loads(orjson.dumps(old))
+    new: KubeObject = orjson.loads(orjson.dumps(old))
     revision = field_value(given, "metadata.resourceVersion")
     if revision:
         new["metadata"]["resourceVersion"] = revision
     return new
 
 
-def _scale_of(resource: Resource, obj: Object) -> Object:
+def _scale_of(resource: Resource, obj: KubeObject) -> KubeObject:
     paths, metadata = resource.scale, obj["metadata"]
-    status: Object = {"replicas": field_value(obj, paths["statusReplicasPath"]) or 0}
+    status: KubeObject = {"replicas": field_value(obj, paths["statusReplicasPath"]) or 0}
     if paths.get("labelSelectorPath"):
         status["selector"] = field_value(obj, paths["labelSelectorPath"]) or ""
     return {

@@ -13,9 +13,9 @@ import ssl
 import aiohttp
 from aiohttp import web
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Store
-from meshwright_local.kube.resources import Object
 
 NODES = ("", "nodes")
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
@@ -42,7 +42,7 @@ class KubeletProxy:
             await self._session.close()
             self._session = None
 
-    async def logs(self, request: web.Request, pod: Object) -> web.StreamResponse:
+    async def logs(self, request: web.Request, pod: KubeObject) -> web.StreamResponse:
         """Stream a container's log, which is empty if the pod has no node yet. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
@@ -63,7 +63,7 @@ class KubeletProxy:
         except _UNREACHABLE as error:
             raise _unreachable(pod, error) from None
 
-    async def exec(self, request: web.Request, pod: Object) -> web.StreamResponse:
+    async def exec(self, request: web.Request, pod: KubeObject) -> web.StreamResponse:
         """Run a command in a container, and forward its streams as WebSocket messages. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
@@ -101,7 +101,7 @@ class KubeletProxy:
             self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
         return self._session
 
-    def _url(self, pod: Object, action: str, container: str) -> str:
+    def _url(self, pod: KubeObject, action: str, container: str) -> str:
         name = pod["spec"]["nodeName"]
         status = (self._store.find(NODES, "", name) or {}).get("status") or {}
         addresses = {a["type"]: a["address"] for a in status.get("addresses") or ()}
@@ -144,7 +144,7 @@ async def _pass_on(message: aiohttp.WSMessage, target: web.WebSocketResponse | a
         await target.send_str(message.data)
 
 
-def _container(pod: Object, requested: str) -> str:
+def _container(pod: KubeObject, requested: str) -> str:
     """Return the container: the requested one, the default one of the pod's annotation, or the only one."""
     name, spec = pod["metadata"]["name"], pod["spec"]
     names = [c["name"] for c in spec["containers"]]
@@ -160,6 +160,6 @@ def _failure(status: int, text: str) -> ApiError:
     return ApiError(status, _REASONS.get(status, "InternalError"), text.strip() or f"the node agent returned {status}")
 
 
-def _unreachable(pod: Object, error: BaseException) -> ApiError:
+def _unreachable(pod: KubeObject, error: BaseException) -> ApiError:
     text = f'the agent of node "{pod["spec"].get("nodeName")}" cannot be reached: {error}'
     return ApiError(500, "InternalError", text)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.metadata import field_selector, label_selector
 from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.rest.printers import View
 from meshwright_local.apiserver.rest.query_options import ListOptions
 from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Event, Place, RevisionTooOldError, Store, Stored
-from meshwright_local.kube.resources import Object
 
 BOOKMARK_SECONDS = 60.0
 SHORTEST_WATCH_SECONDS = 1800.0
@@ -51,7 +51,7 @@ def selection(resource: Resource, namespace: str, options: ListOptions) -> Calla
 
 def list_objects(
     store: Store, resource: Resource, namespace: str, options: ListOptions, as_of: int | None = None
-) -> tuple[list[Stored], Object]:
+) -> tuple[list[Stored], KubeObject]:
     """Return the objects of one page and the list's metadata; `as_of` selects an earlier revision.
 
     Later pages have the current state of the objects after the last one returned, but the revision of the first page:
@@ -67,7 +67,7 @@ def list_objects(
     elif options.revision not in ("", "0"):
         _check_revision(int(options.revision), int(revision), exact=options.revision_match == "Exact")
     found: list[Stored] = []
-    metadata: Object = {"resourceVersion": revision}
+    metadata: KubeObject = {"resourceVersion": revision}
     places = [entry for entry in store.items(resource.key, namespace, as_of) if entry[0] > after]
     for index, (place, stored) in enumerate(places):
         if not selects(place, stored):

@@ -15,11 +15,11 @@ from typing import Any
 import orjson
 import yaml
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.registry.resource_types import Column, Resource
 from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.resources import Object
 
 _META = "meta.k8s.io/v1"
 _FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}
@@ -51,7 +51,7 @@ class View:
         same = stored.api_version == self.resource.group_version
         return stored.body if same else orjson.dumps(self._converted(stored.obj))
 
-    def many(self, items: Sequence[Stored], metadata: Object) -> bytes:
+    def many(self, items: Sequence[Stored], metadata: KubeObject) -> bytes:
         """Format a list."""
         if self.form == "Table":
             return orjson.dumps(self._table([item.obj for item in items], metadata, True))
@@ -63,7 +63,7 @@ class View:
 
     def bookmark(self, revision: int, *, initial_end: bool) -> bytes:
         """Return the object of a BOOKMARK event, which has only a revision."""
-        metadata: Object = {"resourceVersion": str(revision), "creationTimestamp": None}
+        metadata: KubeObject = {"resourceVersion": str(revision), "creationTimestamp": None}
         metadata |= {"annotations": {"k8s.io/initial-events-end": "true"}} if initial_end else {}
         obj = {"kind": self.resource.kind, "apiVersion": self.resource.group_version, "metadata": metadata}
         if self.form == "Table":
@@ -76,10 +76,10 @@ class View:
             return yaml.safe_dump(orjson.loads(body), sort_keys=True).encode(), "application/yaml"
         return body, "application/json"
 
-    def _converted(self, obj: Object) -> Object:
+    def _converted(self, obj: KubeObject) -> KubeObject:
         return {**obj, "apiVersion": self.resource.group_version}
 
-    def _table(self, objects: Sequence[Object], metadata: Object, header: bool) -> Object:
+    def _table(self, objects: Sequence[KubeObject], metadata: KubeObject, header: bool) -> KubeObject:
         columns = columns_of(self.resource)
         shown = {"Object": self._converted, "Metadata": _partial}.get(self.include_object)
         rows = [
@@ -88,11 +88,11 @@ class View:
         ]
         keys = ("name", "type", "priority", "format")
         described = [{"description": "", **{k: getattr(c, k) for k in keys}} for c in columns] if header else None
-        table: Object = {"kind": "Table", "apiVersion": _META, "metadata": metadata}
+        table: KubeObject = {"kind": "Table", "apiVersion": _META, "metadata": metadata}
         return {**table, "columnDefinitions": described, "rows": rows}
 
 
-def _partial(obj: Object) -> Object:
+def _partial(obj: KubeObject) -> KubeObject:
     return {"kind": "PartialObjectMetadata", "apiVersion": _META, "metadata": obj["metadata"]}
 
 
@@ -162,7 +162,7 @@ def _since(text: Any) -> str:
         return "<unknown>"
 
 
-def _cell(column: Column, obj: Object) -> Any:
+def _cell(column: Column, obj: KubeObject) -> Any:
     if column.path in _COMPUTED:
         return _COMPUTED[column.path](obj)
     value = first(obj, column.path)
@@ -175,7 +175,7 @@ def _cell(column: Column, obj: Object) -> Any:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _pod_reason(obj: Object) -> str:
+def _pod_reason(obj: KubeObject) -> str:
     """Return the STATUS column of a pod."""
     status = obj.get("status") or {}
     reason = str(status.get("reason") or status.get("phase") or "Unknown")
@@ -200,51 +200,51 @@ def _pod_reason(obj: Object) -> str:
     return reason
 
 
-def _pod_ready(obj: Object) -> str:
+def _pod_ready(obj: KubeObject) -> str:
     statuses = (obj.get("status") or {}).get("containerStatuses") or ()
     return f"{sum(bool(s.get('ready')) for s in statuses)}/{len(obj['spec']['containers'])}"
 
 
-def _restarts(obj: Object) -> str:
+def _restarts(obj: KubeObject) -> str:
     return str(sum(s.get("restartCount", 0) for s in (obj.get("status") or {}).get("containerStatuses") or ()))
 
 
-def _node_status(obj: Object) -> str:
+def _node_status(obj: KubeObject) -> str:
     ready = first(obj, '.status.conditions[?(@.type=="Ready")].status')
     cordoned = ",SchedulingDisabled" if (obj.get("spec") or {}).get("unschedulable") else ""
     return {"True": "Ready", None: "Unknown"}.get(ready, "NotReady") + cordoned
 
 
-def _node_roles(obj: Object) -> str:
+def _node_roles(obj: KubeObject) -> str:
     prefix = "node-role.kubernetes.io/"
     return (
         ",".join(sorted(k[len(prefix) :] for k in obj["metadata"].get("labels") or {} if k.startswith(prefix))) or _NONE
     )
 
 
-def _last_seen(obj: Object) -> str:
+def _last_seen(obj: KubeObject) -> str:
     moments = (first(obj, f".{p}") for p in ("series.lastObservedTime", "lastTimestamp", "firstTimestamp", "eventTime"))
     return _since(next(filter(None, moments), None) or obj["metadata"].get("creationTimestamp"))
 
 
-def _about(obj: Object) -> str:
+def _about(obj: KubeObject) -> str:
     about = obj.get("involvedObject") or {}
     return f"{about.get('kind', '').lower()}/{about.get('name', '')}"
 
 
-def _ports(obj: Object) -> str:
+def _ports(obj: KubeObject) -> str:
     return ",".join(f"{p['port']}/{p.get('protocol', 'TCP')}" for p in obj["spec"].get("ports") or ()) or _NONE
 
 
-def _replicas(obj: Object) -> str:
+def _replicas(obj: KubeObject) -> str:
     return f"{(obj.get('status') or {}).get('readyReplicas', 0)}/{(obj.get('spec') or {}).get('replicas', 1)}"
 
 
-def _completions(obj: Object) -> str:
+def _completions(obj: KubeObject) -> str:
     return f"{(obj.get('status') or {}).get('succeeded', 0)}/{(obj.get('spec') or {}).get('completions', 1)}"
 
 
-_COMPUTED: dict[str, Callable[[Object], Any]] = {
+_COMPUTED: dict[str, Callable[[KubeObject], Any]] = {
     "ready": _pod_ready,
     "reason": _pod_reason,
     "restarts": _restarts,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.status_errors import ApiError, Cause
-from meshwright_local.kube.resources import Object
 
 MAX_MANAGER = 128
 _POLICIES = ("Foreground", "Background", "Orphan")
@@ -91,7 +91,7 @@ def list_options(query: Mapping[str, str]) -> ListOptions:
     return options
 
 
-def delete_options(query: Mapping[str, str], body: Object) -> Object:
+def delete_options(query: Mapping[str, str], body: KubeObject) -> KubeObject:
     """Parse the options of a delete: those of the query override those of the body; raises ApiError."""
     options: dict[str, Any] = {key: value for key, value in body.items() if key not in ("kind", "apiVersion")}
     grace = _number(query, "gracePeriodSeconds")

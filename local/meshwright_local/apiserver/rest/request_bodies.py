@@ -20,9 +20,9 @@ import jsonpatch  # type: ignore[import-untyped, unused-ignore]
 import orjson
 import yaml
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, unsupported_media_type
-from meshwright_local.kube.resources import Object
 
 JSON, YAML, PROTOBUF = "application/json", "application/yaml", "application/vnd.kubernetes.protobuf"
 JSON_PATCH, MERGE_PATCH = "application/json-patch+json", "application/merge-patch+json"
@@ -48,7 +48,7 @@ class _Loader(yaml.CSafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
 
 
-def parse_object(content_type: str, raw: bytes) -> Object:
+def parse_object(content_type: str, raw: bytes) -> KubeObject:
     """Decode the object in the body of a create or replace.
 
     Raises:
@@ -86,7 +86,7 @@ def _table() -> dict[str, dict[str, list[str]]]:
     return table
 
 
-def _decode(raw: bytes) -> Object:
+def _decode(raw: bytes) -> KubeObject:
     if raw[:4] != _MAGIC:
         raise ValueError("the body does not begin with the Kubernetes protobuf prefix")
     envelope = dict(_fields(raw[4:]))
@@ -156,7 +156,7 @@ def _message(kind: str, data: bytes) -> Any:
         return fields.get(3, b"").decode() if fields.get(1) else _value("int32", fields.get(2, 0))
     if short in ("FieldsV1", "RawExtension", "JSON"):
         return orjson.loads(fields.get(1) or b"null")
-    out: Object = {}
+    out: KubeObject = {}
     known = _table()[kind]
     for number, value in parts:
         name, sub, label = known.get(str(number), ("", "", ""))
@@ -192,21 +192,21 @@ def parse_patch(content_type: str, raw: bytes, *, custom: bool) -> Any:
     return patch
 
 
-def patched(node: SchemaNode, content_type: str, obj: Object, patch: Any) -> Object:
+def patched(node: SchemaNode, content_type: str, obj: KubeObject, patch: Any) -> KubeObject:
     """Return the object after a patch (not apply). It shares no data with `obj`.
 
     Raises:
         ApiError: 400 for an invalid patch, 422 for a patch that does not fit the object.
     """
-    copy: Object = orjson.loads(orjson.dumps(obj))
+    copy: KubeObject = orjson.loads(orjson.dumps(obj))
     if content_type == JSON_PATCH:
         return _json_patched(copy, patch)
     merged = strategic_merge_patch(node, copy, patch) if content_type == STRATEGIC_PATCH else merge_patch(copy, patch)
-    result: Object = orjson.loads(orjson.dumps(merged))
+    result: KubeObject = orjson.loads(orjson.dumps(merged))
     return result
 
 
-def _json_patched(obj: Object, operations: list[Any]) -> Object:
+def _json_patched(obj: KubeObject, operations: list[Any]) -> KubeObject:
     try:
         patch = jsonpatch.JsonPatch(operations)
     except (*_PATCH_ERRORS, AttributeError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.auth import certificates
 from meshwright_local.apiserver.auth.certificates import Authority, TlsFiles
 from meshwright_local.apiserver.auth.identity import RBAC, Authenticator, Authorizer, User, admin, initial_roles
@@ -30,7 +31,6 @@ from meshwright_local.apiserver.rest.router import Routes
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.kubeconfig import write_private
-from meshwright_local.kube.resources import Object
 
 EVENTS = ("", "events")
 EVENT_LIFETIME = datetime.timedelta(hours=1)
@@ -167,12 +167,12 @@ def _populate(objects: Objects) -> None:
             objects.create(objects.registry.builtin(key), "", obj, WriteOptions("kube-apiserver"))
 
 
-def expired_events(events: Iterator[Object], now: datetime.datetime) -> list[Object]:
+def expired_events(events: Iterator[KubeObject], now: datetime.datetime) -> list[KubeObject]:
     """Return the events that were not updated for an hour, which a real server deletes too."""
     return [event for event in events if now - _last_touched(event, now) > EVENT_LIFETIME]
 
 
-def _last_touched(event: Object, now: datetime.datetime) -> datetime.datetime:
+def _last_touched(event: KubeObject, now: datetime.datetime) -> datetime.datetime:
     series, created = event.get("series") or {}, event["metadata"].get("creationTimestamp")
     moments = [series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), created]
     return max((timestamps.parse(moment) for moment in moments if moment), default=now)

@@ -17,9 +17,9 @@ from typing import Any
 import cel
 from cel.stdlib import STDLIB_FUNCTIONS
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.schema.structural import SchemaNode
 from meshwright_local.apiserver.status_errors import Cause
-from meshwright_local.kube.resources import Object
 
 _WORDS = re.compile(r"\w+")
 _NATIVE = _WORDS.findall(
@@ -65,7 +65,7 @@ class Expression:
     extended: bool
     transition: bool
 
-    def evaluate(self, variables: Object) -> Any:
+    def evaluate(self, variables: KubeObject) -> Any:
         """Return the value of the expression; raises any error of the CEL engine."""
         if not self.extended:
             return self.program.execute(variables)
@@ -105,20 +105,20 @@ def check_rules(node: SchemaNode, value: Any, old: Any, path: str) -> list[Cause
     return [cause for cause in found if cause is not None]
 
 
-def check_rule(rule: Object, node: SchemaNode, value: Any, old: Any, path: str) -> Cause | None:
+def check_rule(rule: KubeObject, node: SchemaNode, value: Any, old: Any, path: str) -> Cause | None:
     """Return the error of one rule, or None. `old` is None if there was no value before."""
     was = None if old is None else visible(node, old)
     return _check(rule, node, value, visible(node, value), was, path, unchanged=False)
 
 
 def _check(
-    rule: Object, node: SchemaNode, value: Any, now: Any, was: Any, path: str, *, unchanged: bool
+    rule: KubeObject, node: SchemaNode, value: Any, now: Any, was: Any, path: str, *, unchanged: bool
 ) -> Cause | None:
     expression = compile_expression(rule["rule"])
     optional = bool(rule.get("optionalOldSelf"))
     if expression.transition and was is None and not optional:
         return None
-    variables: Object = {"self": now}
+    variables: KubeObject = {"self": now}
     if expression.transition:
         wrapped = cel.OptionalValue.none() if was is None else cel.OptionalValue.of(was)
         variables["oldSelf"] = wrapped if optional else was
@@ -159,7 +159,7 @@ def _go_type(value: Any) -> str:
     return names.get(type(value), "map[string]interface {}")
 
 
-def _message(rule: Object, variables: Object) -> str:
+def _message(rule: KubeObject, variables: KubeObject) -> str:
     plain = str(rule.get("message") or f"failed rule: {rule['rule']}").strip()
     if not rule.get("messageExpression"):
         return plain

@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable
 from decimal import Decimal
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.status_errors import Cause, invalid_value
-from meshwright_local.kube.resources import Object
 
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 63) - 1
 _JSON_INTEGER = (1 << 53) - 1
@@ -44,7 +44,7 @@ def _is_nearly_integer(number: float) -> bool:
     )
 
 
-def check_range(schema: Object, value: float, path: str) -> list[Cause]:
+def check_range(schema: KubeObject, value: float, path: str) -> list[Cause]:
     """Return the errors of a number: size of its type, `multipleOf`, `minimum` and `maximum`."""
     number = as_go(value)
     causes = _fits(schema, number, "Checked", path)
@@ -87,7 +87,7 @@ def _check_step(number: float, step: float, path: str) -> list[Cause]:
     )
 
 
-def _fits(schema: Object, number: float, what: str, path: str) -> list[Cause]:
+def _fits(schema: KubeObject, number: float, what: str, path: str) -> list[Cause]:
     """Return the error of a value or bound that exceeds its type and format. As in the server, it has no field."""
     kind, form = schema.get("type"), schema.get("format") or ""
     if kind == "integer":

@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.status_errors import Cause, invalid_value
 from meshwright_local.kube import quantities
-from meshwright_local.kube.resources import Object
 
 OBJECT_META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 MISSING: Any = object()
@@ -36,7 +36,7 @@ _LIMITS |= {"enum", "pattern", "format", "multipleOf", "uniqueItems", "allOf", "
 _STRING = {"type": "string"}
 _ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 _STORAGE_CLASS = "io.k8s.api.storage.v1.StorageClass"
-_STORAGE_CLASS_SCHEMA: Object = {
+_STORAGE_CLASS_SCHEMA: KubeObject = {
     "type": "object",
     "required": ["provisioner"],
     "properties": {
@@ -56,7 +56,7 @@ _STORAGE_CLASS_SCHEMA: Object = {
 class SchemaNode:
     """The schema of one field. `raw` is the schema as written: limits, CEL rules, `anyOf` and the like."""
 
-    raw: Object = field(default_factory=dict)
+    raw: KubeObject = field(default_factory=dict)
     type: str | None = None
     properties: dict[str, SchemaNode] = field(default_factory=dict)
     additional: SchemaNode | None = None
@@ -82,7 +82,7 @@ class SchemaNode:
         """Return the node of a key; None if the key is unknown."""
         return self.properties.get(key) or self.additional or (FREE if self.free else None)
 
-    def read(self, raw: Object) -> None:
+    def read(self, raw: KubeObject) -> None:
         """Copy the schema's properties of this field. The caller links its children."""
         strategy = raw.get("x-kubernetes-patch-strategy") or ""
         self.raw, self.type = raw, raw.get("type")
@@ -104,7 +104,7 @@ FREE = SchemaNode(free=True, nullable=True)
 class BuiltinTypes:
     """All built-in types: their definitions as JSON, and their nodes, created on first use."""
 
-    def __init__(self, definitions: Object) -> None:
+    def __init__(self, definitions: KubeObject) -> None:
         self.definitions = definitions
         self._nodes: dict[str, SchemaNode] = {}
         self.names = {
@@ -126,7 +126,7 @@ class BuiltinTypes:
                 found.free = not found.properties and found.type in (None, "object") and not found.int_or_string
         return self._nodes[name]
 
-    def _link(self, node: SchemaNode, raw: Object) -> None:
+    def _link(self, node: SchemaNode, raw: KubeObject) -> None:
         node.read(raw)
         node.properties = {key: self._child(sub) for key, sub in (raw.get("properties") or {}).items()}
         if isinstance(raw.get("additionalProperties"), dict):
@@ -134,7 +134,7 @@ class BuiltinTypes:
         if isinstance(raw.get("items"), dict):
             node.items = self._child(raw["items"])
 
-    def _child(self, raw: Object) -> SchemaNode:
+    def _child(self, raw: KubeObject) -> SchemaNode:
         if "$ref" in raw:
             return self.node(raw["$ref"].rsplit("/", 1)[-1])
         node = SchemaNode()
@@ -146,19 +146,19 @@ class BuiltinTypes:
 def builtin_types() -> BuiltinTypes:
     """Load the built-in types of `data/definitions.json.gz`, once per process."""
     packed = files("meshwright_local.apiserver").joinpath("data", "definitions.json.gz").read_bytes()
-    definitions: Object = orjson.loads(gzip.decompress(packed))
+    definitions: KubeObject = orjson.loads(gzip.decompress(packed))
     definitions[_STORAGE_CLASS] = _STORAGE_CLASS_SCHEMA
     for name, protocol in _KEY_DEFAULTS.items():
         definitions[name]["properties"]["protocol"]["default"] = protocol
     return BuiltinTypes(definitions)
 
 
-def custom_schema(raw: Object | None) -> SchemaNode:
+def custom_schema(raw: KubeObject | None) -> SchemaNode:
     """Return the node of one version of a custom resource. Without a schema, nothing is pruned or validated."""
     return _custom({**(raw or _ANYTHING), "x-kubernetes-embedded-resource": True})
 
 
-def published_schema(raw: Object | None, gvk: dict[str, str]) -> Object:
+def published_schema(raw: KubeObject | None, gvk: dict[str, str]) -> KubeObject:
     """Return a custom resource's schema for OpenAPI, with apiVersion, kind, metadata and its group-version-kind."""
     body = dict(raw or _ANYTHING)
     metadata = {"$ref": f"#/definitions/{OBJECT_META}", "description": "Name, labels, annotations, owners."}
@@ -166,7 +166,7 @@ def published_schema(raw: Object | None, gvk: dict[str, str]) -> Object:
     return {**body, "properties": {**(body.get("properties") or {}), **own}, "x-kubernetes-group-version-kind": [gvk]}
 
 
-def _custom(raw: Object) -> SchemaNode:
+def _custom(raw: KubeObject) -> SchemaNode:
     node = SchemaNode()
     node.read(raw)
     node.properties = {key: _custom(sub) for key, sub in (raw.get("properties") or {}).items()}

@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.schema.cel import check_rules
 from meshwright_local.apiserver.schema.number_bounds import as_go, check_range, is_integer
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.status_errors import Cause
-from meshwright_local.kube.resources import Object
 
 MAX_CAUSES = 50
 _TYPES: dict[str, Any] = {
@@ -162,7 +162,7 @@ def _is_a(value: Any, kind: str) -> bool:
     return isinstance(value, _TYPES.get(kind, ())) and (kind != "integer" or is_integer(value))
 
 
-def _limits(raw: Object, value: Any, path: str) -> list[Cause]:
+def _limits(raw: KubeObject, value: Any, path: str) -> list[Cause]:
     """Return the errors of a value in enum, length, size, pattern, format and range, as the real server words them."""
     said = f"{path} in body"
     causes: list[Cause] = []
@@ -214,13 +214,13 @@ def _composed(node: SchemaNode, value: Any, path: str) -> list[Cause]:
     return causes
 
 
-def _composes(raw: Object, keyword: str, value: Any) -> bool:
+def _composes(raw: KubeObject, keyword: str, value: Any) -> bool:
     branches = raw.get(keyword) or ()
     good = sum(_accepts(branch, value) for branch in branches)
     return not branches or {"allOf": good == len(branches), "anyOf": good > 0, "oneOf": good == 1}[keyword]
 
 
-def _accepts(raw: Object, value: Any) -> bool:
+def _accepts(raw: KubeObject, value: Any) -> bool:
     """Return whether a value-only schema (inside allOf, anyOf, oneOf, not) accepts a value."""
     if ("type" in raw and not _is_a(value, raw["type"])) or _limits(raw, value, ""):
         return False

@@ -18,9 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.reflector import Reflector
-from meshwright_local.kube.resources import PODS, SERVICES, Object
+from meshwright_local.kube.resources import PODS, SERVICES
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class ClusterNames:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def add(self, path: Path, pod: Object, address: str) -> None:
+    def add(self, path: Path, pod: KubeObject, address: str) -> None:
         """Write a pod's hosts file, and update it until `remove`."""
         metadata, spec = pod["metadata"], pod["spec"]
         own = str(spec.get("hostname") or metadata["name"])
@@ -105,7 +106,7 @@ class ClusterNames:
             logger.warning("%s: names of other pods are out of date: %s", path, error)
 
 
-def records(services: Iterable[Object], pods: Iterable[Object]) -> Records:
+def records(services: Iterable[KubeObject], pods: Iterable[KubeObject]) -> Records:
     """Return every name and address (pure)."""
     near = defaultdict(list)
     for pod in pods:
@@ -123,11 +124,11 @@ def records(services: Iterable[Object], pods: Iterable[Object]) -> Records:
     return dict(result)
 
 
-def _selects(selector: Mapping[str, str], pod: Object) -> bool:
+def _selects(selector: Mapping[str, str], pod: KubeObject) -> bool:
     return selector.items() <= (pod["metadata"].get("labels") or {}).items()
 
 
-def _ready(pod: Object) -> bool:
+def _ready(pod: KubeObject) -> bool:
     conditions = pod["status"].get("conditions") or ()
     deleting = pod["metadata"].get("deletionTimestamp")
     return not deleting and any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)

@@ -11,9 +11,9 @@ from signal import SIGTERM, Signals
 from subprocess import DEVNULL
 from typing import Any
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.quantities import integer_value
-from meshwright_local.kube.resources import Object
 from meshwright_local.nodeagent import volumes
 from meshwright_local.nodeagent.runtime import environment, probes
 from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
@@ -32,10 +32,10 @@ class Container:
     `status` is its containerStatus in the API's format; `logs` has one file for each run: `0.log`, `1.log`, ...
     """
 
-    def __init__(self, sandbox: Sandbox, spec: Object, policy: str, waiting: str) -> None:
+    def __init__(self, sandbox: Sandbox, spec: KubeObject, policy: str, waiting: str) -> None:
         self.spec, self.name = spec, str(spec["name"])
         self.logs = sandbox.directory / "logs" / self.name
-        self.status: Object = {
+        self.status: KubeObject = {
             **{"name": self.name, "image": spec.get("image", ""), "imageID": ""},
             # Unique per container and stable, as with a real runtime.
             "containerID": f"process://{sandbox.uid}/{self.name}",
@@ -58,9 +58,9 @@ class Container:
         return self.logs / f"{self.status['restartCount']}.log"
 
     @property
-    def terminated(self) -> Object | None:
+    def terminated(self) -> KubeObject | None:
         """Its terminated state, unless it runs or waits."""
-        ended: Object | None = self.status["state"].get("terminated")
+        ended: KubeObject | None = self.status["state"].get("terminated")
         return ended
 
     @property
@@ -135,7 +135,7 @@ class Container:
         process.ended.add_done_callback(lambda _: self._beside.discard(process))
         return process
 
-    async def _run_once(self) -> Object | None:
+    async def _run_once(self) -> KubeObject | None:
         """Run it once, from start to end. Return None if it cannot be started yet."""
         event = self._sandbox.event
         try:
@@ -204,12 +204,12 @@ class Container:
         """Return a text of the container with paths as its processes see them."""
         return text if self._sandbox.host.isolated else volumes.rewrite(text, self._mounts)
 
-    def _set(self, kind: str, state: Object) -> None:
+    def _set(self, kind: str, state: KubeObject) -> None:
         started = kind == "running" and "startupProbe" not in self.spec
         self.status.update(state={kind: state}, started=started, ready=started and "readinessProbe" not in self.spec)
         self._sandbox.changed()
 
-    def _end(self, code: int, reason: str, begun: str, message: str) -> Object:
+    def _end(self, code: int, reason: str, begun: str, message: str) -> KubeObject:
         state = {"exitCode": code, "reason": reason, "startedAt": begun, "finishedAt": timestamps.now()}
         return {**state, "message": message, "containerID": self.status["containerID"]}
 

@@ -24,8 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.kube.quantities import milli_value
-from meshwright_local.kube.resources import CONFIG_MAPS, SECRETS, Object
+from meshwright_local.kube.resources import CONFIG_MAPS, SECRETS
 from meshwright_local.nodeagent.sandbox import PodSpecError, Sandbox
 
 _EXPANSION = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
@@ -52,7 +53,7 @@ def base_environment(sandbox: Sandbox) -> dict[str, str]:
     return result
 
 
-async def declared_environment(sandbox: Sandbox, container: Object) -> dict[str, str]:
+async def declared_environment(sandbox: Sandbox, container: KubeObject) -> dict[str, str]:
     """Return the environment from the spec: `envFrom`, then `env`; later entries replace earlier ones.
 
     Raises:
@@ -72,7 +73,7 @@ async def declared_environment(sandbox: Sandbox, container: Object) -> dict[str,
     return result
 
 
-async def _value(sandbox: Sandbox, container: Object, source: Object) -> str | None:
+async def _value(sandbox: Sandbox, container: KubeObject, source: KubeObject) -> str | None:
     """Return the value of a `valueFrom`; None if it is missing and optional."""
     if "fieldRef" in source or "resourceFieldRef" in source:
         return downward(sandbox, source, container["name"])
@@ -87,7 +88,7 @@ async def _value(sandbox: Sandbox, container: Object, source: Object) -> str | N
     raise PodSpecError(f"couldn't find key {reference['key']} in {where}")
 
 
-def command(container: Object, values: Mapping[str, str]) -> list[str]:
+def command(container: KubeObject, values: Mapping[str, str]) -> list[str]:
     """Return the argv of a container, with variables replaced.
 
     Raises:
@@ -108,7 +109,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
     return _EXPANSION.sub(lambda match: "$" if match[1] is None else values.get(match[1], match[0]), text)
 
 
-def downward(sandbox: Sandbox, source: Object, container: str = "") -> str:
+def downward(sandbox: Sandbox, source: KubeObject, container: str = "") -> str:
     """Return the value of a `fieldRef` or `resourceFieldRef` of the downward API.
 
     Raises:
@@ -136,7 +137,7 @@ def downward(sandbox: Sandbox, source: Object, container: str = "") -> str:
     return str(values[path])
 
 
-def _resource(sandbox: Sandbox, reference: Object, container: str) -> str:
+def _resource(sandbox: Sandbox, reference: KubeObject, container: str) -> str:
     """Return a request or limit of a container. A limit that is not set is the node's allocatable amount."""
     name = reference.get("containerName") or container
     found = next((item for item in sandbox.pod["spec"]["containers"] if item["name"] == name), None)

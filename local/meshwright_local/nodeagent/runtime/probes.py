@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 
-from meshwright_local.kube.resources import Object
+from meshwright.api.objects import KubeObject
 from meshwright_local.nodeagent.runtime.process import StartError
 from meshwright_local.nodeagent.runtime.shim import descendants
 
@@ -21,7 +21,7 @@ class ProbeTarget:
     """The target of a probe: address, container spec, and a function that runs a command and returns its exit code."""
 
     address: str
-    container: Object
+    container: KubeObject
     run: Callable[[list[str]], Awaitable[int]]
     session: aiohttp.ClientSession
 
@@ -31,7 +31,7 @@ class ProbeTarget:
         return int(named.get(port, port if str(port).isdigit() else 0))
 
 
-async def probe_results(probe: Object, target: ProbeTarget) -> AsyncIterator[str]:
+async def probe_results(probe: KubeObject, target: ProbeTarget) -> AsyncIterator[str]:
     """Probe periodically, and yield each result: empty for success, else the error.
 
     A success is yielded after `successThreshold` successes in a row, a failure after `failureThreshold` failures.
@@ -52,7 +52,7 @@ async def probe_results(probe: Object, target: ProbeTarget) -> AsyncIterator[str
         await asyncio.sleep(probe.get("periodSeconds") or 10)
 
 
-async def _probe_once(probe: Object, target: ProbeTarget) -> str:
+async def _probe_once(probe: KubeObject, target: ProbeTarget) -> str:
     if command := probe.get("exec"):
         code = await target.run(command["command"])
         return f"command exited with {code}" if code else ""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from meshwright.api.objects import KubeObject
 from meshwright_local.nodeagent.runtime.process import StartError
 from meshwright_local.nodeagent.server import logs, remote_exec
 
 if TYPE_CHECKING:
-    from meshwright_local.kube.resources import Object
     from meshwright_local.nodeagent.agent import NodeAgent
 
 
@@ -121,7 +121,7 @@ class KubeletServer:
         except StartError as error:
             raise web.HTTPInternalServerError(text=f"error executing command in container: {error}") from error
 
-    def _pod(self, request: web.Request) -> Object:
+    def _pod(self, request: web.Request) -> KubeObject:
         namespace, name = request.match_info["namespace"], request.match_info["pod"]
         pod = self._agent.find(namespace, name)
         if pod is None:
