@@ -1,11 +1,12 @@
-"""Which tokens of a row each rank of a context group holds. Pure: ranges of positions, no tensors.
+"""The tokens of a sequence on each rank of a context-parallel group, as ranges of positions. Pure, without tensors.
 
-Causal attention gives a token more to do the later it stands. Ranks that hold consecutive parts of a row therefore do
-unequal work, and the last sets the pace; the zig-zag order (Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al.,
-arXiv 2311.09431 balance alike) cuts a row into two parts a rank and gives rank i the parts i and 2n - 1 - i.
+With causal attention later tokens attend to more keys. If ranks have consecutive parts of a sequence, their work is
+unequal, and the last rank is the slowest. The zig-zag order cuts a sequence into two parts per rank and assigns parts i
+and 2n - 1 - i to rank i (Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al., arXiv 2311.09431, balance in the
+same way).
 
-Parts differ by at most one `unit` where a row does not divide: nothing is padded, so nothing has to be left out again.
-A unit is one token, or, under Megatron's sequence parallelism, one for each rank of the tensor group.
+If a sequence does not divide evenly, parts differ by at most one `unit`, and nothing is padded. A unit is one token or,
+with Megatron's sequence parallelism, one token for each rank of the tensor group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshwright.api.parallelism import ContextMethod
 from meshwright.protocol.run_config import Run
 
 TokenSlice = tuple[range, ...]
-"""Positions that a rank holds, in the order in which it holds them."""
+"""Positions of a rank's tokens, in the order of its tensor."""
 
 
 _CONSECUTIVE = (ContextMethod.RING, ContextMethod.ULYSSES)
@@ -27,13 +28,14 @@ _CONSECUTIVE = (ContextMethod.RING, ContextMethod.ULYSSES)
 
 @dataclass(frozen=True, slots=True)
 class SequenceSharding:
-    """How rows are dealt to the ranks of a context group.
+    """How sequences are split over the ranks of a context-parallel group.
 
     Args:
-        method: how attention goes over the ranks; it decides the order.
+        method: the method of context parallelism. It determines the order.
         ranks: size of the group.
-        unit: what every part of a row is a multiple of, in tokens.
-        inner: with `RingUlysses`, the consecutive ranks that exchange heads: they divide one ring rank's slice.
+        unit: number of tokens that the length of every part is a multiple of.
+        inner: with `RingUlysses`, the number of consecutive ranks that exchange heads. They divide one ring rank's
+            slice.
     """
 
     method: ContextMethod = ContextMethod.RING_ZIG_ZAG
@@ -43,7 +45,7 @@ class SequenceSharding:
 
     @classmethod
     def of(cls, run: Run) -> SequenceSharding:
-        """What a run asks for."""
+        """Return the sharding of a run."""
         spec = run.parallelism
         unit = run.tensor if spec.sequence else 1
         inner = (spec.ulysses or 1) if spec.context_method is ContextMethod.RING_ULYSSES else 1
@@ -51,7 +53,7 @@ class SequenceSharding:
 
     @property
     def min_length(self) -> int:
-        """Tokens of the shortest row of which no part is empty."""
+        """Number of tokens of the shortest sequence without an empty part."""
         if self.ranks == 1:
             return self.unit
         if self.method in _CONSECUTIVE:
@@ -60,15 +62,15 @@ class SequenceSharding:
         return parts * -(-self.inner // 2) * self.unit
 
     def slices(self, length: int) -> tuple[TokenSlice, ...]:
-        """What each rank holds of a row of `length` tokens, by rank.
+        """Return each rank's slice of a sequence of `length` tokens, by rank.
 
         Raises:
-            ValueError: the row is shorter than `min_length`, or no multiple of `unit`.
+            ValueError: the sequence is shorter than `min_length`, or not a multiple of `unit`.
         """
         return _slices(self, length)
 
     def ring(self, length: int) -> tuple[TokenSlice, ...]:
-        """What each `inner` ranks hold together, by their place in the ring."""
+        """Return the slice of each group of `inner` ranks, by their position in the ring."""
         method = ContextMethod.RING if self.method is ContextMethod.RING else ContextMethod.RING_ZIG_ZAG
         return _slices(SequenceSharding(method, self.ranks // self.inner, self.unit), length)
 
@@ -88,7 +90,7 @@ def _slices(deal: SequenceSharding, length: int) -> tuple[TokenSlice, ...]:
 
 
 def size(part: TokenSlice) -> int:
-    """Tokens of a slice."""
+    """Return the number of tokens of a slice."""
     return sum(len(positions) for positions in part)
 
 

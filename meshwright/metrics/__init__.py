@@ -1,1 +1,1 @@
-"""One way to declare a Prometheus metric; exporters, documentation pages and checks follow from the declarations."""
+"""Declares Prometheus metrics. Exporters, documentation pages and checks are derived from the declarations."""

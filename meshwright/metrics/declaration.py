@@ -1,4 +1,4 @@
-"""What a metric is: name, type, help text, labels with their values, buckets, and where its value comes from.
+"""Declaration of a metric: name, type, help text, labels with their values, buckets, and the source of its value.
 
 A catalog is a class whose attributes are metrics. Its exporter, its table in docs and the checks of label values all
 read the same declarations, so that a new metric is one attribute. Importing this module imports no Prometheus client.
@@ -33,8 +33,8 @@ class Label:
 
     Attributes:
         name: the label's name.
-        values: the values it can have; none if the set is open.
-        meaning: what the values are. An open set needs it.
+        values: the values it can have. Empty if the set is open.
+        meaning: what the values are. Required for an open set.
 
     Raises:
         ValueError: neither `values` nor `meaning` is given.
@@ -58,12 +58,13 @@ class Metric(Generic[Source]):
     """One metric.
 
     Attributes:
-        name: as it is exported, with the suffix `_total` of a counter.
+        name: exported name, with the suffix `_total` for a counter.
         kind: its type.
         help: one sentence.
         labels: in the order in which code passes their values.
         buckets: upper bounds of a histogram's buckets.
-        source: computes the samples from what the catalog's exporter passes. Without it, code sets the metric.
+        source: computes the samples from the argument that the catalog's exporter passes. Without it, code sets the
+            metric.
 
     Raises:
         ValueError: the name does not suit the type, or only one of histogram and buckets is given.

@@ -22,13 +22,13 @@ from prometheus_client.metrics import MetricWrapperBase
 from meshwright.metrics.declaration import Catalog, Kind, Label, Metric, Sample, Source
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of Prometheus's text format."""
+"""Content type of Prometheus's text format."""
 
 Exported = TypeVar("Exported", bound=MetricWrapperBase)
 
 
 class Exporter(Catalog):
-    """A catalog whose metrics are in a registry of their own."""
+    """A catalog whose metrics are in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,1 +1,1 @@
-"""Model descriptions: architectures, presets and counts. Pure: planner and worker share them."""
+"""Model descriptions: architectures, presets and counts. Shared by planner and worker, and without I/O or torch."""

@@ -1,4 +1,4 @@
-"""A decoder in numbers: what planner and worker count and build alike."""
+"""The sizes of a decoder: the planner counts with them, the worker builds the model from them."""
 
 from __future__ import annotations
 
@@ -50,33 +50,35 @@ class Architecture(ApiModel):
     gated: bool = True
     """Whether the feed-forward layer has a gate (SwiGLU, arXiv 2002.05202): three matrices instead of two."""
     activation: Activation = Activation.SILU
-    """Non-linearity of the feed-forward layer, on the gate where there is one."""
+    """Non-linearity of the feed-forward layer. It is applied to the gate if there is one."""
     norm: Norm = Norm.RMS_NORM
-    """What normalises before each sub-layer and before the output."""
+    """Normalization before each sub-layer and before the output."""
     biases: bool = False
     """Whether every matrix but embedding and output, and every norm, has a bias (GPT). Needs `LayerNorm`."""
     attention_biases: bool = False
     """Whether queries, keys and values have a bias (Qwen2)."""
     query_key_norms: bool = False
-    """Whether each head's queries and keys are normalised (Qwen3)."""
+    """Whether each head's queries and keys are normalized (Qwen3)."""
     positions: int = 0
-    """Rows of a learned position embedding (GPT); 0 for rotary positions."""
+    """Rows of a learned position embedding (GPT). 0 for rotary positions."""
     latent: LatentSpec | None = None
     """Multi-head latent attention (DeepSeek)."""
     rope_scaling: RopeScalingSpec | None = None
-    """Rescaling of rotary frequencies; None for none."""
+    """Rescaling of rotary frequencies, if any."""
     mixture: MixtureSpec | None = None
-    """Layers with a mixture of experts in place of the feed-forward layer."""
+    """The mixture of experts that replaces the feed-forward layer in some layers."""
     sliding_window: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
-    """Keys that a query attends to at most (Mistral); 0 for all before it. Counted, not built."""
+    """Largest number of keys that a query attends to (Mistral). 0 for all earlier keys. Counted, but not built."""
     shared_gate: Annotated[bool, Field(exclude=True), SkipJsonSchema()] = False
-    """Whether a gate weighs a mixture's shared experts (Qwen2-MoE). Counted, not built."""
+    """Whether a gate weights a mixture's shared experts (Qwen2-MoE). Counted, but not built."""
     prediction_layers: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
-    """Multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2), each one layer and a projection.
-    Counted, not built."""
+    """Number of multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Each is one layer and a projection. Counted, but not built.
+    """
 
     def __hash__(self) -> int:
-        """Cheap: a search looks models up all the time."""
+        """Hash only a few fields: a search uses models as keys very often."""
         return hash((self.name, self.layers, self.hidden_size))
 
     def is_mixture(self, layer: int) -> bool:
@@ -84,7 +86,7 @@ class Architecture(ApiModel):
         return is_mixture(self.mixture, layer)
 
     def count_mixtures(self, first: int, last: int) -> int:
-        """How many of the layers `first` to `last - 1` have a mixture of experts."""
+        """Number of layers with a mixture of experts, from layer `first` to `last - 1`."""
         mixture = self.mixture
         if mixture is None:
             return 0
@@ -98,14 +100,14 @@ class Architecture(ApiModel):
 
     @property
     def rope_size(self) -> int:
-        """How much of a query's and key's head is rotated; 0 with learned positions."""
+        """Width of the rotated part of a query's and key's head. 0 with learned positions."""
         if self.positions:
             return 0
         return self.latent.rope_size if self.latent else self.head_size
 
     @property
     def score_scale(self) -> float | None:
-        """Factor of attention's scores; None for one over the root of a key's width."""
+        """Factor of attention's scores. None for 1 / sqrt(key width)."""
         scaling = self.rope_scaling
         if scaling is None or scaling.score_factor == 1:
             return None
@@ -140,14 +142,18 @@ class Architecture(ApiModel):
 
     @property
     def latent_parameters(self) -> int:
-        """Down-projections of one layer's latent attention: every tensor-parallel rank has all of them."""
+        """Parameters of the down-projections of one layer's latent attention.
+
+        Tensor parallelism does not split them.
+        """
         latent = self.latent
         return 0 if latent is None else self.hidden_size * (latent.query_rank + latent.kv_rank + latent.rope_size)
 
     @property
     def layer_norm_parameters(self) -> int:
-        """Norms of one layer, and the biases behind the row-split products of attention and feed-forward layer: every
-        tensor-parallel rank has all of them.
+        """Parameters of one layer's norms, and of the biases after the row-split products of its two parts.
+
+        Tensor parallelism does not split them.
         """
         count = 2 * self.norm_parameters + (2 * self.hidden_size if self.biases else 0)
         if self.query_key_norms:
@@ -164,12 +170,12 @@ class Architecture(ApiModel):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, multi-token prediction not counted."""
+        """Parameters of the entire model, without multi-token prediction."""
         return self._parameters(active=False)
 
     @property
     def active_parameters(self) -> int:
-        """Of `parameters`, what one token uses: all but the experts that it is not sent to."""
+        """The part of `parameters` that one token uses: all except the experts that it is not routed to."""
         return self._parameters(active=True)
 
     def _parameters(self, *, active: bool) -> int:
@@ -183,7 +189,7 @@ class Architecture(ApiModel):
 
 
 def not_buildable(model: Architecture) -> list[str]:
-    """What a model has that is counted and that the runtime does not build; empty for a model that it builds."""
+    """Reasons why the runtime does not build a model that can be counted. Empty if it builds the model."""
     reasons = []
     if model.sliding_window:
         reasons.append(

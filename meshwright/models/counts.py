@@ -22,17 +22,17 @@ class LayerCounts:
     attention: int
     """Matrices (and their biases) of attention, split by tensor parallelism."""
     latent: int
-    """Down-projections of latent attention: whole on every tensor-parallel rank."""
+    """Down-projections of latent attention: full on every tensor-parallel rank."""
     dense: int
     """Feed-forward layer, or a mixture's shared experts: split by tensor parallelism."""
     router: int
-    """Whole on every rank."""
+    """Full on every rank."""
     experts: int
     """All routed experts: split by expert parallelism."""
     active_experts: int
-    """Of `experts`, what one token uses."""
+    """The part of `experts` that one token uses."""
     norms: int
-    """Norms and unsplit biases: whole on every rank."""
+    """Norms and unsplit biases: full on every rank."""
 
     @property
     def total(self) -> int:
@@ -46,7 +46,7 @@ class LayerCounts:
 
     @property
     def matrices(self) -> int:
-        """Parameters that one token multiplies with."""
+        """Parameters of the matrices that one token is multiplied with."""
         return self.active - self.norms
 
 
@@ -75,17 +75,17 @@ def embedding_parameters(model: Architecture) -> int:
 
 
 def output_parameters(model: Architecture) -> int:
-    """The output projection, also where it is the embedding's table."""
+    """Parameters of the output projection, also if it is the embedding's table."""
     return model.vocab_size * model.hidden_size
 
 
 def prediction_parameters(model: Architecture) -> int:
-    """One multi-token prediction module: a projection of two inputs, a layer and three norms."""
+    """Parameters of one multi-token prediction module: a projection of two inputs, a layer and three norms."""
     return 2 * model.hidden_size**2 + layer_counts(model, model.mixture is not None).total + 3 * model.hidden_size
 
 
 def attended_keys(model: Architecture, sequence_length: int, *, causal: bool) -> float:
-    """Keys that a query attends to, on average over the sequence."""
+    """Mean number of keys that a query of the sequence attends to."""
     window = model.sliding_window
     if not window or window >= sequence_length:
         return (sequence_length + 1) / 2 if causal else float(sequence_length)
@@ -105,7 +105,10 @@ def layer_flops(model: Architecture, mixture: bool, sequence_length: int, *, cau
 
 @lru_cache(maxsize=4096)
 def forward_flops(model: Architecture, sequence_length: int, *, causal: bool = False) -> float:
-    """FLOPs of one token through the whole model, forward: layers and logits; the embedding is a look-up."""
+    """FLOPs of one token through the entire model, forward: layers and logits.
+
+    The embedding is a look-up without FLOPs.
+    """
     mixtures = model.count_mixtures(0, model.layers)
     dense = layer_flops(model, False, sequence_length, causal=causal)
     mixed = layer_flops(model, True, sequence_length, causal=causal)
@@ -121,11 +124,11 @@ def training_flops(
     recomputed: float = 0.0,
     lora: LoraSpec | None = None,
 ) -> float:
-    """FLOPs of one token's training: backward is twice forward; `recomputed` is the part of forward that runs again.
+    """FLOPs of one token's training. Backward is twice forward, and the fraction `recomputed` of forward runs again.
 
-    With `causal=False` and nothing recomputed these are the model FLOPs that utilisation (MFU) is measured against:
-    6·N + 12·L·d·s (PaLM, arXiv 2204.02311, appendix B). N are the parameters of the matrices that one token multiplies
-    with, d is the width of all heads, and attention counts the full sequence, as is the custom.
+    With `causal=False` and no recomputation these are the model FLOPs of the utilization (MFU): 6·N + 12·L·d·s (PaLM,
+    arXiv 2204.02311, appendix B). N is the number of parameters of the matrices that one token is multiplied with, d is
+    the width of all heads, and attention counts the full sequence, as is the convention.
 
     With adapters the gradients of frozen matrices, 2·N, are not computed, and each parameter of an adapter adds 6.
     """
@@ -136,18 +139,18 @@ def training_flops(
 
 
 def recomputed_layers_flops(model: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> float:
-    """FLOPs of one token's second forward pass through every layer: what full activation checkpointing adds."""
+    """FLOPs of one token's second forward pass through every layer, which full activation checkpointing adds."""
     return forward_pass_flops(model, sequence_length, lora) - 2.0 * output_parameters(model)
 
 
 def forward_pass_flops(model: Architecture, sequence_length: int, lora: LoraSpec | None = None) -> float:
-    """`forward_flops` with the adapters: what rematerialization adds."""
+    """`forward_flops` with the adapters, which rematerialization adds."""
     adapters = 0 if lora is None else adapter_parameters(lora, model)
     return forward_flops(model, sequence_length) + 2.0 * adapters
 
 
 def _multiplied_parameters(model: Architecture) -> int:
-    """N: the parameters of the matrices that one token multiplies with."""
+    """N: the number of parameters of the matrices that one token is multiplied with."""
     mixtures = model.count_mixtures(0, model.layers)
     dense, mixed = layer_counts(model, False).matrices, layer_counts(model, True).matrices
     return (model.layers - mixtures) * dense + mixtures * mixed + output_parameters(model)

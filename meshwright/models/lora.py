@@ -1,7 +1,7 @@
-"""Which matrices low-rank adapters stand beside, and how large they are (LoRA, arXiv 2106.09685).
+"""The matrices that get low-rank adapters, and the size of the adapters (LoRA, arXiv 2106.09685).
 
-A layer has an adapter beside those of the named matrices that it has. Latent attention has no key and no value matrix,
-GPT's feed-forward layer no gate, and the experts of a mixture, shared ones too, get no adapters.
+A layer has an adapter for each of the named matrices that it has. Latent attention has no key and value matrices, and
+GPT's feed-forward layer has no gate. The experts of a mixture, including shared ones, get no adapters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def adapter_parameters(lora: LoraSpec, model: Architecture) -> int:
 
 
 def skipped_targets(lora: LoraSpec, model: Architecture) -> str | None:
-    """Which of the named matrices get no adapter, and where; None where every layer has them all."""
+    """Describe which of the named matrices get no adapter, and in which layers. None if every layer has all of them."""
     targets_by_kind = {
         mixture: {matrix.target for matrix in adapted_matrices(lora, model, mixture=mixture)}
         for mixture in _kinds(model)
@@ -60,7 +60,7 @@ def layer_targets(*, latent: bool, gated: bool, mixture: bool) -> set[LoraTarget
     Args:
         latent: whether attention is latent.
         gated: whether the feed-forward layer has a gate.
-        mixture: whether a mixture of experts stands in place of the feed-forward layer.
+        mixture: whether the layer has a mixture of experts instead of the feed-forward layer.
     """
     targets = {LoraTarget.QUERY, LoraTarget.OUTPUT}
     targets |= set() if latent else {LoraTarget.KEY, LoraTarget.VALUE}
@@ -85,12 +85,12 @@ def _matrices(model: Architecture, *, mixture: bool) -> list[Matrix]:
 
 
 def _kinds(model: Architecture) -> dict[bool, int]:
-    """How many layers are a mixture (True) and how many are dense (False); a kind that there is none of is left out."""
+    """Numbers of mixture layers (True) and dense layers (False). A kind without layers is left out."""
     mixtures = len(mixture_layers(model.mixture, model.layers))
     return {mixture: count for mixture, count in ((False, model.layers - mixtures), (True, mixtures)) if count}
 
 
 def _names(targets: Iterable[LoraTarget]) -> str:
-    """In the order of the API's list."""
+    """The names of the targets, in the order of the API's list."""
     named = set(targets)
     return ", ".join(target.value for target in LoraTarget if target in named)

@@ -1,7 +1,7 @@
 """Published mixtures of experts by name: Mixtral, Qwen3 and DeepSeek, and small ones of their shapes.
 
-DeepSeek's are the models as they were pre-trained on 4,096 tokens: the rescaled rotary frequencies (YaRN) of the later
-long-context stage and V3's extra layer for multi-token prediction are not part of them.
+DeepSeek's presets are the models as pre-trained on 4,096 tokens. They do not have the rescaled rotary frequencies
+(YaRN) of the later long-context stage, and not V3's extra layer for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from meshwright.models.architecture import Architecture
 
 
 def mixtures() -> list[Architecture]:
-    """All of them."""
+    """Return all mixture presets."""
     return [*_mixtrals(), *_qwens(), *_deepseeks(), *_tinies()]
 
 
 def _mixtral(name: str, layers: int, hidden: int, width: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
-    # Of 8 experts each token uses 2 (arXiv 2401.04088); the auxiliary loss's weight is the published configuration's.
+    # Each token uses 2 of 8 experts (arXiv 2401.04088). The auxiliary loss has the weight of the published
+    # configuration.
     return Architecture(
         name=name,
         layers=layers,
@@ -39,7 +40,7 @@ def _mixtrals() -> list[Architecture]:
 
 
 def _qwen(name: str, layers: int, hidden: int, dense: int, heads: int, width: int) -> Architecture:
-    # Of 128 experts each token uses 8, none of them shared (arXiv 2505.09388, section 2).
+    # Each token uses 8 of 128 experts, none of them shared (arXiv 2505.09388, section 2).
     return Architecture(
         name=name,
         layers=layers,
@@ -64,7 +65,7 @@ def _qwens() -> list[Architecture]:
 
 
 def _second(experts: int, width: int, **more: float) -> MixtureSpec:
-    """DeepSeek-V2's (arXiv 2405.04434, section 2.2): two shared experts, weights that are no shares of 1."""
+    """DeepSeek-V2's mixture (arXiv 2405.04434, section 2.2): two shared experts, weights do not sum to 1."""
     return MixtureSpec(
         experts=experts,
         per_token=6,
@@ -78,7 +79,7 @@ def _second(experts: int, width: int, **more: float) -> MixtureSpec:
 
 
 def _third(experts: int, per_token: int, width: int, dense: int, groups: int, groups_per_token: int) -> MixtureSpec:
-    """DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): balanced by biases, each token on a few nodes alone."""
+    """DeepSeek-V3's mixture (arXiv 2412.19437, section 2.1.2): balanced by biases, each token on only a few nodes."""
     return MixtureSpec(
         experts=experts,
         per_token=per_token,

@@ -1,8 +1,8 @@
 """Published architectures by name.
 
-The numbers are those of the models' published configurations; the tests hold each to its published parameter count.
-Llama 3.1 and 3.2 have the rescaled rotary frequencies of their long-context stage. GPT-3's sizes are those of its
-table 2.1 (arXiv 2005.14165), but that the 1.3B model has 16 heads and the 13B model a width of 5120: the table's own
+The sizes are those of the models' published configurations. Tests compare each with its published parameter count.
+Llama 3.1 and 3.2 have the rescaled rotary frequencies of their long-context stage. GPT-3's sizes are those of its table
+2.1 (arXiv 2005.14165), except that the 1.3B model has 16 heads and the 13B model a width of 5120, because the table's
 numbers contradict each other there.
 """
 
@@ -21,7 +21,7 @@ from meshwright.models.mixture_presets import mixtures
 
 
 class UnknownModelError(ValueError):
-    """A preset that does not exist, or a model that is not fully or wrongly described. The message names the field."""
+    """A preset does not exist, or a model's description is incomplete or wrong. The message names the field."""
 
 
 def _decoder(
@@ -83,7 +83,7 @@ def _gpts() -> list[Architecture]:
 
 
 def _megatrons() -> list[Architecture]:
-    """Table 1 of arXiv 2104.04473."""
+    """The models of table 1 in arXiv 2104.04473."""
     sizes = {
         "1.7b": (24, 2304, 24),
         "3.6b": (30, 3072, 32),
@@ -156,19 +156,19 @@ def _published() -> dict[str, Architecture]:
 
 
 PUBLISHED: Mapping[str, Architecture] = MappingProxyType(_published())
-"""All of them. The planner prices each; the runtime builds all but those for which `not_buildable` has a reason."""
+"""All published models. The planner estimates each. The runtime builds those without a reason in `not_buildable`."""
 
 PRESETS: Mapping[str, Architecture] = MappingProxyType(
     {name: architecture for name, architecture in PUBLISHED.items() if not not_buildable(architecture)}
 )
-"""What the runtime builds: the values of `model.preset`."""
+"""The models that the runtime builds: the values of `model.preset`."""
 
 
 def published(name: str) -> Architecture:
-    """The model called `name`, whether the runtime builds it or not.
+    """Return the model `name`, even if the runtime does not build it.
 
     Raises:
-        UnknownModelError: there is none; the message names the nearest.
+        UnknownModelError: there is no such model. The message names the most similar ones.
     """
     if name not in PUBLISHED:
         raise UnknownModelError(f"`{name}` is not known: {_nearest(name, PUBLISHED)}")
@@ -176,11 +176,11 @@ def published(name: str) -> Architecture:
 
 
 def resolve(model: ModelSpec) -> Architecture:
-    """The architecture that `spec.model` names or describes.
+    """Return the architecture that `spec.model` names or describes.
 
     Raises:
-        UnknownModelError: no such preset (the message names the nearest ones), a configuration that cannot be read or
-            built, or numbers are missing.
+        UnknownModelError: the preset does not exist (the message names the most similar ones), the configuration cannot
+            be read or built, or numbers are missing.
     """
     if model.preset is not None:
         return _preset(model.preset)
@@ -211,7 +211,7 @@ def _preset(name: str) -> Architecture:
 
 
 def _nearest(name: str, known: Mapping[str, Architecture]) -> str:
-    """What was meant by a name that is not known."""
+    """Suggest names for one that is unknown."""
     close_matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     if close_matches:
         return f"did you mean {' or '.join(f'`{match}`' for match in close_matches)}?"

@@ -1,1 +1,1 @@
-"""From a spec and the cluster's nodes to a plan (degrees, schedule) and a placement (worker to node). Pure."""
+"""Plans and places a job: from a spec and the cluster's nodes to a plan (degrees, schedule) and a placement. Pure."""

@@ -1,10 +1,10 @@
-"""The price of a job's layouts on the cluster it would run on: spec and inventory in the cost model's terms.
+"""Estimates the cost of a job's layouts on its cluster: converts spec and inventory to the cost model's terms.
 
-A cluster whose GPUs the catalogue does not know has no price: plans are then made by memory alone, as they can be.
+If the catalog does not have a cluster's GPUs, there is no cost model, and plans are made from memory only.
 
-A running job's estimate and its measured steps differ by what the constants got wrong for this cluster: slower links,
-other kernels, a throttled GPU. `recalibrate` fits constants that explain what was measured, drawn towards the shipped
-ones, so that one odd job moves them little and several that agree move them all the way.
+A running job's estimate differs from its measured steps if the constants are wrong for this cluster: slower links,
+other kernels, a throttled GPU. `recalibrate` fits the constants to the measurements, with the shipped constants as
+prior. One unusual job therefore changes them little, and several jobs that agree change them fully.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from meshwright.planner.workload import TrainingJob
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Constants learnt from running jobs, by accelerator; they take the place of the shipped ones."""
+    """Constants fitted to running jobs, by accelerator. They replace the shipped ones."""
 
     constants: Mapping[str, Constants] = field(default_factory=dict)
 
     def on(self, machine: Machine) -> Machine:
-        """The machine with what was learnt about its GPU."""
+        """Return the machine with the fitted constants of its GPU, if there are any."""
         calibrated = self.constants.get(machine.gpu.name)
         return replace(machine, constants=calibrated) if calibrated else machine
 
     def with_constants(self, gpu: str, constants: Constants) -> Calibration:
-        """The same, with other constants for one GPU."""
+        """Return a copy with other constants for one GPU."""
         return Calibration({**self.constants, gpu: constants})
 
 
@@ -54,11 +54,11 @@ class CostModel:
 
     @property
     def work(self) -> Workload:
-        """What a step must do."""
+        """The workload of one step."""
         return self.job.work
 
     def price(self, strategy: Strategy, groups: GroupSpans | None = None) -> Estimate:
-        """Memory and time of one step; `groups` are those of a placement, without it ranks fill domains in order.
+        """Estimate memory and time of one step. Without `groups` of a placement, ranks fill domains in order.
 
         Raises:
             ValueError: there are more stages than layers.
@@ -72,7 +72,7 @@ def cost_model_for(
     inventory: Inventory,
     calibration: Calibration | None = None,
 ) -> CostModel | None:
-    """The pricer for a job; None for a command of the user's, and where no usable node's GPU is in the catalogue."""
+    """Return the cost model of a job. None for a user's command, and if no usable node's GPU is in the catalog."""
     if architecture is None or spec.training is None:
         return None
     machine = machine_of_cluster(inventory, spec.workers.gpus_per_worker)
@@ -83,9 +83,10 @@ def cost_model_for(
 
 
 def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | None:
-    """The machine that a cluster's usable nodes make up, most of them deciding; None where their GPUs are not known.
+    """Return the machine that represents a cluster's usable nodes. None if none of their GPUs is in the catalog.
 
-    A job may land on any of them and waits for its slowest rank, so a mixed cluster runs at its slowest GPU's pace.
+    The most common GPU represents them. A job may run on any of them and waits for its slowest rank, so a mixed cluster
+    has the speed of its slowest GPU.
     """
     gpus_by_name: Counter[str] = Counter()
     for node in inventory.usable:
@@ -108,7 +109,7 @@ def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | 
 
 
 def _with_racks(fabric: Fabric, inventory: Inventory) -> Fabric:
-    """The fabric with a level for racks, where labels name racks of several NVLink domains."""
+    """Return the fabric with a level for racks, if labels name racks with several NVLink domains."""
     racks: Counter[str] = Counter()
     domains: set[tuple[str, str]] = set()
     for node in inventory.usable:
@@ -129,32 +130,32 @@ def _catalogued(name: str) -> Accelerator:
 
 
 MIN_STEPS = 10
-"""Steps before a job's step time counts: the first ones warm up."""
+"""Number of steps before a job's step time counts, because the first steps are slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """A running job's step time, and the strategy that took it."""
+    """A running job's step time, and its strategy."""
 
     cost_model: CostModel
     strategy: Strategy
     step_seconds: float
     steps: int
-    """Steps that the time is a mean of; they are its weight."""
+    """Number of steps in the mean, which is the weight of the measurement."""
     groups: GroupSpans | None = None
-    """Its groups where it runs: a scattered job is no slow network."""
+    """Its groups as placed, so that a scattered placement is not attributed to a slow network."""
 
     @property
     def is_warm(self) -> bool:
-        """Whether it says anything yet."""
+        """Whether enough steps were measured."""
         return self.steps >= MIN_STEPS and self.step_seconds > 0
 
 
 def recalibrate(shipped: Calibration, measurements: Iterable[StepMeasurement]) -> Calibration:
-    """The calibration that explains what jobs measure, starting from the shipped one.
+    """Fit a calibration to the step times of jobs, starting from the shipped one.
 
-    GPUs of which nothing was measured keep what they have. The result depends on the measurements alone, not on their
-    order or on earlier results, so that a restarted operator arrives at the same constants.
+    GPUs without measurements keep their constants. The result depends only on the measurements, not on their order or
+    on earlier results, so that a restarted operator computes the same constants.
     """
     by_gpu: dict[str, list[StepMeasurement]] = {}
     for measurement in measurements:

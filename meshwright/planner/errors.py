@@ -1,14 +1,14 @@
-"""Why a job cannot be planned or placed."""
+"""Errors of planning and placement."""
 
 from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """No plan is possible. The text is for people and names field and fix.
+    """No plan is possible. The message names the field and the fix.
 
     Attributes:
-        reason: a condition's reason, such as `InvalidSpec`.
-        depends_on_cluster: whether other nodes could help; false when only another spec can.
+        reason: reason of the condition, such as `InvalidSpec`.
+        depends_on_cluster: whether other nodes could help. False if only another spec can.
     """
 
     def __init__(self, message: str, reason: str, *, depends_on_cluster: bool = False) -> None:
@@ -18,12 +18,12 @@ class PlanError(ValueError):
 
 
 class DoesNotFitError(ValueError):
-    """The cluster has no room for a plan now. The text says what is short, by how much, and what would fit.
+    """A plan does not fit on the cluster now. The message says what is missing, and what would fit.
 
     Attributes:
-        short_workers: how many workers found no place.
-        replicas_that_fit: the largest number of replicas that would fit now; 0 when not even one does.
-        because_of_kept: whether workers that must stay where they are stand in the way: placing all anew would fit.
+        unplaced_workers: number of workers without a node.
+        replicas_that_fit: the largest number of replicas that would fit now. 0 if not even one fits.
+        blocked_by_kept_workers: whether the job would fit if the workers that stay could move too.
     """
 
     def __init__(

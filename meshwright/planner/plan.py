@@ -1,4 +1,4 @@
-"""The plan of a job: the degrees, the schedule and the worker pods, and why each is so."""
+"""The plan of a job: the degrees, the schedule and the worker pods, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _MAX_REASON_TEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job runs as. Where it runs is a `Placement`."""
+    """The strategy of a job and its worker pods. The nodes are in a `Placement`."""
 
     strategy: Strategy
     gpus_per_worker: int
     worker_request: Resources
-    """What one worker pod asks of its node."""
+    """Resource request of one worker pod."""
     architecture: Architecture | None = None
-    """None when the job runs a command of the user's."""
+    """None if the job runs a user's command."""
     memory: Memory | None = None
-    """Estimate for the fullest stage; None when no model is known."""
+    """Estimate for the fullest stage. None if no model is known."""
     global_batch_size: int | None = None
     reasons: tuple[str, ...] = ()
-    """Why each degree is what it is, in sentences."""
+    """The reason for each degree, in sentences."""
     estimate: Estimate | None = None
-    """What a step takes; None when the model or the cluster's GPUs are not known."""
+    """Estimated memory and time of a step. None if the model or the cluster's GPUs are unknown."""
 
     @property
     def layout(self) -> Layout:
@@ -104,11 +104,11 @@ class Plan:
         )
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
-        """What the ranks run, with everything the spec left open filled in."""
+        """Return the run of the ranks, with every field that the spec leaves open filled in."""
         return run_config_of(spec, self.architecture, self.strategy)
 
     def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
-        """What the ranks of a plan would reject. Empty if they can run."""
+        """Return the reasons why ranks would reject the plan. Empty if they can run."""
         return refusals_of(self.run_config(spec))
 
 
@@ -118,11 +118,11 @@ def make_plan(
     keep: PlanStatus | None = None,
     calibration: Calibration | None = None,
 ) -> Plan:
-    """The plan for `spec` on the hardware of `inventory`.
+    """Make the plan for `spec` on the hardware of `inventory`.
 
-    Degrees that the spec gives are checked; those it leaves out are chosen. `keep` is the plan of a running job: what
-    the spec leaves out then stays as it runs, and the cluster is not asked again, since losing a node must not change
-    a job's layout. `calibration` is what running jobs taught about this cluster's GPUs.
+    Degrees in the spec are checked. Degrees that it leaves out are chosen. `keep` is the plan of a running job: degrees
+    that the spec leaves out then stay the same, and the cluster is not considered again, because a lost node must not
+    change a job's layout. `calibration` has the constants that were fitted to running jobs on this cluster.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
@@ -142,9 +142,9 @@ def make_plans(
     calibration: Calibration | None = None,
     max_plans: int = MAX_PLANS,
 ) -> list[Plan]:
-    """The plan of a job that does not run yet, and after it other layouts of as many GPUs, the fastest first.
+    """Make the plan of a new job, followed by other layouts with as many GPUs, the fastest first.
 
-    At most `max_plans` in all.
+    Returns at most `max_plans`.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
@@ -178,7 +178,7 @@ def _new_plans(
 
 
 def _ranked(spec: ParallelTrainingJobSpec, search: DegreeSearch) -> list[Candidate]:
-    """The layouts that fit and that ranks accept, the best first.
+    """Return the layouts that fit and that ranks accept, the best first.
 
     Raises:
         PlanError: there is no such layout; the message has what ranks reject, if that is the reason.
@@ -196,7 +196,7 @@ def _ranked(spec: ParallelTrainingJobSpec, search: DegreeSearch) -> list[Candida
     except PlanError:
         raise
     except ValueError as error:
-        # What a split or a schedule cannot be made of, such as a `layerSplit` of another model.
+        # A layer split or a schedule is impossible, such as a `layerSplit` for another model.
         raise PlanError(str(error), "InvalidSpec") from error
     if not runs:
         fewest = min(refusals, key=len)
@@ -212,7 +212,7 @@ def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
 
 
 def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> None:
-    """Raises PlanError for the rules the spec breaks. A preset's numbers are checked like written ones."""
+    """Raise PlanError if the spec violates a rule. A preset's numbers are checked like written ones."""
     problems = check_spec(spec) or (check_spec(_with_model_numbers(spec, architecture)) if architecture else [])
     if problems:
         raise PlanError("; ".join(f"spec.{p.field}: {p.message}" for p in problems), "InvalidSpec")
@@ -270,7 +270,7 @@ def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:
 
 
 def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
-    """Raises PlanError for a worker larger than every node, or a tensor-parallel group wider than NVLink reaches."""
+    """Raise PlanError if a worker does not fit on any node, or a tensor-parallel group in any NVLink domain."""
     gpus, tensor = spec.workers.gpus_per_worker, spec.parallelism.tensor or 1
     if cluster_limits.node_gpus is not None and gpus > cluster_limits.node_gpus:
         raise PlanError(
@@ -291,7 +291,7 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
 
 
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
-    """Raise PlanError if a degree is left out and there is no node to choose it for."""
+    """Raise PlanError if a degree is left out and there is no usable node to choose it for."""
     requested = spec.parallelism
     degrees_by_field = {
         "tensor": requested.tensor,
@@ -308,7 +308,7 @@ def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLim
 
 
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
-    """The plan for a command of the user's: no model is known, so nothing is chosen and memory is not estimated."""
+    """The plan for a user's command. The model is unknown, so no degree is chosen and no memory is estimated."""
     asked = spec.parallelism
     strategy = Strategy(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context_or_default)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"

@@ -97,9 +97,9 @@ def place_plan(
 def map_plan_ranks(
     plan: Plan, inventory: Inventory, cost_model: CostModel | None, pods: Mapping[int, str], stay: Mapping[int, int]
 ) -> tuple[Placement, dict[int, int]]:
-    """The best map of a plan's ranks onto the nodes that another scheduler gave its pods, by the plan's own traffic.
+    """The best mapping of a plan's ranks to the nodes that another scheduler chose for its pods, by its own traffic.
 
-    Args and results are those of `map_ranks`; the placement's plan carries the estimate on those nodes.
+    Arguments and results are those of `map_ranks`. The placement's plan has the estimate for these nodes.
 
     Raises:
         ValueError: as `map_ranks`.
@@ -121,7 +121,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _with_placement_reasons(chosen: Plan, plans: Sequence[Plan], placed: Sequence[Plan]) -> Plan:
-    """The chosen plan with what these nodes have to do with it: why this layout, and what its place costs it."""
+    """The chosen plan with reasons that depend on these nodes: why this layout, and the time that placement adds."""
     first_plan, reasons = plans[0], list(chosen.reasons)
     if chosen.layout != first_plan.layout:
         first_placed = next((plan for plan in placed if plan.layout == first_plan.layout), None)

@@ -1,4 +1,4 @@
-"""A placement as text: racks, their nodes, and on each GPU the rank with its place in the mesh."""
+"""Renders a placement as text: racks, their nodes, and on each GPU the rank with its coordinates in the mesh."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _FREE = "·"
 def render_placement(
     plan: PlanStatus, placement: PlacementStatus, gpus_by_node: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Lines of a tree, rack -> node -> one slot per GPU; from what stands in a job's status.
+    """Return the lines of a tree, rack -> node -> one slot per GPU, from a job's status.
 
-    A slot reads `rank d0p1t0`: data, pipeline and tensor coordinate, with context, as `d0p1c0t0`, where sequences are
-    shared. `gpus_by_node` adds the GPUs that the job does
-    not use, as `·`.
+    A slot is `rank d0p1t0`: data, pipeline and tensor coordinate, or `d0p1c0t0` with the context coordinate if the
+    context degree is above 1. `gpus_by_node` adds the GPUs that the job does not use, as `·`.
     """
     layout = Layout(max(1, plan.tensor), max(1, plan.pipeline), max(1, plan.data), max(1, plan.context))
     width = len(str(layout.world_size - 1))
@@ -40,7 +39,7 @@ def render_placement(
 
 
 def summary_line(plan: PlanStatus, placement: PlacementStatus) -> str:
-    """What the drawing says, in one line."""
+    """Return a summary of the drawing in one line."""
     racks = {rack for worker in placement.workers if (rack := _rack(worker))}
     nodes = {worker.node for worker in placement.workers}
     straddling = placement.straddling_replicas
@@ -50,7 +49,7 @@ def summary_line(plan: PlanStatus, placement: PlacementStatus) -> str:
 
 
 def _rack(worker: WorkerPlacement) -> str:
-    """The rack that a label names; empty for a node of its own, whose place has a `/` in its name."""
+    """The rack that a label names. Empty for a node without a rack label, whose location has a `/` in its name."""
     return "" if "/" in worker.rack else worker.rack
 
 
@@ -74,7 +73,7 @@ def _ranks(worker: WorkerPlacement) -> range:
 
 
 def _domain(workers: list[WorkerPlacement]) -> str:
-    """The NVLink domain, where it is more than the host."""
+    """The NVLink domain, if it is larger than the host."""
     domain = workers[0].domain
     host_names = ("", workers[0].node, f"host/{workers[0].node}")
     return "" if domain in host_names else f"  NVLink {domain}"

@@ -1,4 +1,4 @@
-"""What ranks would run in a layout, and what they would have against it, asked before there is a pod."""
+"""The run of a job's ranks in a layout, and the reasons why ranks would reject it, before there is a pod."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunCo
 from meshwright.rules.validation import run_problems
 
 Runnable = Callable[[Strategy], bool]
-"""Whether ranks take a strategy."""
+"""Whether ranks accept a strategy."""
 
 
 def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | None, strategy: Strategy) -> RunConfig:
-    """What the ranks run, with everything the spec left open filled in.
+    """Return the run of the ranks, with every field that the spec leaves open filled in.
 
     Raises:
         ValueError: the spec has neither a model with data and training, nor a command.
@@ -32,7 +32,7 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     checkpoint = spec.checkpoint
     if checkpoint is not None:
         checkpoint = checkpoint.model_copy(update={"every_steps": checkpoint.interval, "keep": checkpoint.retained})
-    # With one stage the schedule decides nothing, and stays as the spec has it.
+    # With one stage the schedule has no effect, and stays as in the spec.
     schedule = spec.parallelism.order if strategy.pipeline == 1 else strategy.schedule
     return NativeRun(
         **_shared_fields(spec, strategy, schedule),
@@ -57,12 +57,12 @@ def _shared_fields(spec: ParallelTrainingJobSpec, strategy: Strategy, schedule: 
 
 
 def refusals_of(run: RunConfig) -> list[str]:
-    """What ranks would have against a run; nothing is known of a command of the user's."""
+    """Return the reasons why ranks would reject a run. Always empty for a user's command."""
     return run_problems(run) if isinstance(run, NativeRun) else []
 
 
 def runnable(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Runnable:
-    """What a search for `spec` asks of its candidates."""
+    """Return the check that a search for `spec` makes for its candidates."""
 
     def runs(strategy: Strategy) -> bool:
         return not refusals_of(run_config_of(spec, architecture, strategy))

@@ -1,4 +1,4 @@
-"""Units of bytes, the size of a number, and bytes as text for people."""
+"""Units of bytes, the size of an element, and bytes as text for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with three digits: `12.3 GiB`."""
+    """Format bytes with three digits: `12.3 GiB`."""
     for unit, name in _UNITS:
         if count >= unit:
             return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"

@@ -1,4 +1,4 @@
-"""A job's spec in the cost model's terms: the one translation that memory, price and search rest on."""
+"""Converts a job's spec to the cost model's terms. Memory, time and search all use this conversion."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
 from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
 
 _ERROR_FEEDBACK = (GradientCompression.INT8, GradientCompression.TOP_K, GradientCompression.POWER_SGD)
-"""Compressions that keep what they left out."""
+"""Compressions with error feedback: they store what they did not send."""
 _OUTER_STATE = {OuterMethod.DILOCO: 2.0, OuterMethod.ASYNC_SGD: 1.0}
-"""Numbers a parameter: where a round began, and momentum; or what is sent to the server and read from it."""
+"""Values per parameter: parameters at the start of a round, and momentum; or those sent to and read from the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What a spec asks of memory and time, whatever degrees it gets."""
+    """The part of a spec that determines memory and time, independent of the degrees."""
 
     architecture: Architecture
     work: Workload
     training: TrainingSpec
     parallelism: ParallelismSpec
     fixed: Strategy
-    """What the spec decides beside degrees, micro-batches, the pipeline and activation checkpointing."""
+    """The fields that the spec determines, except degrees, micro-batches, the pipeline and activation checkpointing."""
     runtime: Framework
 
     @classmethod
     def of(cls, spec: ParallelTrainingJobSpec, architecture: Architecture) -> TrainingJob:
-        """The job of a spec that trains a model with this repository's worker.
+        """Return the job of a spec that trains a model with Meshwright's runtime.
 
         Raises:
             ValueError: the spec has no `training`.
@@ -52,7 +52,7 @@ class TrainingJob:
     def from_parts(
         cls, architecture: Architecture, training: TrainingSpec, parallelism: ParallelismSpec, replicas: int
     ) -> TrainingJob:
-        """The job of the parts of a spec that matter here."""
+        """Return the job from the relevant parts of a spec."""
         fixed = Strategy(
             tensor_overlap=parallelism.tensor_overlap,
             expert_tensor=parallelism.expert_tensor,
@@ -62,7 +62,7 @@ class TrainingJob:
             optimizer_offload=training.optimizer.offload,
             activation_offload=training.activation_offload,
             precision=training.precision,
-            # Between fp32 activations fp8 saves hardly any memory, and too much is the safer side.
+            # With fp32 activations fp8 saves hardly any memory, and an estimate that is too high is safer.
             fp8=training.fp8 is not None and training.precision is Precision.BF16,
             settings=_settings(training, parallelism, architecture, replicas),
         )
@@ -76,7 +76,7 @@ class TrainingJob:
         schedule: PipelineSchedule | None = None,
         checkpointing: ActivationCheckpointing | None = None,
     ) -> Strategy:
-        """The job in a layout; schedule and checkpointing are the spec's where left out.
+        """Return the strategy for a layout. Schedule and checkpointing default to the spec's.
 
         Raises:
             ValueError: there are more stages than layers.
@@ -102,7 +102,7 @@ class TrainingJob:
         )
 
     def memory(self, strategy: Strategy) -> Memory:
-        """Bytes of the fullest stage's ranks.
+        """Bytes on each rank of the fullest stage.
 
         Raises:
             ValueError: there are more stages than layers.
@@ -111,7 +111,7 @@ class TrainingJob:
 
 
 def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, length: int) -> tuple[int, ...] | None:
-    """Layers of each stage, in the model's order; None for as even as can be.
+    """Number of layers of each stage, in the model's order. None for an even split.
 
     Raises:
         ValueError: there are more stages than layers, or `layerSplit` does not add up.
@@ -128,7 +128,7 @@ def _framework_variant(*, scores: bool, keeps_fp8: bool) -> Framework:
 
 
 def _framework(training: TrainingSpec) -> Framework:
-    """The worker as the job uses it."""
+    """The properties of Meshwright's runtime with the job's options."""
     rowwise = training.fp8 is not None and training.fp8.scaling is Fp8Scaling.ROWWISE
     return _framework_variant(scores=training.attention_dropout > 0, keeps_fp8=not rowwise)
 
@@ -144,7 +144,7 @@ def _settings(
         shard_size=data.shard_size,
         reshard_size=data.reshard_size,
         bucket=data.bucket_elements,
-        # A step whose gradients overflow leaves what was there before it.
+        # If gradients overflow, the step is skipped and the previous error feedback is restored: a second copy.
         feedback=(1 + (training.precision is Precision.FP16)) * (data.compression in _ERROR_FEEDBACK),
         islands=1 if outer is None else outer.islands or replicas,
         outer=0.0 if outer is None else _OUTER_STATE.get(outer.method, 0.0),

@@ -1,8 +1,9 @@
-"""Signatures of the coordinator's requests and answers: both sides know the job's token, and it never travels.
+"""Signs requests to the coordinator and its responses. Both sides have the job's token, which is never sent.
 
-The connection is plain HTTP. A bearer token in it could be read and used by anybody on the way, and a forged mesh
-document would run any command in a pod. So a request carries an HMAC-SHA256 under the token over its method, path,
-time and body, and the answer one over the request's signature, its status, its time and its body. Nothing is encrypted.
+The connection is plain HTTP. Anyone on the network path could read and reuse a bearer token, and a forged mesh document
+could run any command in a pod. A request therefore carries an HMAC-SHA256 with the token over its method, path, time
+and body. The response carries one over the request's signature, its status, its time and its body. Nothing is
+encrypted. A request is valid for `WINDOW_SECONDS`. A receiver that stores the last time of each sender accepts it once.
 
 A request is good for `WINDOW_SECONDS` and, at a receiver that remembers the last time of each sender, once.
 """
@@ -20,23 +21,23 @@ AUTHORIZATION = "Authorization"
 DATE = "Meshwright-Date"
 """Header of the sender's time, in microseconds since 1970."""
 SIGNATURE = "Meshwright-Signature"
-"""Header of an answer's signature."""
+"""Header of a response's signature."""
 
 WINDOW_SECONDS = 300.0
-"""How far the clocks of the two sides may differ, and so how long a request that was caught may be sent again."""
+"""Largest difference between the clocks of the two sides, and therefore how long a captured request can be replayed."""
 LARGEST_DATE = 1 << 62
 
 
 class SignatureError(Exception):
-    """A message is not from somebody who knows the token. The text says what is wrong, not how it should be."""
+    """A message is not signed with the token. The error says what is wrong, but not the expected value."""
 
 
 class ClockError(SignatureError):
-    """The signature is good, but the clocks of the two sides differ too much."""
+    """The signature is valid, but the clocks of the two sides differ too much."""
 
 
 class Signer:
-    """Signs requests as one sender: each with a later time than the one before."""
+    """Signs requests as one sender. Each has a later time than the previous one."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -44,16 +45,16 @@ class Signer:
         self._offset = 0
 
     def request(self, method: str, path: str, body: bytes) -> dict[str, str]:
-        """The headers of a request."""
+        """Return the headers of a request."""
         self._last = max(self._last + 1, time.time_ns() // 1000 + self._offset)
         signature = request_signature(self._token, method, path, self._last, body)
         return {DATE: str(self._last), AUTHORIZATION: f"{SCHEME} {signature}"}
 
     def check_answer(self, sent: Mapping[str, str], status: int, headers: Mapping[str, str], body: bytes) -> int:
-        """The receiver's time, if the answer to the request with the headers `sent` is genuine.
+        """Verify the response to the request with the headers `sent`, and return the receiver's time.
 
         Raises:
-            SignatureError: it is not.
+            SignatureError: the response is not signed for this request.
         """
         date = _date(headers.get(DATE))
         signature = sent[AUTHORIZATION].partition(" ")[2]
@@ -63,18 +64,18 @@ class Signer:
         return date
 
     def set_clock(self, date: int) -> None:
-        """Follows the receiver's clock: its time is `date` now."""
+        """Follow the receiver's clock, whose time is `date` now."""
         self._offset = date - time.time_ns() // 1000
-        # Times ahead of its clock were refused, so none of them is used up.
+        # The receiver rejected times ahead of its clock, so they can be used again.
         self._last = min(self._last, date)
 
 
 def check_request(token: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-    """Time and signature of a genuine request.
+    """Verify a request, and return its time and signature.
 
     Raises:
-        SignatureError: it is not signed with this token.
-        ClockError: it is, but at a time too far from now.
+        SignatureError: the request is not signed with this token.
+        ClockError: the signature is valid, but the time differs too much from now.
     """
     scheme, _, signature = headers.get(AUTHORIZATION, "").partition(" ")
     if scheme.lower() != SCHEME.lower():
@@ -89,17 +90,17 @@ def check_request(token: str, method: str, path: str, headers: Mapping[str, str]
 
 
 def request_signature(token: str, method: str, path: str, date: int, body: bytes) -> str:
-    """The signature of a request, 43 URL-safe characters."""
+    """Return the signature of a request, 43 URL-safe characters."""
     return _sign(token, "request", method.upper(), path, str(date), hashlib.sha256(body).hexdigest())
 
 
 def answer_signature(token: str, signature: str, status: int, date: int, body: bytes) -> str:
-    """The signature of the answer to the request with `signature`: it fits no other request."""
+    """Return the signature of the response to the request with `signature`. It is not valid for any other request."""
     return _sign(token, "answer", signature, str(status), str(date), hashlib.sha256(body).hexdigest())
 
 
 def answer_headers(token: str, signature: str, status: int, body: bytes) -> dict[str, str]:
-    """The headers of an answer given now."""
+    """Return the headers of a response that is sent now."""
     date = time.time_ns() // 1000
     return {DATE: str(date), SIGNATURE: answer_signature(token, signature, status, date, body)}
 

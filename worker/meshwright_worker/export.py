@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model directory, in one process, whatever layout wrote it; adapters are merged.
+"""Export a checkpoint of any layout as a Hugging Face model directory, in one process. Merges LoRA adapters.
 
 Run as `python -m meshwright_worker.export --checkpoint DIR --output DIR --dtype bf16`.
 """
@@ -19,13 +19,20 @@ _GIBIBYTE = 1024**3
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m meshwright_worker.export", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or the directory of several")
-    parser.add_argument("--output", type=Path, required=True, help="a new or empty directory")
-    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="format of the weights")
-    parser.add_argument("--file-gib", type=float, default=4.0, help="the most that one file may hold, in GiB")
-    parser.add_argument("--base", type=Path, help="the model that training began from: of adapters, if it moved")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="A checkpoint, or a directory of checkpoints: exports the newest intact one.",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="A new or empty directory.")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="fp32", help="Number format of the exported weights (default: fp32)."
+    )
+    parser.add_argument("--file-gib", type=float, default=4.0, help="Maximum size of one file, in GiB (default: 4).")
+    parser.add_argument("--base", type=Path, help="With adapters: the base model, if it is not at its old path.")
     arguments = parser.parse_args()
     try:
         checkpoint, manifest = find_checkpoint(arguments.checkpoint)

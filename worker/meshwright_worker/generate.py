@@ -1,8 +1,8 @@
-"""Text from a checkpoint, whatever layout wrote it: in one process, or with the model split over ranks.
+"""Generate text with a checkpoint of any layout, in one process or with the model split over ranks.
 
-Run as `python -m meshwright_worker.generate --checkpoint DIR --prompt "def " --tokens 200`. Split over two GPUs, so
-that none holds the whole model: `torchrun --nproc-per-node 2 -m meshwright_worker.generate --tensor 2 ...`; rank 0
-writes the text. The text is that of the run's own tokenizer, and ends where the model ends its document.
+Run as `python -m meshwright_worker.generate --checkpoint DIR --prompt "def " --tokens 200`. To split the model over two
+GPUs: `torchrun --nproc-per-node 2 -m meshwright_worker.generate --tensor 2 ...`. Rank 0 prints the text. It uses the
+run's tokenizer, and stops when the model ends the document.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright_worker.rank.torchrun import task_from_environment
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = _parser()
     arguments = parser.parse_args()
     if not arguments.prompt:
@@ -36,12 +36,12 @@ def main() -> None:
     try:
         check_temperature(arguments.temperature)
         layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
-        # Ranks of a split model verify the files after the rendezvous, each its share.
+        # If the model is split, each rank verifies a part of the files after the process group is initialized.
         checkpoint, manifest = find_checkpoint(arguments.checkpoint, verify=layout.world_size == 1)
         tokenizer = tokenizer_for(manifest, arguments.tokenizer)
         (prompt,) = tokenizer.encode([arguments.prompt])
         if not prompt:
-            parser.error(f"--prompt {arguments.prompt!r} has no tokens: give it some text")
+            parser.error(f"--prompt {arguments.prompt!r} has no tokens: pass a longer text")
         generated = _generate(arguments, layout, checkpoint, manifest, tokenizer, prompt)
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -81,20 +81,44 @@ def _generate(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m meshwright_worker.generate", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint, or the directory of several")
     parser.add_argument(
-        "--tokenizer", help=f"the run's tokenizer.json or SentencePiece model where it is now, or `{BYTES}`"
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="A checkpoint, or a directory of checkpoints: uses the newest intact one.",
     )
-    parser.add_argument("--prompt", default="def ", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to write at most")
-    parser.add_argument("--past-end", action="store_true", help="go on after a document ends, with the next one")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp64"], default="fp32", help="format of compute")
-    parser.add_argument("--cpu", action="store_true", help="in one process, do not use the GPU")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that each layer is split over")
-    parser.add_argument("--pipeline", type=int, default=1, help="stages that the layers are split into")
-    parser.add_argument("--expert", type=int, default=1, help="ranks that a layer's experts are spread over")
+    parser.add_argument(
+        "--tokenizer", help=f"Path of the run's tokenizer.json or SentencePiece model, if it has moved, or `{BYTES}`."
+    )
+    parser.add_argument("--prompt", default="def ", help="Text to continue (default: `def `).")
+    parser.add_argument("--tokens", type=int, default=200, help="Maximum number of tokens to generate (default: 200).")
+    parser.add_argument("--past-end", action="store_true", help="Continue with the next document after one ends.")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="Sampling temperature (default: 0.7). With 0: always the likeliest token.",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the sampling (default: 0).")
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16", "fp64"],
+        default="fp32",
+        help="Number format of computation (default: fp32).",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="Compute on the CPU. Has no effect if the model is split over ranks."
+    )
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="Number of ranks that each layer is split over (default: 1)."
+    )
+    parser.add_argument("--pipeline", type=int, default=1, help="Number of pipeline stages (default: 1).")
+    parser.add_argument(
+        "--expert",
+        type=int,
+        default=1,
+        help="Number of ranks that a layer's experts are distributed over (default: 1).",
+    )
     return parser
 
 

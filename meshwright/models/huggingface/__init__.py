@@ -1,1 +1,1 @@
-"""Reading the `config.json` of models published on Hugging Face."""
+"""Reads and writes the `config.json` of models published on Hugging Face."""

@@ -17,7 +17,7 @@ class ConfigFields:
         self._config = config
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number; null in the file counts as left out."""
+        """Return an integer. null counts as left out."""
         value = self._config.get(name)
         if value is None:
             if default is None:
@@ -28,7 +28,7 @@ class ConfigFields:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._config.get(name)
         if value is None:
             return default
@@ -37,7 +37,7 @@ class ConfigFields:
         return value
 
     def real(self, name: str, default: float) -> float:
-        """A number."""
+        """Return a number."""
         value = self._config.get(name)
         if value is None:
             return default
@@ -46,24 +46,24 @@ class ConfigFields:
         return float(value)
 
     def text(self, name: str) -> str:
-        """A text; empty when left out."""
+        """Return a string. Empty if it is left out."""
         return str(self._config.get(name) or "")
 
     def choice(self, name: str, *known: str) -> str:
-        """One of the `known` texts; the first when left out."""
+        """Return one of the `known` strings. The first if it is left out."""
         value = self.text(name) or known[0]
         if value not in known:
             raise ConfigError(f"`{name}` {value!r} is not built by this runtime here: known are {', '.join(known)}")
         return value
 
     def listed(self, name: str) -> list[Any]:
-        """A list; empty when left out."""
+        """Return a list. Empty if it is left out."""
         value = self._config.get(name)
         if value is not None and not isinstance(value, list):
             raise ConfigError(f"`{name}` must be a list, not {value!r}")
         return value or []
 
     def section(self, *names: str) -> ConfigFields | None:
-        """The fields of the first of these objects that is there; None where none is."""
+        """Return the fields of the first of these objects that exists, else None."""
         found = next((self._config[name] for name in names if self._config.get(name)), None)
         return ConfigFields(found) if isinstance(found, Mapping) else None

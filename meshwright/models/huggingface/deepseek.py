@@ -1,7 +1,8 @@
-"""The configurations of DeepSeek-V2 and V3, in both directions.
+"""Reads and writes the configurations of DeepSeek-V2 and V3.
 
-DeepSeek-V2 scores by softmax and weighs by the scores themselves; V3 by a sigmoid each, chooses by scores plus biases,
-and divides by the sum. Both are read as their own code computes, which names some of it by other fields than it does.
+DeepSeek-V2 scores by softmax and weights by the scores. V3 scores by sigmoid, chooses by scores plus biases, and
+divides the weights by their sum. Both are read as their published code computes, which ignores some of the
+configuration's fields.
 """
 
 from __future__ import annotations

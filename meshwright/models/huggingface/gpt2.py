@@ -1,4 +1,4 @@
-"""GPT-2's configuration, in both directions."""
+"""Reads and writes GPT-2's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configurations of Llama and of what has its shape, in both directions: Mistral, Mixtral, Qwen2 and Qwen3."""
+"""Reads and writes the configurations of Llama and models of its shape: Mistral, Mixtral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _read(
     """Read a configuration.
 
     Args:
-        fields: of the configuration.
-        window: whether `sliding_window` holds; None where `use_sliding_window` says.
+        fields: the configuration's fields.
+        window: whether `sliding_window` applies. None if the field `use_sliding_window` decides.
         mixture: reads the mixture of experts.
-        traits: fields of the Architecture that the model type alone decides.
+        traits: fields of the Architecture that only the model type determines.
     """
     if fields.flag("attention_bias", False) or fields.flag("mlp_bias", False):
         raise ConfigError("`attention_bias` and `mlp_bias` are not built by this runtime for these model types")

@@ -1,4 +1,4 @@
-"""What the readers and writers of all families share: a model type, and the fields that most of them have."""
+"""Shared by the readers and writers of all families: a model type, and the fields that most of them have."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _ACTIVATION_NAMES = {
     Activation.RELU: "relu",
 }
 TRAINING_FIELDS = {"balancing", "auxiliary_weight", "z_loss_weight", "bias_rate"}
-"""Fields of a mixture that change no logit, but for the biases of `balancing: Bias`."""
+"""Fields of a mixture that do not change logits, except the biases of `balancing: Bias`."""
 
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """What the published tensors of a mixture of experts are called."""
+    """The names of the published tensors of a mixture of experts."""
 
     block: str = "mlp"
-    """The mixture within its layer."""
+    """Name of the mixture within its layer."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -43,40 +43,44 @@ class ExpertTensors:
 
 @dataclass(frozen=True)
 class ModelType:
-    """A `model_type` of transformers: how its configuration is read and written, and what its tensors are called."""
+    """A `model_type` of transformers: reader and writer of its configuration, and the names of its tensors."""
 
     name: str
     """`model_type`."""
     model_class: str
     """`architectures`."""
     read: Callable[[ConfigFields], Architecture]
-    """The architecture that a configuration describes, with `defaults` filled in."""
+    """Return the architecture of a configuration with `defaults` filled in."""
     write: Callable[[Architecture], dict[str, Any]] | None = None
-    """The fields of an architecture but `model_type` and `architectures`, or a ConfigError where the type has no such
-    shape; None for a type that is only read."""
+    """Return the fields of an architecture except `model_type` and `architectures`.
+
+    Raises ConfigError if the type does not have this shape. None for a type that is only read.
+    """
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for fields that are left out, where it differs from what most types have in common, which
-    the readers know. A field that is null is not left out."""
+    """Values that transformers uses for fields that are left out, if they differ from the readers' defaults.
+
+    A field that is null is not left out.
+    """
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """What transformers 5 writes under another name than its predecessors: new name to old."""
+    """Fields that transformers 5 renamed: new name -> old name."""
     built: bool = True
-    """Whether the runtime builds models of this type; others are counted."""
+    """Whether the runtime builds models of this type. Others are only counted."""
     prefix: str = "model"
-    """What the names of published tensors begin with, but that of the output projection."""
+    """Prefix of the names of published tensors, except the output projection."""
     experts: ExpertTensors = ExpertTensors()
-    """What the tensors of its mixtures are called."""
+    """Names of the tensors of its mixtures."""
 
     def fields(self, config: Mapping[str, Any]) -> ConfigFields:
-        """The configuration with the type's defaults, under the names that the readers know."""
+        """Return the configuration's fields with the type's defaults, under the names that the readers use."""
         renamed = {old: config[new] for new, old in self.renamed.items() if new in config}
         return ConfigFields({**self.defaults, **renamed, **config})
 
 
 def read_activation(fields: ConfigFields, name: str, default: str) -> Activation:
-    """The activation that the field `name` holds.
+    """Return the activation in the field `name`.
 
     Raises:
-        ConfigError: the runtime does not build it.
+        ConfigError: the runtime does not build the activation.
     """
     value = fields.text(name) or default
     if value not in _ACTIVATIONS:
@@ -85,17 +89,17 @@ def read_activation(fields: ConfigFields, name: str, default: str) -> Activation
 
 
 def activation_name(activation: Activation) -> str:
-    """What transformers calls an activation."""
+    """Return the name of an activation in transformers."""
     return _ACTIVATION_NAMES[activation]
 
 
 def read_numbers(fields: ConfigFields, *, latent: bool) -> dict[str, Any]:
-    """The fields that Llama and DeepSeek have in common, as an Architecture's.
+    """Return the fields that Llama and DeepSeek have in common, as fields of an Architecture.
 
     Raises:
-        ConfigError: one is missing or of a wrong type, or the runtime does not build it.
+        ConfigError: a field is missing or has the wrong type, or the runtime does not build it.
     """
-    # transformers 5 moved the base in with the scaling, and still reads files that have it outside.
+    # transformers 5 moved the base into the scaling, and still reads files that have it outside.
     theta, rope = fields.real("rope_theta", 10000.0), fields.section("rope_scaling", "rope_parameters")
     return {
         "heads": fields.number("num_attention_heads"),
@@ -129,10 +133,10 @@ def write_numbers(model: Architecture) -> dict[str, Any]:
 
 
 def check_mixture_fields(mixture: MixtureSpec, name: str, fields: set[str]) -> None:
-    """Refuse a mixture that differs from the defaults in other fields than these.
+    """Raise an error if a mixture differs from the defaults in fields other than these.
 
     Raises:
-        ConfigError: it does; the message has the `name` of the nearest family.
+        ConfigError: it differs. The message has the `name` of the most similar family.
     """
     plain = MixtureSpec(**mixture.model_dump(include=fields))
     unlike = plain.model_dump(exclude=TRAINING_FIELDS) != mixture.model_dump(exclude=TRAINING_FIELDS)

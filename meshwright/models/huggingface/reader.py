@@ -1,7 +1,7 @@
-"""Reads a Hugging Face `config.json`: the file's numbers, nothing downloaded and nothing executed.
+"""Reads a Hugging Face `config.json`. Nothing is downloaded and no code of the model runs.
 
-`published_architecture` describes the model as it was published. `architecture_from_config` takes what the runtime
-builds, and refuses what it does not build exactly: logits would differ from the published model's without any sign.
+`published_architecture` describes the model as published. `architecture_from_config` accepts only models that the
+runtime builds exactly. An inexact model would have other logits than the published one, without any error.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _REQUIRED = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", 
 
 
 def published_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a configuration describes, whether the runtime builds it or not.
+    """Return the architecture of a configuration, even if the runtime does not build it.
 
     Raises:
-        ConfigError: a field is missing, of a wrong type or out of range, or the model cannot be described exactly.
+        ConfigError: a field is missing, has the wrong type or is out of range, or the model cannot be described
+            exactly.
     """
     name = config.get("model_type")
     if name is not None and not isinstance(name, str):
@@ -48,10 +49,9 @@ def published_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that the runtime builds of a configuration.
+    """Return the architecture that the runtime builds from a configuration.
 
-    Modules for multi-token prediction are left out, as transformers leaves them out: they are no part of the model that
-    generates.
+    Modules for multi-token prediction are left out, as in transformers: generation does not use them.
 
     Raises:
         ConfigError: as `published_architecture`, or the runtime does not build or read such a model.
@@ -65,10 +65,10 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def parse_config(text: str) -> dict[str, Any]:
-    """The fields in the text of a `config.json`.
+    """Return the fields of a `config.json` from its content.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: it is not a JSON object.
     """
     try:
         config = json.loads(text)
@@ -80,19 +80,19 @@ def parse_config(text: str) -> dict[str, Any]:
 
 
 def architecture_from_json(text: str) -> Architecture:
-    """`architecture_from_config` of the text of a `config.json`.
+    """Return `architecture_from_config` of the content of a `config.json`.
 
     Raises:
-        ConfigError: as `architecture_from_config`, or it is no JSON object.
+        ConfigError: as `architecture_from_config`, or it is not a JSON object.
     """
     return architecture_from_config(parse_config(text))
 
 
 def read_architecture(path: Path) -> Architecture:
-    """`architecture_from_config` of a file.
+    """Return `architecture_from_config` of a file.
 
     Raises:
-        ConfigError: as `architecture_from_config`, or it is no JSON object.
+        ConfigError: as `architecture_from_config`, or it is not a JSON object.
         OSError: the file cannot be read.
     """
     try:
@@ -103,13 +103,13 @@ def read_architecture(path: Path) -> Architecture:
 
 
 def to_model_spec(model: Architecture) -> ModelSpec:
-    """The model in the fields of `spec.model`; those that say what would be taken anyway are left out.
+    """Return the model in the fields of `spec.model`, without fields that have their default.
 
     Raises:
-        ValidationError: a number is out of the range of its field.
+        ValidationError: a number is out of the field's range.
     """
     fields = {name: getattr(model, name) for name in _REQUIRED}
-    # Defaults depend on fields before them: a value's width on a head's, that on the hidden width.
+    # Defaults depend on earlier fields: a value's width on a head's, and that on the hidden width.
     for name in Architecture.model_fields:
         if name in ModelSpec.model_fields and getattr(Architecture(**fields), name) != getattr(model, name):
             fields[name] = getattr(model, name)

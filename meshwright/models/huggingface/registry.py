@@ -1,4 +1,4 @@
-"""The model types of transformers that are known: one table for readers, writers and the names of tensors."""
+"""The supported model types of transformers: one table for readers, writers and the names of tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def model_type_of(model: Architecture) -> ModelType:
-    """The model type that an architecture is written as, or the nearest where none has its shape."""
+    """Return the model type that an architecture is written as, or the most similar one if none has its shape."""
     mixture = model.mixture
     if model.norm is Norm.LAYER_NORM and mixture is None:
         return GPT2
@@ -38,16 +38,16 @@ def model_type_of(model: Architecture) -> ModelType:
 
 
 def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, Any]:
-    """The `config.json` of an architecture, as transformers reads it.
+    """Return the `config.json` of an architecture, for transformers to read.
 
     Args:
         model: the architecture.
-        length: of the longest sequences that it is known to bear, in tokens: programs that serve it take no longer
-            ones, and transformers computes YaRN's frequencies from it. At least what its rotary scaling is for; 0 to
-            say nothing where there is none.
+        length: tokens of the longest sequence that the model supports. Inference servers limit sequences to it, and
+            transformers computes YaRN's frequencies from it. It is at least the length of the rotary scaling. 0 to omit
+            the field if there is no scaling.
 
     Raises:
-        ConfigError: no model type there has this shape.
+        ConfigError: no model type of transformers has this shape.
     """
     model_type = model_type_of(model)
     if model_type.write is None:
@@ -55,9 +55,9 @@ def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, 
     scaling = model.rope_scaling
     if scaling is not None:
         scaled_length = round(scaling.factor * scaling.original_length)
-        # transformers 4 takes its quotient with the original length for YaRN's factor, whatever the factor there is.
+        # transformers 4 divides it by the original length to get YaRN's factor, and ignores the factor in the file.
         length = scaled_length if scaling.kind is RopeScaling.YARN else max(length, scaled_length)
-    # GPT-2's is its table of positions.
+    # For GPT-2 the length is the size of its position table.
     length_field = {"max_position_embeddings": length} if length and not model.positions else {}
     names = {"model_type": model_type.name, "architectures": [model_type.model_class]}
     return {**names, **model_type.write(model), **length_field}

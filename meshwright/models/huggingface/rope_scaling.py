@@ -1,7 +1,7 @@
-"""The rescaled rotary frequencies of published configurations, in both directions: Llama 3.1's and YaRN.
+"""Reads and writes the rescaled rotary frequencies of published configurations: Llama 3.1's and YaRN.
 
-YaRN multiplies queries and keys by a factor, here their scores by its square. DeepSeek's rotates a part of each head
-and multiplies whole heads' scores instead, by its `mscale_all_dim`.
+YaRN multiplies queries and keys by a factor, here their scores by its square. DeepSeek rotates a part of each head, and
+multiplies the scores of entire heads by its `mscale_all_dim` instead.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
 from meshwright.models.huggingface.config_fields import ConfigError, ConfigFields
 
 _DIGITS = 9
-"""Places that factors are rounded to, so that what is written is read again as the same number."""
+"""Decimal places that factors are rounded to, so that a written factor is read as the same number."""
 
 
 def read_scaling(fields: ConfigFields | None, *, latent: bool) -> RopeScalingSpec | None:
-    """The scaling of a configuration; None for none.
+    """Return the scaling of a configuration, or None.
 
     Args:
-        fields: of the configuration's `rope_scaling`; None where it has none.
-        latent: whether it is of DeepSeek's attention.
+        fields: the fields of the configuration's `rope_scaling`, if it has one.
+        latent: whether it is for DeepSeek's attention.
 
     Raises:
-        ConfigError: it is of a kind that the runtime does not build.
+        ConfigError: the runtime does not build this kind of scaling.
     """
     kind = "default" if fields is None else fields.text("rope_type") or fields.text("type") or "default"
     if fields is None or kind == "default":
@@ -52,7 +52,7 @@ def _yarn(fields: ConfigFields, *, latent: bool) -> RopeScalingSpec:
         raise ConfigError("`rope_scaling` with another `mscale` than `mscale_all_dim` is not built by this runtime")
     if not latent and (whole or rotated):
         raise ConfigError("`rope_scaling.mscale` is not built by this runtime for this model type")
-    # Without a factor of its own the paper's: 0.1 ln s + 1 (arXiv 2309.00071, equation 15).
+    # The default is the paper's factor: 0.1 ln s + 1 (arXiv 2309.00071, equation 15).
     attention = _mscale(factor, whole) if latent else fields.real("attention_factor", _mscale(factor, 1.0))
     return RopeScalingSpec(
         kind=RopeScaling.YARN,
@@ -65,10 +65,10 @@ def _yarn(fields: ConfigFields, *, latent: bool) -> RopeScalingSpec:
 
 
 def write_scaling(scaling: RopeScalingSpec | None, *, latent: bool) -> dict[str, Any] | None:
-    """The `rope_scaling` of a configuration.
+    """Return the `rope_scaling` of a configuration.
 
     Raises:
-        ConfigError: no kind there is this one.
+        ConfigError: transformers does not have this kind of scaling.
     """
     if scaling is None:
         return None

@@ -1,1 +1,1 @@
-"""What the cluster offers: nodes, free resources and limits."""
+"""The cluster's nodes, free resources and hardware limits."""

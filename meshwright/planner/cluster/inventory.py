@@ -27,7 +27,7 @@ from meshwright.planner.topology.levels import DOMAIN, RACK
 _MIB = 1 << 20
 
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
-"""What reading an object of the wrong shape raises."""
+"""The errors of reading an object with the wrong shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Node:
     name: str
     place: Location
     capacity: Resources
-    """What the node offers to pods in all."""
+    """The node's allocatable resources."""
     free: Resources
-    """What is left of it."""
+    """The resources that no pod uses."""
     gpu_memory_bytes: int | None = None
-    """Memory of one GPU; None when neither label nor catalogue knows it."""
+    """Bytes of memory of one GPU. None if neither label nor catalog has it."""
     gpu_product: str = ""
     """Value of the label `nvidia.com/gpu.product`, or empty."""
     unusable: str = ""
@@ -50,16 +50,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Every node that could be read, by name, and what was strange."""
+    """Every node with a valid object, by name, and warnings about the cluster."""
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     levels: tuple[str, ...] = (DOMAIN, RACK)
-    """Names of the fabric levels that the nodes' places have, closest first."""
+    """Names of the fabric levels of the nodes' locations, closest first."""
 
     @property
     def usable(self) -> list[Node]:
-        """Nodes that may get workers, in order of their names."""
+        """Nodes that may get workers, sorted by name."""
         return [self.nodes[name] for name in sorted(self.nodes) if not self.nodes[name].unusable]
 
     @property
@@ -124,7 +124,7 @@ class Inventory:
 
 
 class _NodeReader:
-    """Raw Node objects to `Node`s, under one job's selector and tolerations."""
+    """Converts raw Node objects to `Node`, for one job's selector and tolerations."""
 
     def __init__(
         self,
@@ -265,11 +265,11 @@ def _job_uid(pod: Mapping[str, Any]) -> str | None:
 
 
 def _missing_label_warnings(nodes: Mapping[str, Node], levels: Sequence[str]) -> list[str]:
-    """A sentence for each level that some nodes carry no label of."""
+    """A warning for each level whose label is missing on some nodes."""
     usable = [node for node in nodes.values() if not node.unusable]
     found: list[str] = []
     for below, level in zip(levels, levels[1:], strict=False):
-        # A place named after one below it was named by no label (see `locate`).
+        # A location named after the level below has no label (see `locate`).
         unlabelled_nodes = sum(1 for node in usable if "/" in node.place.at(level))
         if unlabelled_nodes:
             inner = "NVLink domain" if below == DOMAIN else below
@@ -281,7 +281,7 @@ def _missing_label_warnings(nodes: Mapping[str, Node], levels: Sequence[str]) ->
 
 
 def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:
-    """A warning about nodes on which pods request more than exists."""
+    """A warning about nodes whose pods request more GPUs than they have."""
     overcommitted = sorted(node.name for node in nodes.values() if node.free.gpus < 0)
     if overcommitted:
         more = f" and {len(overcommitted) - 3} more" if len(overcommitted) > 3 else ""

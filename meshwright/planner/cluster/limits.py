@@ -1,7 +1,7 @@
-"""What a plan needs to know of the cluster: how wide NVLink reaches, how large a node is, how much memory GPUs have.
+"""Hardware limits of a plan: size of an NVLink domain, GPUs of a node, memory of a GPU.
 
-Counted over what nodes offer in all, not over what is free now: a plan outlives the load of the moment, and room is
-the placement's question.
+They are counted over allocatable resources, not over free ones: a plan lasts longer than the current load, and
+placement checks free capacity.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 from meshwright.planner.cluster.inventory import Inventory
 
 USABLE_FRACTION = 0.97
-"""Part of a GPU's memory that an estimate may fill; context and fragmentation are in the estimate."""
+"""Fraction of a GPU's memory that an estimate may fill. Context and fragmentation are in the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLimits:
-    """The usable nodes in numbers. None means: not known, so nothing is refused for it."""
+    """Limits of the usable nodes. None means unknown: then nothing is rejected because of it."""
 
     node_gpus: int | None = None
     """GPUs of the largest node."""
     domain_gpus: int | None = None
-    """GPUs of the widest NVLink domain, counted in whole workers."""
+    """GPUs of the largest NVLink domain, in complete workers."""
     gpus_by_memory: Mapping[int, int] = field(default_factory=dict)
-    """Memory of one GPU in bytes -> how many there are."""
+    """Bytes of memory of one GPU -> number of such GPUs."""
     gpus_of_unknown_memory: int = 0
 
     @classmethod
     def of(cls, inventory: Inventory, gpus_per_worker: int) -> ClusterLimits:
-        """The hardware of an inventory; everything unknown when it has no usable node."""
+        """Return the limits of an inventory. All are unknown if it has no usable node."""
         usable = inventory.usable
         if not usable:
             return cls()
@@ -47,18 +47,18 @@ class ClusterLimits:
 
     @property
     def known(self) -> bool:
-        """Whether there is a usable node at all."""
+        """Whether there is a usable node."""
         return self.node_gpus is not None
 
     @property
     def largest_memory(self) -> int | None:
-        """Usable bytes of the GPU with most memory; None when a GPU's memory is not known, which nothing exceeds."""
+        """Usable bytes of the GPU with the most memory. None, as no limit, if a GPU's memory is unknown."""
         if self.gpus_of_unknown_memory or not self.gpus_by_memory:
             return None
         return usable_memory(max(self.gpus_by_memory))
 
     def gpus_that_fit(self, needed: int) -> int:
-        """How many GPUs hold `needed` bytes; those of unknown memory are trusted."""
+        """Return the number of GPUs with `needed` bytes of memory, including those of unknown memory."""
         holding = sum(count for size, count in self.gpus_by_memory.items() if usable_memory(size) >= needed)
         return holding + self.gpus_of_unknown_memory
 

@@ -1,4 +1,4 @@
-"""What a pod asks for and where it will run: the part of a scheduler's view that planning needs."""
+"""A pod's resource requests and its node, as the Kubernetes scheduler computes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Resources:
         return Resources(self.gpus * count, self.cpu_milli * count, self.memory_bytes * count, self.pods * count)
 
     def fits(self, each: Resources) -> int:
-        """How many of `each` this amount holds; at least 0. What `each` does not ask for does not limit."""
+        """How many times `each` fits in this amount, at least 0.
+
+        Resources that `each` does not request do not count.
+        """
         pairs = (
             (self.gpus, each.gpus),
             (self.cpu_milli, each.cpu_milli),
@@ -47,7 +50,7 @@ class Resources:
 
 
 def parse_resources(resources: Mapping[str, Any], gpu_resource: str, pods: int | None = None) -> Resources:
-    """Resources as Kubernetes writes them; CPU and memory are rounded up.
+    """Parse resources of a Kubernetes object. CPU and memory are rounded up.
 
     Raises:
         ValueError: a value is not a quantity.
@@ -61,14 +64,14 @@ def parse_resources(resources: Mapping[str, Any], gpu_resource: str, pods: int |
 
 
 def is_terminal(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod has ended and holds nothing any more."""
+    """Whether the pod has succeeded or failed and occupies no resources."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
-    """What the pod holds on its node: containers together, or an init container that asks for more, and overhead.
+    """The pod's request: the sum of its containers, or an init container with a larger request, and the overhead.
 
-    Sidecars (init containers that restart) stay beside the containers. A limit without a request is a request.
+    Sidecars (init containers that restart) are added to the containers. A limit without a request is a request.
 
     Raises:
         ValueError: a quantity is malformed.
@@ -94,7 +97,7 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
 
 
 def node_of(pod: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> str | None:
-    """The node the pod is bound to or, while it is gated or pending, pinned to; None when any node may get it."""
+    """The node that the pod is bound to or, while it is gated or pending, pinned to. None if it may get any node."""
     spec = pod.get("spec") or {}
     if spec.get("nodeName"):
         return str(spec["nodeName"])

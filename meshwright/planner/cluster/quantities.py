@@ -17,10 +17,10 @@ _SCALE = {
 
 
 def parse_quantity(value: object) -> Fraction:
-    """The number a quantity such as `500m`, `64Gi`, `1e3` or `8` stands for.
+    """Return the number that a quantity such as `500m`, `64Gi`, `1e3` or `8` represents.
 
     Raises:
-        ValueError: it is not a quantity.
+        ValueError: `value` is not a quantity.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)

@@ -1,1 +1,1 @@
-"""What a layout costs: memory of every rank and time of a step, by closed forms with a few fitted constants."""
+"""Estimates memory of every rank and the time of a step for a layout: closed forms with a few fitted constants."""

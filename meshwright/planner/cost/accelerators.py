@@ -1,7 +1,7 @@
-"""GPUs in numbers: peak rates, memory and what their usual nodes connect them with. Data sheets; all overridable.
+"""Catalog of GPUs: peak rates, memory, and the bandwidths of their usual nodes. All values can be overridden.
 
-Rates are dense (no sparsity); bandwidths are per GPU and direction. Sources: vendors' data sheets, torchtitan's
-`get_peak_flops`, MLPerf system descriptions; the H100 of torchtitan's published runs is a part of its own.
+Rates are dense (no sparsity). Bandwidths are per GPU and direction. Sources: vendors' data sheets, torchtitan's
+`get_peak_flops`, MLPerf system descriptions. The H100 of torchtitan's published runs has a separate entry.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One kind of GPU in its usual node."""
+    """A GPU product in its usual node."""
 
     name: str
     half: float
     """Peak of fp16 and bf16 products, FLOP/s."""
     fp8: float
-    """Peak of fp8 products; equal to `half` where there are none."""
+    """Peak of fp8 products. Equal to `half` if the GPU has no fp8."""
     single: float
-    """Peak of fp32 products, TF32 off as frameworks leave it."""
+    """Peak of fp32 products without TF32, as frameworks configure it."""
     memory: float
     """Bytes of device memory that the driver reports."""
     bandwidth: float
     """Bytes/s of device memory."""
     link: float
-    """Bytes/s between GPUs of one domain: NVLink, or PCIe where there is none."""
+    """Bytes/s between GPUs of one domain: NVLink, or PCIe if the GPU has no NVLink."""
     nic: float
     """Bytes/s to other domains."""
     node: int = 8
@@ -42,12 +42,12 @@ class Accelerator:
     host: float = 25 * GB
     """Bytes/s to host memory."""
     sustained: float = 0.8
-    """Part of the peak that large products reach under the power cap of a long run."""
+    """Fraction of the peak that large products reach under the power cap of a long run."""
     in_network: bool = False
-    """Whether the domain's switches add numbers up (NVLink SHARP)."""
+    """Whether the domain's switches sum the data of a reduction (NVLink SHARP)."""
 
     def __hash__(self) -> int:
-        """By name alone, which is enough and fast: GPUs are part of many keys."""
+        """Hash only the name, which is enough and fast: GPUs are part of many keys."""
         return hash(self.name)
 
     def peak(self, precision: Precision, *, fp8: bool = False) -> float:
@@ -119,7 +119,7 @@ _GPUS = (
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 
-# Words of `nvidia.com/gpu.product` or of a report's GPU column -> catalogue name. The first whose words all occur wins.
+# Words of `nvidia.com/gpu.product` or of a report's GPU column -> catalog name. The first entry with all words wins.
 _PRODUCT_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("GB300",), "GB300"),
     (("GB200",), "GB200"),
@@ -152,7 +152,7 @@ _PRODUCT_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def accelerator(product: str) -> Accelerator | None:
-    """The GPU that a product label or a report names; None for one that is not known, or a slice of one (MIG)."""
+    """Return the GPU of a product label or a report. None if it is unknown, or a slice of a GPU (MIG)."""
     exact = ACCELERATORS.get(product)
     if exact is not None:
         return exact
@@ -165,6 +165,6 @@ def accelerator(product: str) -> Accelerator | None:
 
 
 def gpu_memory_bytes(product: str) -> int | None:
-    """Memory of one GPU of this product, for nodes whose labels do not state it; None for one that is not known."""
+    """Return the bytes of memory of one GPU of this product, for nodes without such a label. None if it is unknown."""
     match = accelerator(product) if product else None
     return int(match.memory) if match is not None else None

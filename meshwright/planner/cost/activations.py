@@ -53,7 +53,7 @@ def layer_activations(
     runtime: Framework,
     spread: bool = True,
 ) -> LayerActivations:
-    """The count for one kind of layer; `spread` says whether a mixture's experts are spread over ranks."""
+    """The count for one kind of layer. `spread`: whether a mixture's experts are distributed over ranks."""
     element = precision.bytes
     stored = 1.0 if fp8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
@@ -72,7 +72,7 @@ def layer_activations(
     kept = unsplit + matmul_inputs + split + routed_bytes + core
     if not runtime.selects_products:
         return LayerActivations(kept, core, boundary, (kept - core) * runtime.selective_part)
-    # The layer's input, what goes into attention, what comes out of it, and what its products and those behind it give.
+    # The layer's input, attention's input and output, and the outputs of the products in and after attention.
     matmul_outputs = (
         element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor
         + 2 * element * model.hidden_size
@@ -171,7 +171,7 @@ def recompute_bytes(per_token: LayerActivations, layers: int, choices: Strategy,
 
 
 def weight_half_bytes_of_stage(model: Architecture, stage: Stage, choices: Strategy) -> float:
-    """Of a rank of a stage."""
+    """Bytes of a rank of a stage."""
     split = (choices.tensor, choices.precision)
     weight_half_bytes = stage.dense * weight_half_bytes_of_layer(model, False, *split)
     if stage.mixtures:
@@ -201,14 +201,14 @@ def weight_half_bytes_of_layer(model: Architecture, mixture: bool, tensor: int, 
 def weight_half_bytes_of_output(
     model: Architecture, tensor: int, precision: Precision, loss_chunk: int | None
 ) -> float:
-    """Of the output projection; a loss in chunks has multiplied everything out in its forward pass."""
+    """Bytes of the output projection. 0 with a chunked loss, which computes all gradients in its forward pass."""
     if loss_chunk is not None:
         return 0.0
     return precision.bytes * (model.hidden_size + model.vocab_size / tensor)
 
 
 def _attention_widths(model: Architecture) -> tuple[float, float]:
-    """Numbers that every rank of a tensor group has, and those that are split over it."""
+    """Number of elements that every rank of a tensor group has, and number that are split over the group."""
     hidden, latent = model.hidden_size, model.latent
     attention_output = model.heads * model.value_size
     if latent is None:

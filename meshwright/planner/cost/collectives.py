@@ -1,9 +1,9 @@
-"""Seconds of collectives by group shape and bytes: alpha-beta per level, the cheapest of the known algorithms.
+"""Seconds of collectives by group shape and bytes: alpha-beta model per level, with the fastest known algorithm.
 
-Ring: 2 (N-1)/N X/B for an all-reduce, half for a gather or a scatter (Thakur et al., 2005; Patarasuk and Yuan, 2009).
-A ring through a node enters and leaves it once per network card that its ranks own, so N nodes with r ranks each have
-r cards' bandwidth. Tree and in-network reduction have latencies that grow with the logarithm, and pay bandwidth for it
-as NCCL's do. Hierarchical: scatter inside the domain, all-reduce between domains, gather inside.
+Ring: 2 (N-1)/N X/B for an all-reduce, half of it for a gather or a scatter (Thakur et al., 2005; Patarasuk and Yuan,
+2009). A ring through a node enters and leaves it once per network card of its ranks, so N nodes with r ranks each have
+the bandwidth of r cards. Tree and in-network reduction have latencies that grow with the logarithm, and less bandwidth
+than a ring, as in NCCL. Hierarchical: scatter inside the domain, all-reduce between domains, gather inside.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from math import ceil, log2
 from meshwright.planner.cost.fabric import BASE_LATENCY, Fabric, Span
 
 LINK_EFFICIENCY = 0.80
-"""Of a domain's nominal rate, what large collectives reach (A100: 227 of 300 GB/s; H100: 345 of 450)."""
+"""Fraction of a domain's nominal rate that large collectives reach (A100: 227 of 300 GB/s; H100: 345 of 450)."""
 NETWORK_EFFICIENCY = 0.96
-"""Of a network card's nominal rate (NCCL 2.27's tuner: 48 of 50 GB/s per card)."""
+"""Fraction of a network card's nominal rate that large collectives reach (NCCL 2.27's tuner: 48 of 50 GB/s per card).
+"""
 TREE_EFFICIENCY = 0.72
-"""NCCL's double tree against its ring, by bandwidth per card."""
+"""Bandwidth of NCCL's double tree relative to its ring, by bandwidth per card."""
 SWITCH_EFFICIENCY = 0.9
-"""In-network reduction: part of the one-way rate that it reaches."""
+"""Fraction of the one-way rate that in-network reduction reaches."""
 
 
 def _rate(span: Span, fabric: Fabric, level: int) -> float:
-    """Bytes/s of one ring through level `level`: every rank inside a domain adds its own card to the ring's edge."""
+    """Bytes/s of one ring through level `level`. Every rank inside a domain adds its own card to the ring's edge."""
     if level == 0:
         return fabric.levels[0].bandwidth * LINK_EFFICIENCY
     return fabric.levels[level].bandwidth * NETWORK_EFFICIENCY * span.members[0]
@@ -40,7 +41,7 @@ def ring_rate(span: Span, fabric: Fabric) -> float:
 
 @lru_cache(maxsize=16384)
 def ring_latency(span: Span, fabric: Fabric) -> float:
-    """Seconds that one turn of a ring takes for no bytes: every hop's latency."""
+    """Seconds of one turn of a ring for 0 bytes: the sum of the latencies of all hops."""
     total, ranks_below = BASE_LATENCY, 1
     for level, ranks_inside in zip(fabric.levels, span.members, strict=False):
         hops = span.size // ranks_below - span.size // ranks_inside
@@ -51,7 +52,7 @@ def ring_latency(span: Span, fabric: Fabric) -> float:
 
 @lru_cache(maxsize=16384)
 def tree_latency(span: Span, fabric: Fabric) -> float:
-    """Seconds up and down a tree for no bytes."""
+    """Seconds up and down a tree for 0 bytes."""
     total, ranks_below = BASE_LATENCY, 1
     for level, ranks_inside in zip(fabric.levels, span.members, strict=False):
         if ranks_inside > ranks_below:
@@ -61,7 +62,10 @@ def tree_latency(span: Span, fabric: Fabric) -> float:
 
 
 def all_gather(size: float, span: Span, fabric: Fabric) -> float:
-    """Seconds to give every rank all of `size` bytes, of which each holds its part; a reduce-scatter costs the same."""
+    """Seconds to gather `size` bytes on every rank, each of which has its part.
+
+    A reduce-scatter takes the same time.
+    """
     if span.size <= 1 or size <= 0:
         return 0.0
     latency, rate = _ring(span, fabric)
@@ -71,17 +75,17 @@ def all_gather(size: float, span: Span, fabric: Fabric) -> float:
 
 @lru_cache(maxsize=16384)
 def _ring(span: Span, fabric: Fabric) -> tuple[float, float]:
-    """(seconds for no bytes, bytes/s) of a ring over the group."""
+    """(seconds for 0 bytes, bytes/s) of a ring over the group."""
     return ring_latency(span, fabric), ring_rate(span, fabric)
 
 
 def reduce_scatter(size: float, span: Span, fabric: Fabric) -> float:
-    """Seconds to leave every rank with its part of the sum of `size` bytes."""
+    """Seconds to sum `size` bytes over the group so that every rank has its part of the sum."""
     return all_gather(size, span, fabric)
 
 
 def all_reduce(size: float, span: Span, fabric: Fabric) -> float:
-    """Seconds to add up `size` bytes over the group, by the cheapest algorithm."""
+    """Seconds to sum `size` bytes over the group, with the fastest algorithm."""
     if span.size <= 1 or size <= 0:
         return 0.0
     ring_fraction = (span.size - 1) / span.size
@@ -103,9 +107,10 @@ def _hierarchical_all_reduce(size: float, span: Span, fabric: Fabric) -> float:
 
 
 def all_to_all(size: float, span: Span, fabric: Fabric) -> float:
-    """Seconds for every rank to send `size` bytes, an equal part to each of the group.
+    """Seconds for every rank to send `size` bytes in total, an equal part to each rank of the group.
 
-    What stays inside a domain and what leaves it move at once; each level carries what does not fit below it.
+    Traffic inside a domain and traffic between domains move at the same time. Each level carries the traffic that
+    leaves the level below.
     """
     if span.size <= 1 or size <= 0:
         return 0.0

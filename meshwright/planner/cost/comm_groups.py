@@ -1,6 +1,6 @@
 """The shape of every communication group of a layout, from the order in which ranks fill the machine.
 
-A placement that is known can be costed as well: build `GroupSpans` from the spans its groups really have.
+To estimate the cost of a known placement, build `GroupSpans` from the real spans of its groups.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from meshwright.planner.cost.strategy import Strategy
 
 
 class RankOrder(StrEnum):
-    """Which dimensions ranks fill first; tensor is always innermost, context next."""
+    """The order in which ranks fill the dimensions. Tensor is always innermost, context next."""
 
     PIPELINE_INNER = "pipeline before data"
-    """Meshwright's and Llama 3's: the stages of a replica follow each other."""
+    """Meshwright and Llama 3: the stages of a replica have consecutive ranks."""
     DATA_INNER = "data before pipeline"
-    """Megatron-LM's: the replicas of a stage follow each other."""
+    """Megatron-LM: the replicas of a stage have consecutive ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpans:
-    """Spans of the groups that the fullest domain holds."""
+    """Spans of the groups of each dimension."""
 
     tensor: Span
     context: Span
     expert: Span
-    """Ranks that share out the experts."""
+    """Ranks that the experts are distributed over."""
     shard_ranks: Span
     """Ranks with the same dense parameters."""
     expert_shard_ranks: Span
     """Ranks with the same experts."""
     pipeline_level: int
-    """Level that two neighbouring stages share."""
+    """Level that two neighboring stages share."""
     pipeline: Span
 
 
@@ -66,7 +66,7 @@ def _group_spans(
 
 
 def group_spans(choices: Strategy, fabric: Fabric, order: RankOrder) -> GroupSpans:
-    """The groups of ranks that fill domains in order, none of them broken."""
+    """The spans of the groups if ranks fill domains in order, without gaps."""
     return _group_spans(choices.tensor, choices.context, choices.pipeline, choices.data, choices.expert, order, fabric)
 
 

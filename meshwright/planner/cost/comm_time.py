@@ -17,7 +17,7 @@ from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload, 
 
 @dataclass(frozen=True, slots=True)
 class LayerCommTime:
-    """Seconds that one layer's collectives take for one micro-batch, and how many block the critical path."""
+    """Seconds of one layer's collectives for one micro-batch, and how many collectives block the critical path."""
 
     forward: float
     backward: float
@@ -31,10 +31,10 @@ NO_COMM = LayerCommTime(0.0, 0.0, 0, 0)
 def tensor_comm_time(
     tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric
 ) -> LayerCommTime:
-    """Of one layer: behind attention and behind the feed-forward layer, once forward and once backward.
+    """Time of one layer: after attention and after the feed-forward layer, once in each pass.
 
-    With sequence parallelism each all-reduce is a gather and a scatter, and backward gathers the input once more for
-    the weights' gradient (Korthikanti et al., arXiv 2205.05198, section 4.2.2), behind the input's gradient.
+    With sequence parallelism each all-reduce is a gather and a scatter. The backward pass gathers the input once more
+    for the weights' gradient (Korthikanti et al., arXiv 2205.05198, section 4.2.2), hidden behind the input's gradient.
     """
     if choices.tensor == 1:
         return NO_COMM
@@ -49,7 +49,7 @@ def tensor_comm_time(
 def context_comm_time(
     tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric, core: float
 ) -> LayerCommTime:
-    """Of one layer, what attention's `core` seconds of computation do not hide."""
+    """Time of one layer that attention's `core` seconds of computation do not hide."""
     if choices.context == 1:
         return NO_COMM
     size = choices.precision.bytes
@@ -64,11 +64,11 @@ def context_comm_time(
     if choices.context_method is ContextMethod.ALL_GATHER:
         gathered = all_gather(gathered_bytes, span, fabric)
         return LayerCommTime(gathered, 2 * gathered, 1, 2)
-    # With an exchange of heads inside it, a ring has fewer turns, each of as many bytes (USP, arXiv 2405.07719).
+    # With an exchange of heads inside it, a ring has fewer turns with the same bytes each (USP, arXiv 2405.07719).
     inner = choices.ulysses if choices.context_method is ContextMethod.RING_ULYSSES else 1
     ring_steps = choices.context // inner - 1
     ring = ring_steps * send(gathered_bytes / choices.context, span.top, fabric)
-    step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbour and launches its own kernels
+    step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbor and launches separate kernels
     bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / choices.tensor + key_value_size)
     exchange_seconds = all_to_all(
         bytes_exchanged, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
@@ -85,7 +85,9 @@ def context_comm_time(
 def expert_comm_time(
     tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric, runtime: Framework
 ) -> LayerCommTime:
-    """Of one mixture layer: tokens to their experts and back. Dispatch is in the products' format, return in 16 bits.
+    """Time of one mixture layer: tokens to their experts and back.
+
+    Dispatch is in the products' format, return in 16 bits.
 
     A token whose experts share a domain of the innermost level crosses the network once for all of them.
     """
@@ -107,10 +109,10 @@ def expert_comm_time(
 def stage_send_seconds(
     tokens: float, model: Architecture, choices: Strategy, groups: GroupSpans, fabric: Fabric, runtime: Framework
 ) -> float:
-    """Seconds to hand one micro-batch to the next stage.
+    """Seconds to send one micro-batch to the next stage.
 
-    Without sequence parallelism every tensor-parallel rank holds all of it; where the runtime sends slices, they are
-    gathered again inside the receiving group (arXiv 2104.04473, section 4.1).
+    Without sequence parallelism every tensor-parallel rank has the full micro-batch. If the framework sends slices, the
+    receiving group gathers them again (arXiv 2104.04473, section 4.1).
     """
     if choices.pipeline == 1:
         return 0.0
@@ -122,16 +124,16 @@ def stage_send_seconds(
 
 
 def stage_send_bytes(work: Workload, choices: Strategy, runtime: Framework) -> float:
-    """Bytes that one rank sends to hand one micro-batch to the next stage."""
+    """Bytes that one rank sends to pass one micro-batch to the next stage."""
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
     return _sent_bytes(tokens * work.model.hidden_size * choices.precision.bytes, choices, runtime)
 
 
 def _sent_bytes(size: float, choices: Strategy, runtime: Framework) -> float:
-    """One rank's part of a micro-batch of `size` bytes: a slice, with sequence parallelism or where slices are sent."""
+    """One rank's part of a micro-batch of `size` bytes: a slice with sequence parallelism or sliced sends."""
     return size / choices.tensor if choices.sequence_parallel or runtime.sliced_sends else size
 
 
 def recomputed_part(how: ActivationCheckpointing) -> float:
-    """Part of the forward pass's collectives that runs again."""
+    """Fraction of the forward pass's collectives that runs again."""
     return 0.0 if how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE) else 1.0

@@ -1,8 +1,8 @@
-"""The fitted constants: three factors per (accelerator, runtime), 1 meaning what physics and data sheets say.
+"""The fitted constants: three factors per (accelerator, runtime). 1 is the value from physics and data sheets.
 
-Each multiplies one part of a step: computation, exposed communication, and the host's and the collectives' constant
-costs. `calibrate` finds them from measured steps; a pair that was never seen takes its accelerator's, its runtime's,
-or the shipped default.
+Each multiplies one part of a step: computation, exposed communication, or the constant costs of the host and of
+collectives. `calibrate` fits them to measured steps. A pair without measurements gets the constants of its accelerator,
+else those of its runtime, else the default.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Constants:
 
 
 HOST_PER_LAYER = 0.9e-3
-"""Seconds that the host needs to launch one pass through a layer; hidden where its kernels run longer."""
+"""Seconds that the host needs to launch one pass through a layer. Hidden if its kernels run longer."""
 SYNCHRONISE = 0.1e-3
 """Seconds that a blocking collective on the critical path loses to jitter between its ranks."""
 PER_STEP = 15e-3
-"""Seconds of a step that no part explains: data, logging, the loss's reduction, the optimizer's launches."""
+"""Seconds of a step outside all other parts: data, logging, the loss's reduction, the optimizer's launches."""
 
 
 FITTED: Mapping[tuple[str, str], Constants] = MappingProxyType(
@@ -41,7 +41,7 @@ FITTED: Mapping[tuple[str, str], Constants] = MappingProxyType(
         ("H100-SXM5-96GB-HBM2E", "torchtitan"): Constants(1.115, 1.100, 1.024),
     }
 )
-"""(accelerator, runtime) -> constants, as `benchmarks/planner_accuracy.py --fit` finds them on published runs."""
+"""(accelerator, runtime) -> constants, as `benchmarks/planner_accuracy.py --fit` fits them to published runs."""
 
 DEFAULT = Constants()
 
@@ -49,8 +49,8 @@ DEFAULT = Constants()
 def constants_for(accelerator: str, runtime: str) -> Constants:
     """Constants of a pair.
 
-    For one that was never seen: the geometric mean over the same accelerator's pairs, else over the same runtime's,
-    else the default.
+    If the pair has no measurements: the geometric mean over the pairs of the same accelerator, else of the same
+    runtime, else the default.
     """
     fitted = FITTED.get((accelerator, runtime))
     if fitted is not None:
@@ -72,7 +72,7 @@ def _mean(all_constants: list[Constants]) -> Constants:
 
 
 PRIOR = 0.1
-"""Weight of the prior of one constant, in measurements."""
+"""Weight of the prior of one constant, as a number of measurements."""
 _LOW, _HIGH = 0.1, 10.0
 _STEP = 1e-3
 _ROUNDS = 12
@@ -88,7 +88,7 @@ def calibrate(
     weights: Sequence[float] | None = None,
     prior_weight: float = PRIOR,
 ) -> Constants:
-    """The constants that explain `measured` seconds best.
+    """Fit the constants to `measured` seconds.
 
     Raises:
         ValueError: the sequences differ in length, or a measurement is not positive.
@@ -133,7 +133,7 @@ def _residual_and_slope(estimate: Estimator, seconds: float, point: list[float])
 
 
 def _outlier_threshold(rows: list[tuple[float, list[float]]]) -> float:
-    """Residual from which a measurement counts as an outlier (Huber's, at 1.5 times the median)."""
+    """Residual above which a measurement counts as an outlier (Huber's, at 1.5 times the median)."""
     ordered = sorted(abs(residual) for residual, _ in rows)
     return max(0.02, 1.5 * ordered[len(ordered) // 2]) if ordered else 1.0
 

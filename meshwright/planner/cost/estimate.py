@@ -1,10 +1,10 @@
-"""One layout's cost in one call: what a search asks some hundred thousand times.
+"""Estimates the cost of one layout in one call. A search calls it some hundred thousand times.
 
     machine = machine_for(accelerator("NVIDIA-H100-80GB-HBM3"))
     estimate(Workload(PRESETS["llama-3-8b"], 8192, 64), Strategy(tensor=8, data=8), machine)
 
-`fits` is the cheap half: memory alone, to drop a layout before its time is asked for. Groups that a placement broke
-apart are costed by handing over the `GroupSpans` they became.
+`fits` estimates only memory, which is fast, to discard a layout before its time is estimated. For groups that a
+placement splits, pass their real `GroupSpans`.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from meshwright.planner.cost.strategy import Strategy, Workload
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a layout costs."""
+    """The estimated cost of a layout."""
 
     memory: Memory
-    """Of the fullest stage's ranks, by kind."""
+    """Bytes on each rank of the fullest stage, by kind."""
     time: StepTime
-    """Of one optimizer step, by part."""
+    """Seconds of one optimizer step, by part."""
     gpus: int
     tokens_per_second: float
     mfu: float
-    """Model FLOPs (whole attention matrix, nothing recomputed) over the peak of bf16."""
+    """Model FLOPs (full attention matrix, without recomputation) relative to the peak of bf16."""
 
     @property
     def seconds(self) -> float:
-        """One step."""
+        """Seconds of one step."""
         return self.time.total
 
     @property
     def bubble(self) -> float:
-        """Part of a step in which a rank waits for its pipeline."""
+        """Fraction of a step in which a rank waits for its pipeline."""
         return self.time.bubble / self.time.total
 
     @property
     def tokens_per_gpu_hour(self) -> float:
-        """Throughput for the price."""
+        """Throughput per GPU-hour."""
         return self.tokens_per_second * 3600.0 / self.gpus
 
 
 def machine_for(
     gpu: Accelerator, runtime: Framework | None = None, fabric: Fabric | None = None, *, slowest: float = 1.0
 ) -> Machine:
-    """A machine with the fitted constants of its pair; the runtime is Meshwright's, the fabric the GPU's usual one."""
+    """Return a machine with fitted constants. Defaults: Meshwright's runtime and the GPU's usual fabric."""
     framework = runtime or FRAMEWORKS["meshwright"]
     return Machine(gpu, fabric or Fabric.of(gpu), framework, constants_for(gpu.name, framework.name), slowest=slowest)
 
 
 def memory_of(work: Workload, choices: Strategy, machine: Machine) -> Memory:
-    """Bytes of the fullest stage's ranks.
+    """Bytes on each rank of the fullest stage.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -76,7 +76,7 @@ def fits(work: Workload, choices: Strategy, machine: Machine, *, usable: float =
 
 
 def time_of(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans | None = None) -> StepTime:
-    """Seconds of one step, by part, whether or not it fits.
+    """Seconds of one step, by part. Does not check memory.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -93,8 +93,8 @@ def estimate(
         work: the model and what a step processes.
         choices: the layout. `micro_batch_size x micro_batches x data` should be `work.global_batch`.
         machine: where it runs.
-        groups: shapes of the communication groups as placed; ranks that fill domains in order when left out.
-        memory: of the layout, where it is known already.
+        groups: shapes of the communication groups as placed. Default: those of ranks that fill domains in order.
+        memory: the layout's memory, if it is already known.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.

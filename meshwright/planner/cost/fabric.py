@@ -1,8 +1,8 @@
 """The network as levels, and a communication group's shape on them.
 
-What a collective costs depends on how many of its ranks share a node far more than on how many there are: eight
-ranks of a node drive eight network cards, one rank drives one. So a group is described by its `Span`, the ranks it has
-inside one domain of every level, and a placement can be costed by handing over the spans that it really has.
+The time of a collective depends much more on how many of its ranks share a node than on how many ranks there are: eight
+ranks of a node use eight network cards, one rank uses one. A group is therefore described by its `Span`, the number of
+its ranks inside one domain of every level. To estimate the cost of a placement, pass its real spans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.planner.cost.accelerators import Accelerator
 INTRA_LATENCY = 3.4e-6
 """Seconds of one ring hop inside a domain (NCCL 2.27's tuner, H100)."""
 INTER_LATENCY = 14e-6
-"""Seconds of one ring hop between domains (the same)."""
+"""Seconds of one ring hop between domains (same source)."""
 BASE_LATENCY = 8.4e-6
 
 
@@ -22,8 +22,8 @@ BASE_LATENCY = 8.4e-6
 class FabricLevel:
     """Domains of equal width: NVLink domains, nodes, leaf switches, spines, zones.
 
-    On a rail-optimised fabric a leaf serves one local index of many nodes: `gpus` then counts all GPUs of the
-    scalable unit, since rings keep to their rail.
+    On a rail-optimized fabric a leaf connects GPUs with one local index on many nodes. `gpus` then counts all GPUs of
+    the scalable unit, because rings stay on their rail.
     """
 
     name: str
@@ -33,15 +33,15 @@ class FabricLevel:
     """Bytes/s per GPU and direction between domains of the level below that share this one."""
     latency: float = INTER_LATENCY
     in_network: bool = False
-    """Whether the switches add numbers up (SHARP)."""
+    """Whether the switches sum the data of a reduction (SHARP)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Levels from the NVLink domain outwards. The last is taken to hold everything.
+    """Levels from the NVLink domain outward. The last level contains all GPUs.
 
     Raises:
-        ValueError: there is no level, or they are not ordered from narrow to wide.
+        ValueError: `levels` is empty, or not ordered from narrow to wide.
     """
 
     levels: tuple[FabricLevel, ...]
@@ -62,9 +62,9 @@ class Fabric:
         """The usual fabric of a GPU: its domains, and one flat network between them.
 
         Args:
-            gpu: what a catalogue knows of it.
-            nic: bytes/s per GPU between domains, where known.
-            domain: GPUs of one domain, where known.
+            gpu: the GPU's catalog entry.
+            nic: bytes/s per GPU between domains, if known.
+            domain: number of GPUs of one domain, if known.
         """
         inner = domain or gpu.domain
         between = FabricLevel("network", 1 << 30, nic or gpu.nic)
@@ -83,7 +83,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A group's shape: how many of its ranks one domain of each level holds, innermost first; the last holds all."""
+    """A group's shape: the number of its ranks in one domain of each level, innermost first. The last has all ranks."""
 
     members: tuple[int, ...]
 
@@ -99,12 +99,12 @@ class Span:
 
     @classmethod
     def of(cls, size: int, stride: int, fabric: Fabric) -> Span:
-        """The shape of `size` ranks, `stride` apart, when ranks fill the fabric in order."""
+        """Return the shape of `size` ranks, `stride` apart, if ranks fill the fabric in order."""
         members = [max(1, min(size, level.gpus // stride)) for level in fabric.levels]
         members[-1] = size
         return cls(tuple(members))
 
     @property
     def top(self) -> int:
-        """Index of the innermost level whose one domain holds the whole group."""
+        """Index of the innermost level with the entire group in one domain."""
         return next(index for index, ranks in enumerate(self.members) if ranks >= self.size)

@@ -14,7 +14,7 @@ from meshwright.planner.cost.comm_groups import RankOrder
 from meshwright.planner.units import FP32_BYTES, GIB
 
 ASYNC_TENSOR_OVERLAP = 0.5
-"""Part of tensor parallelism's communication that its own products hide: as torchtitan's runs with it measured."""
+"""Fraction of tensor parallelism's communication that its own products hide, as measured in torchtitan's runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Framework:
 
     name: str
     family: str = ""
-    """The runtime whose constants it shares; its own where left out."""
+    """The runtime whose constants it shares. Default: its name."""
     weights: float = 2.0
     """Bytes of a parameter as compute uses it."""
     gradients: float = FP32_BYTES
@@ -41,26 +41,28 @@ class Framework:
     dropout: bool = False
     """Whether dropout masks are stored."""
     fused: bool = True
-    """Whether element-wise operations are fused with their neighbours."""
+    """Whether element-wise operations are fused with their neighbors."""
     norm_input: float = 2.0
     """Bytes per element of the input that a norm stores."""
     selective_part: float = 1.0
-    """What selective recomputation stores of a layer in addition to attention's scores (torchtitan: every second
-    product)."""
+    """Fraction of a layer's bytes that selective recomputation stores, without attention's scores (torchtitan: every
+    second product).
+    """
     kernels: int = 25
-    """Kernels that one layer's forward pass launches; a stored score matrix and dropout take many small ones."""
+    """Kernels that one layer's forward pass launches. A stored score matrix and dropout need many small ones."""
     balances_context: bool = True
     """Whether context parallelism splits a sequence so that causal attention costs the same on every rank."""
     loss_bytes: float = 12.0
     """Bytes per logit: its copies in the loss."""
     split_loss_bytes: float = 12.0
-    """The same where tensor parallelism splits the vocabulary."""
+    """The same if tensor parallelism splits the vocabulary."""
     keeps_gathered: bool = False
     """Whether sequence parallelism stores gathered inputs for the backward pass instead of gathering them again."""
     gathers_stage_once: bool = False
     """Whether ZeRO-3 in a pipeline gathers an entire stage per step instead of one layer at a time."""
     stores_masters: bool = False
-    """Whether parameters are stored as masters and cast for each micro-batch, and `Settings` count: this worker."""
+    """Whether parameters are stored as masters and cast for each micro-batch, and `MemoryOptions` matter: this worker.
+    """
     keeps_normed: bool = False
     """Whether a norm also stores its output, in the compute format, and one statistic per token."""
     frees_halfway: bool = False
@@ -71,21 +73,21 @@ class Framework:
     copies_routed: bool = False
     """Whether every rank of a tensor group has full copies of the tokens for experts, if it does not spread them."""
     ring_gradients: float = 0.0
-    """Bytes of a number of other ranks' keys' and values' gradients while a ring of ranks goes round."""
+    """Bytes per element of the gradients of other ranks' keys and values during ring attention."""
     fp8_weights: float = 2.0
-    """Bytes of a parameter's fp8 copies, as it is and transposed, where a step quantises weights once."""
+    """Bytes of a parameter's fp8 copies, as it is and transposed, if a step quantizes weights once."""
     keeps_fp8: bool = True
-    """Whether fp8 products keep their inputs in fp8 for the backward pass."""
+    """Whether fp8 products store their inputs in fp8 for the backward pass."""
     overlap_gradients: float = 0.8
     """Fraction of the gradient reduction that a long enough backward pass hides."""
     overlap_tensor: float = 0.0
-    """Part of tensor parallelism's communication that hides behind its own products."""
+    """Fraction of tensor parallelism's communication that its own products hide."""
     sliced_sends: bool = True
     """Whether each tensor-parallel rank sends its slice to the next stage, without sequence parallelism too."""
     overlap_pipeline: bool = False
     """Whether sends between stages hide behind computation."""
     overlap_experts: float = 0.0
-    """Part of the experts' all-to-all that hides behind other computation."""
+    """Fraction of the experts' all-to-all that other computation hides."""
     partitioned_checkpoints: bool = False
     """Whether the stored input of a recomputed layer is split over the tensor-parallel group and gathered again."""
     order: RankOrder = RankOrder.DATA_INNER

@@ -1,4 +1,4 @@
-"""Where a layout runs, in one object: the key under which a search finds again what it has computed."""
+"""The hardware and framework that a layout runs on, in one object: the key of a search's caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.planner.cost.frameworks import Framework
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it runs: what a GPU does, how GPUs are connected, what the framework does, and the fitted constants."""
+    """GPU, fabric, framework and the fitted constants."""
 
     gpu: Accelerator
     fabric: Fabric
@@ -21,7 +21,7 @@ class Machine:
     nvme: float = 3e9
     """Bytes/s of one GPU's share of local NVMe."""
     slowest: float = 1.0
-    """Speed of the slowest GPU of the job relative to `gpu`: every step waits for it."""
+    """Speed of the slowest GPU of the job relative to `gpu`. Every step waits for it."""
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:

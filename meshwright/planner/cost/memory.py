@@ -1,4 +1,4 @@
-"""Memory of each rank of every pipeline stage, by part, and the stage that needs most.
+"""Memory of each rank of every pipeline stage, by part, and the stage that needs the most.
 
 The search, the operator's validation of a job and `meshwright plan` all use this estimate. States come from
 `model_states`. Activations come from `activations`, times the micro-batches in flight on each stage.
@@ -40,23 +40,23 @@ class Memory:
 
     stage: int
     parameters: float
-    """As compute uses them; every micro-batch in flight may keep its own copies."""
+    """In the compute format, including the copies that each micro-batch in flight stores."""
     master: float
-    """What updates add up in, where compute has another format."""
+    """Copies that updates are applied to, if the compute format is another one."""
     gradients: float
     optimizer: float
-    """Moments, and an outer optimizer's state."""
+    """Moments, and the state of an outer optimizer."""
     activations: float
-    """Kept from forward to backward, of all micro-batches in flight."""
+    """Stored from the forward to the backward pass, for all micro-batches in flight."""
     working: float
-    """What a backward pass recomputes, at its largest."""
+    """Largest amount that a backward pass recomputes at once."""
     logits: float
     gathered: float
     """Other replicas' parts of parameters, and of gradients that wait for their reduction."""
     buffers: float
     """Sends and receives between stages, tokens on their way to experts, a bucket of gradients."""
     context: float
-    """CUDA context, libraries, communicators."""
+    """CUDA context, libraries and communicators."""
     fragmentation: float
 
     @property
@@ -66,7 +66,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The peak."""
+        """Peak bytes."""
         working = max(self.working, self.logits)
         return (
             self.states + self.activations + working + self.gathered + self.buffers + self.context + self.fragmentation
@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def counted(self) -> float:
-        """Of the peak, what tensors take: without context and fragmentation."""
+        """Peak bytes of tensors, without context and fragmentation."""
         return self.total - self.context - self.fragmentation
 
 
@@ -82,25 +82,25 @@ _Parts = tuple[int, float, float, float, float, float, float, float, float, floa
 
 
 class _Common(NamedTuple):
-    """What is the same for all stages of a layout."""
+    """Values that are the same for all stages of a layout."""
 
     tokens: int
-    """Of one micro-batch on a rank."""
+    """Tokens of one micro-batch on a rank."""
     dense: LayerActivations
     mixed: LayerActivations
     output: float
     """Bytes per token that the end of the model stores in addition to its layers and the logits."""
     sends: float
-    """Bytes of what one neighbour sends."""
+    """Bytes that one neighbor sends."""
     layer: float
-    """Bytes that one layer's communication needs on every stage."""
+    """Bytes of buffers for one layer's communication, on every stage."""
     experts: float
-    """The same of a mixture's."""
+    """Bytes of buffers for the communication of a mixture of experts."""
     logits: float
 
 
 def worst_stage(work: Workload, choices: Strategy, runtime: Framework) -> Memory:
-    """The stage whose ranks need most; the first of equals.
+    """Return the memory of the stage whose ranks need the most. Of equal stages, the first.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -111,9 +111,9 @@ def worst_stage(work: Workload, choices: Strategy, runtime: Framework) -> Memory
 
 
 def memory_within(work: Workload, choices: Strategy, runtime: Framework, limit: float) -> Memory | None:
-    """The fullest stage's ranks where all are within `limit` bytes, None where some need more.
+    """Return the memory of the fullest stage if all stages are within `limit` bytes, else None.
 
-    Asked of many layouts of which most do not fit: the first stage that is too full answers.
+    Stops at the first stage above the limit, because most of the layouts that a search tries do not fit.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -142,14 +142,15 @@ def model_states_fit(work: Workload, choices: Strategy, runtime: Framework, limi
 
 
 def memory_by_stage(work: Workload, choices: Strategy, runtime: Framework) -> list[Memory]:
-    """All stages in order."""
+    """Return the memory of all stages, in order."""
     common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
     return [Memory(*_parts(work, choices, runtime, stage, common)) for stage in stages_of(work.model, choices).every]
 
 
 def _candidates(work: Workload, choices: Strategy) -> tuple[Stage, ...]:
-    """The stages of which one is the fullest. With a split backward pass, later ranks store less of one kind and more
-    of the other, so that any stage may be.
+    """The stages that can be the fullest.
+
+    With a split backward pass any stage can: later ranks store fewer activations and more inputs of weight gradients.
     """
     stages = stages_of(work.model, choices)
     return stages.every if choices.schedule_kind.defers_weights_at_peak else stages.heaviest

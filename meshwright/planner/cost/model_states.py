@@ -27,7 +27,7 @@ class States(NamedTuple):
     parameters: float
     """In the compute format, without `gathered` and `cast`."""
     master: float
-    """Copies that updates add up in, where compute has another format."""
+    """Copies that updates are applied to, if the compute format is another one."""
     gradients: float
     optimizer: float
     gathered: float
@@ -39,7 +39,7 @@ class States(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """What of the choices states depend on: the key under which a search finds them again."""
+    """The choices that states depend on: the key of a search's cache."""
 
     zero_stage: int
     shard_ranks: int
@@ -49,7 +49,7 @@ class StateKey(NamedTuple):
     pipeline: int
     schedule: PipelineSchedule
     accumulates: bool
-    """Whether gradients add up over several micro-batches."""
+    """Whether gradients accumulate over several micro-batches."""
     offloaded: bool
     """Whether the optimizer's state is elsewhere."""
     precision: Precision
@@ -119,7 +119,7 @@ def _framework_states(stage_params: StageParameters, choices: StateKey, runtime:
 
 
 class _Sizes(NamedTuple):
-    """Bytes of one parameter, and how many of them."""
+    """Bytes of one parameter, and numbers of parameters."""
 
     stored: float
     element: float
@@ -163,12 +163,12 @@ def _meshwright_states(
 
 
 def _parameters_and_masters(stored: float, element: float, count: float) -> tuple[float, float]:
-    """Bytes of stored parameters as (parameters, masters): masters where compute has another format."""
+    """Bytes of stored parameters as (parameters, masters). Masters exist if the compute format is another one."""
     return (0.0, stored * count) if element < stored else (stored * count, 0.0)
 
 
 def _optimizer_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, count: float) -> float:
-    """Bytes of the optimizer's state for `count` of a stage's trained parameters, an outer optimizer's included."""
+    """Bytes of the optimizer's state for `count` of a stage's trained parameters, including an outer optimizer."""
     settings = choices.settings
     tables = stage_params.tables * count / sizes.whole if settings.adapters is None else 0.0
     each = count + tables if settings.muon else 2.0 * count
@@ -176,12 +176,15 @@ def _optimizer_bytes(stage_params: StageParameters, choices: StateKey, sizes: _S
 
 
 def _bucket_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> float:
-    """Bytes of the gradients of one bucket; a tensor is never cut, and a table is the largest."""
+    """Bytes of the gradients of one bucket. A tensor is never split, and a table is the largest."""
     return sizes.gradient * min(sizes.trained, max(float(choices.settings.bucket), stage_params.tables))
 
 
 def _replicated(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, *, unsharded: bool) -> States:
-    """Every replica has everything. Gradients move into their buckets one by one."""
+    """Every replica has all parameters, gradients and optimizer state.
+
+    Gradients are moved into their buckets one by one.
+    """
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
     error_feedback_bytes = sizes.gradient * sizes.trained * choices.settings.feedback if not unsharded else 0.0
@@ -197,8 +200,9 @@ def _replicated(stage_params: StageParameters, choices: StateKey, sizes: _Sizes,
 
 
 def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
-    """Full parameters and a shard of optimizer state. Stage 2 also stores a shard of gradients, if hooks see them
-    all.
+    """Full parameters and a shard of optimizer state.
+
+    Stage 2 also stores a shard of gradients, if backward hooks receive all gradients.
     """
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     bucket = _bucket_bytes(stage_params, choices, sizes)
@@ -211,8 +215,10 @@ def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Size
 
 
 def _fsdp_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
-    """FSDP shards everything. Stage 2 stores gathered parameters until the backward pass; stage 3 stores a layer, the
-    next one, and what is in no layer. Full gradients accumulate over micro-batches, and are reduced in the last.
+    """FSDP shards parameters, gradients and optimizer state.
+
+    Stage 2 stores gathered parameters until the backward pass. Stage 3 stores a layer, the next one, and the parameters
+    outside layers. Full gradients accumulate over micro-batches, and are reduced in the last.
     """
     settings = choices.settings
     gathered = sizes.element * sizes.whole

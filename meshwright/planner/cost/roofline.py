@@ -1,8 +1,8 @@
 """Seconds of one layer's computation on one rank, kernel by kernel.
 
-A product of m x k by k x n costs its FLOPs at the rate that large products reach plus its bytes at the rate of memory:
-efficiency then falls by itself as tensor parallelism, short sequences or small micro-batches make a side short.
-Element-wise operations, and a stored score matrix, cost their bytes. Launching costs the host a constant per layer.
+A product of m x k by k x n costs its FLOPs at the rate of large products, plus its bytes at the rate of memory.
+Efficiency therefore falls if tensor parallelism, short sequences or small micro-batches make a side short. Element-wise
+operations, and a stored score matrix, cost their bytes. Launching costs the host a constant per layer.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.frameworks import Framework
 
 MEMORY_PART = 0.80
-"""Part of the nominal memory bandwidth that a streaming kernel reaches."""
+"""Fraction of the nominal memory bandwidth that a streaming kernel reaches."""
 FLASH_PART = 0.56
-"""Part of large products' rate that flash attention reaches, forward and backward together."""
+"""Fraction of large products' rate that flash attention reaches, forward and backward together."""
 BATCHED_PART = 0.6
-"""The same of the batched products around a stored score matrix."""
+"""The same for the batched products around a stored score matrix."""
 KERNEL_GAP = 5e-6
 """Seconds between the end of a kernel and the start of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one rank computes of one micro-batch, in one kind of layer."""
+    """The part of one micro-batch that one rank computes, in one kind of layer."""
 
     model: Architecture
     mixture: bool
     tokens: int
     """Tokens of the micro-batch on this rank, after context parallelism, before sequence parallelism."""
     sequence: int
-    """Whole length of the sequence that attention sees."""
+    """Full length of the sequence for attention."""
     context: int
     tensor: int
     sequence_parallel: bool
@@ -45,7 +45,7 @@ class LayerShape:
     precision: Precision
     fp8: bool = False
     balanced: bool = True
-    """Whether causal attention costs the ranks of a context-parallel group alike."""
+    """Whether causal attention has the same cost on all ranks of a context-parallel group."""
     expert_tensor: bool = True
     """See `Strategy.expert_tensor`."""
 
@@ -58,12 +58,12 @@ class LayerTime:
     backward_input: float
     backward_weight: float
     core: float
-    """Of `forward`, attention's core: what selective recomputation runs again."""
+    """Part of `forward` for attention's core, which selective recomputation runs again."""
     elementwise: float
-    """Of `forward`, what is no matrix product and no attention."""
+    """Part of `forward` outside matrix products and attention."""
 
     def recomputed(self, how: ActivationCheckpointing, runtime: Framework) -> float:
-        """Seconds of what runs again before the backward pass."""
+        """Seconds of the recomputation before the backward pass."""
         if how is ActivationCheckpointing.NONE:
             return 0.0
         if how is not ActivationCheckpointing.SELECTIVE:
@@ -76,7 +76,7 @@ class LayerTime:
 
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> LayerTime:
-    """The kernels of one layer: products, attention's core, element-wise operations."""
+    """Seconds of one layer's kernels: products, attention's core, element-wise operations."""
     products = sum(
         _matmul_seconds(m, n, k, count, shape.precision, shape.fp8, gpu) for m, n, k, count in matmuls_of(shape)
     )
@@ -114,7 +114,7 @@ def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:
     if shape.mixture and moe is not None:
         local = max(1.0, moe.experts / shape.expert)
         each = rows * moe.per_token / local
-        # Either the experts' widths are split over the tensor group, or their rows.
+        # The tensor group splits either the experts' widths or their rows.
         widths, parts = (t, 1) if shape.expert_tensor else (1, t)
         matmuls.append((each / parts, columns * moe.intermediate_size / widths, model.hidden_size, local))
         matmuls.append((each / parts, model.hidden_size, moe.intermediate_size / widths, local))
@@ -132,7 +132,7 @@ def _matmul_seconds(
 
 
 def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision) -> float:
-    """Seconds of the output projection and its loss, forward, on one rank; never in fp8."""
+    """Seconds of the output projection and its loss, forward, on one rank. Never in fp8."""
     product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, precision, False, gpu)
     return product + 8.0 * tokens * model.vocab_size / tensor / (gpu.bandwidth * MEMORY_PART)
 
@@ -140,8 +140,8 @@ def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator,
 def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> tuple[float, float]:
     """Seconds of scores, softmax and weighted sum: forward and backward.
 
-    Where ranks of a context-parallel group keep consecutive parts and their queries (a plain ring), the last attends to
-    nearly all keys, and all wait.
+    If ranks of a context-parallel group keep consecutive parts and their queries (a plain ring), the last rank attends
+    to nearly all keys, and the others wait for it.
     """
     model = shape.model
     key_size = model.head_size + (model.latent.rope_size if model.latent else 0)

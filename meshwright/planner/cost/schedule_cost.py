@@ -1,7 +1,7 @@
-"""What a pipeline's schedule does to a rank: micro-batches that it holds, seconds that it waits, copies of its weights.
+"""Effects of a pipeline schedule on a rank: micro-batches in flight, seconds of waiting, versions of its weights.
 
-Forms are those of `meshwright.schedules`, also for an automatic schedule: searching one for each layout would take
-longer than all of the plan. The asynchronous ones never drain: nobody waits.
+The formulas are those of `meshwright.schedules`, also for an automatic schedule: to generate one for each layout would
+take longer than the rest of the plan. Asynchronous schedules never drain, so no rank waits.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ from meshwright.schedules.schedule import StageTimes
 
 
 def micro_batches_in_flight(choices: Strategy, rank: int) -> float:
-    """Micro-batches whose activations a rank holds at its peak, counted in all of its chunks."""
+    """Number of micro-batches whose activations a rank stores at its peak, over all of its chunks."""
     return choices.schedule_kind.in_flight(choices.pipeline_shape, rank)
 
 
 def pending_weight_gradients(choices: Strategy, rank: int) -> float:
-    """Of `micro_batches_in_flight`, micro-batches of which nothing is left but what gradients of weights need."""
+    """The part of `micro_batches_in_flight` for which only the inputs of weight gradients are still stored."""
     return choices.schedule_kind.pending_weight_gradients(choices.pipeline_shape, rank)
 
 
 def in_flight_bytes(choices: Strategy, rank: int, saved: float, weight_half: float) -> float:
-    """Bytes of a rank's micro-batches at their peak, of which each keeps `saved` until its backward pass and
-    `weight_half` from
-    the first half of that to the second.
+    """Bytes of a rank's micro-batches at their peak.
+
+    Each micro-batch stores `saved` bytes until its backward pass, and `weight_half` bytes from the first half of that
+    pass to the second.
     """
     in_flight_count, pending_count = micro_batches_in_flight(choices, rank), pending_weight_gradients(choices, rank)
     kind = choices.schedule_kind
     if choices.pipeline > 1 and kind.takes_activation_limit:
-        # Where the search puts the second halves has no closed form.
+        # The search's positions of the second halves have no closed form.
         return in_flight_count * max(saved, weight_half)
-    # Recomputed stages may leave more than they kept: then the peak is behind a first half.
+    # Recomputed stages may store more after the first half than before it. The peak is then after a first half.
     after_input_half = max(0.0, weight_half - saved) if choices.pipeline > 1 and kind.splits_at_peak else 0.0
     return (in_flight_count - pending_count) * saved + pending_count * weight_half + after_input_half
 
 
 def pending_losses(choices: Strategy) -> float:
-    """Micro-batches between their loss and its backward pass, at most: all of them where forward passes come first."""
+    """Largest number of micro-batches between their loss and its backward pass: all if forward passes come first."""
     forwards_first = choices.pipeline > 1 and choices.schedule_kind.forwards_first
     return float(choices.micro_batches) if forwards_first else 1.0
 
@@ -47,7 +48,8 @@ def bubble_seconds(choices: Strategy, times: StageTimes) -> float:
 
 
 def extra_weight_versions(choices: Strategy, rank: int) -> float:
-    """Versions of its weights that a rank keeps beside those that it updates: one for each micro-batch under way, or
-    two (arXiv 2006.09503). The newest equals the weights until the next update.
+    """Number of versions of its weights that a rank stores in addition to those that it updates.
+
+    One for each micro-batch in flight, or two (arXiv 2006.09503). The newest equals the weights until the next update.
     """
     return 0.0 if choices.pipeline == 1 else choices.schedule_kind.extra_weight_versions(choices.pipeline, rank)

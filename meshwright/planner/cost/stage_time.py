@@ -1,7 +1,7 @@
-"""Seconds that one micro-batch takes on each pipeline rank, and which rank sets the pace.
+"""Seconds of one micro-batch on each pipeline rank, and the slowest rank.
 
-A rank's own work is summed over its layers: kernels, collectives and what launching them adds, at the constants of the
-(accelerator, runtime) pair. The fullest rank sets the pace; the others' work is what fills and drains the pipeline.
+A rank's time is the sum over its layers of kernels, collectives and launches, with the constants of the (accelerator,
+runtime) pair. The fullest rank determines the step time. The time of the other ranks fills and drains the pipeline.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ class MicroBatchTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self)
 
 
 class _LayerTimes(NamedTuple):
-    """One layer of a kind: its pass with what the choices recompute, its pass with nothing recomputed."""
+    """Times of one kind of layer: with the recomputation of the layout, and without recomputation."""
 
     recomputed_part_time: MicroBatchTime
     plain_time: MicroBatchTime
 
 
 class Bottleneck(NamedTuple):
-    """What one micro-batch takes on the pipeline's ranks."""
+    """The time of one micro-batch on the pipeline's ranks."""
 
     slowest: Stage
     worst: MicroBatchTime
-    """Of `slowest`, whose ranks set the pace."""
+    """Time on `slowest`, whose ranks determine the step time."""
     longest: float
     """Seconds on `slowest`."""
     mean: float
-    """Of all ranks."""
+    """Mean over all ranks, in seconds."""
 
 
 class _LayerKey(NamedTuple):
-    """What of the choices a rank's pace depends on, but for the split: the key under which a search finds it again."""
+    """The choices that a rank's time depends on, except the layer split: the key of a search's cache."""
 
     layout: LayerStrategy
     recompute_method: ActivationCheckpointing
     limit: int | None
-    """Layers of a stage that recompute; None for every layer."""
+    """Number of layers of a stage that recompute. None for every layer."""
     spans: tuple[Span, Span, Span]
-    """Of the tensor, the context and the expert group."""
+    """Spans of the tensor, the context and the expert group."""
 
     @classmethod
     def of(cls, choices: Strategy, groups: GroupSpans) -> _LayerKey:
@@ -92,7 +92,7 @@ class _LayerKey(NamedTuple):
 def bottleneck_of(
     work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans, stages: Stages
 ) -> Bottleneck:
-    """The pace of a layout; alike for all its schedules and ZeRO stages with the same layers on the same ranks."""
+    """The slowest rank of a layout. Equal for all schedules and ZeRO stages with the same layers on the same ranks."""
     return _bottleneck(work, _LayerKey.of(choices, groups), machine, stages)
 
 
@@ -110,20 +110,20 @@ def _bottleneck(work: Workload, layers: _LayerKey, machine: Machine, stages: Sta
 def stage_times(
     work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans, stage: Stage
 ) -> tuple[float, float, float]:
-    """Seconds of one micro-batch on a rank of `stage`: forward, input's backward, weights' backward."""
+    """Seconds of one micro-batch on a rank of `stage`: forward, backward for inputs, backward for weights."""
     layers = _LayerKey.of(choices, groups)
     edges = _edge_times(work, layers.layout, machine)
     return forward_and_backward_parts(_stage_time(layers, stage, _units(work, layers, machine), edges))
 
 
 def forward_and_backward_parts(one: MicroBatchTime) -> tuple[float, float, float]:
-    """Seconds of (forward, input's backward with what is recomputed, weights' backward); the rest spread evenly."""
+    """Seconds of (forward, backward for inputs with recomputation, backward for weights), the rest spread evenly."""
     shared = (one.tensor + one.context + one.expert + one.host) / 3.0
     return one.forward + shared, one.backward_input + one.recompute + shared, one.backward_weight + shared
 
 
 def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTimes]:
-    """A layer with a dense feed-forward part, and where there are such one with a mixture of experts."""
+    """Times of a layer with a dense feed-forward part and, if the model has them, of one with a mixture of experts."""
     model = work.model
 
     def one(mixture: bool, recompute_method: ActivationCheckpointing) -> MicroBatchTime:
@@ -139,7 +139,7 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
 
 
 def _counts(layers: _LayerKey, stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:
-    """For (dense, mixture): how many of a stage's layers recompute and how many do not."""
+    """For (dense, mixture): the number of a stage's layers with and without recomputation."""
     if layers.limit is None:
         return (stage.dense, 0), (stage.mixtures, 0)
     dense = min(stage.dense, layers.limit)
@@ -148,16 +148,16 @@ def _counts(layers: _LayerKey, stage: Stage) -> tuple[tuple[int, int], tuple[int
 
 
 class _EdgeTimes(NamedTuple):
-    """Seconds of a micro-batch beside its layers."""
+    """Seconds of a micro-batch outside layers."""
 
     output: float
     """Logits and loss, forward."""
     embedding: float
-    """Looking up tokens and adding up their gradients."""
+    """Token look-up, and summing the gradients of the table."""
 
 
 def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _EdgeTimes:
-    """Of the last and of the first stage; multi-token prediction has its own logits."""
+    """Times of the last and the first stage. Multi-token prediction has separate logits."""
     model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
     forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision)
     moved = 6.0 * tokens * model.hidden_size
@@ -168,7 +168,7 @@ def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _Edg
 
 
 def _total(layers: _LayerKey, stage: Stage, sizes: list[tuple[float, float]], edges: _EdgeTimes) -> float:
-    """Seconds of one micro-batch on a rank of `stage`, from those of one layer of each kind."""
+    """Seconds of one micro-batch on a rank of `stage`, from the time of one layer of each kind."""
     total = (3.0 * edges.output if stage.output else 0.0) + (edges.embedding if stage.embedding else 0.0)
     for (recomputed_part_time, plain_time), (recomputing, not_recomputing) in zip(
         _counts(layers, stage), sizes, strict=False
@@ -178,7 +178,7 @@ def _total(layers: _LayerKey, stage: Stage, sizes: list[tuple[float, float]], ed
 
 
 def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes], edges: _EdgeTimes) -> MicroBatchTime:
-    """One micro-batch through one pipeline rank."""
+    """Time of one micro-batch on one pipeline rank."""
     parts = [
         (count, one)
         for counts, unit in zip(_counts(layers, stage), layer_times, strict=False)
@@ -208,7 +208,7 @@ def _layer_time(
     context_span: Span,
     expert_span: Span,
 ) -> MicroBatchTime:
-    """One micro-batch through one layer: kernels, collectives, and what launching them adds."""
+    """Time of one micro-batch in one layer: kernels, collectives and launches."""
     fabric, runtime, constants = machine.fabric, machine.runtime, machine.constants
     tokens = -(-sequence * chosen.micro_batch_size // chosen.context)
     shape = LayerShape(
@@ -257,5 +257,5 @@ def _with_recomputation(traffic: LayerCommTime, recomputed_part_time: float) -> 
 
 
 def exposed_host(launch_seconds: float, busy: float) -> float:
-    """Seconds by which launching kernels exceeds the `busy` seconds that they run, with a soft corner between."""
+    """Seconds by which launching kernels exceeds their `busy` seconds, with a smooth transition."""
     return float((launch_seconds**4 + busy**4) ** 0.25) - busy

@@ -52,7 +52,7 @@ class StageParameters:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All parameters."""
         return self.dense + self.experts
 
     def shard(self, ranks: int, expert: int) -> float:
@@ -66,11 +66,11 @@ class Stages:
 
     every: tuple[Stage, ...]
     distinct: tuple[Stage, ...]
-    """The ranks that can be the worst: of inner ranks with equal contents the first, which has most in flight."""
+    """The ranks that can be the worst. Of inner ranks with equal contents only the first, which has most in flight."""
     count: tuple[int, ...]
-    """How many ranks are like each of `distinct`."""
+    """Number of ranks that are equal to each of `distinct`."""
     heaviest: tuple[Stage, ...]
-    """`distinct` without inner ranks that have no more of anything than an inner rank before them."""
+    """`distinct` without inner ranks that have no more of any part than an earlier inner rank."""
 
 
 @lru_cache(maxsize=16384)
@@ -144,7 +144,7 @@ def stage_parameters(model: Architecture, stage: Stage, tensor: int, expert_part
 
 @lru_cache(maxsize=65536)
 def fullest_stage(model: Architecture, stages: Stages, tensor: int, expert_parts: int) -> StageParameters:
-    """Parameters of the rank that has most of them."""
+    """Parameters of the rank with the most parameters."""
     each = [stage_parameters(model, stage, tensor, expert_parts) for stage in stages.distinct]
     return max(each, key=lambda parameters: parameters.total)
 

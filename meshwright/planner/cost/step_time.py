@@ -1,8 +1,8 @@
 """Seconds of one optimizer step, by part.
 
-The pace of the fullest rank (`pace`) times the micro-batches; what fills and drains the pipeline; then the gradients'
-reduction, the optimizer and what no computation hides. Every part is at the constants of its (accelerator, runtime)
-pair, so the same function calibrates and predicts.
+The sum of the fullest rank's time (`stage_time`) times the micro-batches, the time that fills and drains the pipeline,
+the gradient reduction, the optimizer, and everything that no computation hides. Every part uses the constants of its
+(accelerator, runtime) pair, so the same function calibrates and predicts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.schedules.schedule import StageTimes
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step on the rank that sets the pace, by what they are spent on; exposed time only."""
+    """Seconds of one step on the slowest rank, by part. Only exposed time counts."""
 
     compute: float
     recompute: float
@@ -40,7 +40,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return (
             self.compute
             + self.recompute
@@ -57,7 +57,7 @@ class StepTime:
 
 
 def step_time(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> StepTime:
-    """The estimate.
+    """Estimate the time of one step.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -83,12 +83,12 @@ def step_time(work: Workload, choices: Strategy, machine: Machine, groups: Group
 
 
 def _overlappable_seconds(worst: MicroBatchTime) -> tuple[float, float]:
-    """Seconds of a micro-batch's (backward pass, whole pass) that communication can hide behind."""
+    """Seconds of a micro-batch's (backward pass, both passes) that can hide communication."""
     return worst.backward_input + worst.backward_weight + worst.recompute, worst.total
 
 
 def _bubble(choices: Strategy, worst: MicroBatchTime, part: float) -> float:
-    """Idle seconds of the rank that sets the pace: the schedule's bubble, at the average rank's `part` of its pace."""
+    """Idle seconds of the slowest rank: the schedule's bubble times `part`, the average rank's share of its time."""
     if choices.pipeline == 1:
         return 0.0
     times = StageTimes(*(part * seconds for seconds in forward_and_backward_parts(worst)))
@@ -96,7 +96,7 @@ def _bubble(choices: Strategy, worst: MicroBatchTime, part: float) -> float:
 
 
 def stage_transfer_seconds(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> float:
-    """Seconds to hand one micro-batch to the next stage."""
+    """Seconds to send one micro-batch to the next stage."""
     if choices.pipeline == 1:
         return 0.0
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
@@ -105,7 +105,10 @@ def stage_transfer_seconds(work: Workload, choices: Strategy, machine: Machine, 
 
 
 def _sending(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> float:
-    """Exposed sends between stages: filling and draining always, and every micro-batch's where nothing hides them."""
+    """Exposed seconds of sends between stages.
+
+    Sends while filling and draining always count, and those of every micro-batch if nothing hides them.
+    """
     one = stage_transfer_seconds(work, choices, machine, groups)
     filling = 2 * (choices.pipeline - 1) * one
     steady = 0.0 if machine.runtime.overlap_pipeline else 2 * choices.micro_batches * choices.virtual_stages * one

@@ -1,4 +1,4 @@
-"""Everything that a plan decides, and the work that it is decided for: the arguments of an estimate."""
+"""Everything that a plan decides, and the workload that it decides it for: the arguments of an estimate."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class MemoryOptions:
     """The fields of `training` and `parallelism` that affect memory."""
 
     master_weights: bool = True
-    """Whether parameters are fp32 where compute is not."""
+    """Whether parameters are fp32 if the compute format is not."""
     muon: bool = False
     """Whether matrices of layers have one moment (Muon) instead of AdamW's two."""
     flat: bool = False
     """Whether ZeRO stage 2 is on flat shards (`dataParallel.strategy: ZeRO`), not FSDP's."""
     shard_size: int | None = None
-    """Replicas that share one set of shards; all of them where left out (HSDP)."""
+    """Number of replicas that share one set of shards (HSDP). None for all replicas."""
     reshard_size: int | None = None
-    """Ranks that keep a gathered copy between forward and backward (hpZ)."""
+    """Number of ranks that share a gathered copy between the forward and the backward pass (hpZ)."""
     bucket: int = 16777216
-    """Gradients that one collective sums."""
+    """Number of gradient elements that one collective sums."""
     feedback: int = 0
     """Number of stored copies of the error feedback of compression."""
     islands: int = 1
-    """Groups of replicas that train apart: ZeRO shards within one."""
+    """Groups of replicas that train separately. ZeRO shards within one."""
     outer: float = 0.0
-    """Numbers that the outer optimizer stores for each parameter that a rank updates."""
+    """Values that the outer optimizer stores for each parameter that a rank updates."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; those of a micro-batch where left out."""
+    """Number of tokens whose logits are in memory at once. None for all tokens of a micro-batch."""
     rematerialize: bool = False
     """Whether only a stage's input is stored, and the stage is recomputed."""
     activation_limit: int | None = None
@@ -60,7 +60,7 @@ DEFAULT_MEMORY_OPTIONS = MemoryOptions()
 
 
 SEARCHED_SCHEDULES = schedules_where(lambda kind: kind.searched)
-"""Schedules that a search tries: synchronous, and with a closed form of their own."""
+"""Schedules that a search tries: synchronous ones with a closed formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +90,32 @@ class Strategy(Layout):
 
     sequence_parallel: bool = True
     tensor_overlap: bool = False
-    """Whether products hide sequence parallelism's collectives, in a runtime where that is a choice."""
+    """Whether products hide sequence parallelism's collectives, in a runtime with that option."""
     context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
     ulysses: int = 1
-    """With `RingUlysses`, the neighbours of a context group that exchange heads."""
+    """With `RingUlysses`, the number of neighbors of a context group that exchange heads."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     virtual_stages: int = 1
     """Model chunks of one pipeline rank."""
     layer_split: tuple[int, ...] | None = None
-    """Layers of each pipeline rank, or of each of its stages in the model's order, where it has several; None for as
-    even as can be, the first stages taking the remainder."""
+    """Number of layers of each pipeline rank or, if ranks have several stages, of each stage in the model's order.
+
+    None for an even split, where the first stages get the remainder.
+    """
     expert_tensor: bool = True
     """Whether tensor parallelism splits the widths of experts."""
     zero_stage: int = 0
-    """0: nothing sharded over `data x context`; 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What is sharded over `data x context`. 0: nothing, 1: optimizer state, 2: gradients too, 3: parameters too."""
     micro_batch_size: int = 1
     micro_batches: int = 1
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     checkpoint_every: int = 1
-    """With `EveryK`: layers of one recomputed group."""
+    """With `EveryK`: number of layers in one recomputed group."""
     checkpoint_layers: int | None = None
-    """With `Full`: layers of a stage that recompute, the others keep all; None for every layer."""
+    """With `Full`: number of layers of a stage that recompute; the others store everything. None for every layer."""
     optimizer_offload: OptimizerOffload = OptimizerOffload.NONE
     activation_offload: bool = False
-    """Whether activations wait in main memory."""
+    """Whether activations are stored in main memory until the backward pass."""
     precision: Precision = Precision.BF16
     fp8: bool = False
     """Whether the layers' matrix products are in fp8."""
@@ -130,12 +132,12 @@ class Strategy(Layout):
 
     @property
     def schedule_kind(self) -> PipelineScheduleKind:
-        """What the schedule declares."""
+        """The schedule's declared properties."""
         return kind_of(self.schedule)
 
     @property
     def pipeline_shape(self) -> PipelineShape:
-        """The numbers that the schedule is generated for."""
+        """The sizes that the schedule is generated for."""
         return PipelineShape(self.pipeline, self.micro_batches, self.virtual_stages, self.settings.activation_limit)
 
     @property
@@ -145,7 +147,7 @@ class Strategy(Layout):
 
     @property
     def expert_parts(self) -> int:
-        """Ranks that a layer's experts are split over, by number and by width."""
+        """Number of ranks that a layer's experts are split over, by number and by width."""
         return self.expert * (self.tensor if self.expert_tensor else 1)
 
     def layers_of(self, layers: int) -> tuple[tuple[range, ...], ...]:
@@ -186,7 +188,7 @@ class Strategy(Layout):
 
 
 def matmul_bytes(choices: Strategy | LayerStrategy) -> float:
-    """Bytes of a number that goes into a layer's matrix product."""
+    """Bytes per element of the inputs of a layer's matrix products."""
     return 1.0 if choices.fp8 else choices.precision.bytes
 
 
@@ -196,7 +198,7 @@ def _even_parts(total: int, parts: int) -> list[int]:
 
 
 class LayerStrategy(NamedTuple):
-    """What of the choices one layer's time depends on: the key under which a search finds it again."""
+    """The choices that one layer's time depends on: the key of a search's cache."""
 
     tensor: int
     sequence_parallel: bool
@@ -212,7 +214,7 @@ class LayerStrategy(NamedTuple):
 
     @classmethod
     def of(cls, choices: Strategy) -> LayerStrategy:
-        """The part of `choices`."""
+        """Return these fields of `choices`."""
         return cls(
             choices.tensor,
             choices.sequence_parallel,

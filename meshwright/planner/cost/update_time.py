@@ -1,4 +1,4 @@
-"""Seconds between two steps' micro-batches: reducing gradients, gathering parameters, the optimizer, offload."""
+"""Seconds between the micro-batches of two steps: gradient reduction, parameter gathering, optimizer and offload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.planner.cost.strategy import Strategy, Workload, matmul_bytes
 OPTIMIZER_BYTES = 34.0
 """Bytes that Adam reads and writes per parameter, with the gradient's norm."""
 HOST_ADAM = 0.5
-"""Part of the rate to host memory that an optimizer on the CPU reaches."""
+"""Fraction of the rate to host memory that an optimizer on the CPU reaches."""
 
 
 def gradient_sync_seconds(
@@ -27,17 +27,16 @@ def gradient_sync_seconds(
     stages: Stages,
     overlappable: tuple[float, float],
 ) -> float:
-    """Exposed seconds of reducing gradients and gathering parameters, on the rank with most parameters.
+    """Exposed seconds of reducing gradients and gathering parameters, on the rank with the most parameters.
 
     Args:
         work: what a step processes.
         choices: the layout.
-        machine: where it runs.
-        groups: shapes of its groups.
+        machine: the hardware and framework.
+        groups: shapes of the communication groups.
         stages: the pipeline's ranks.
-        overlappable: seconds of one micro-batch's (backward pass, whole pass). The reduction hides behind the last
-            backward
-            pass; ZeRO-3's traffic behind all of every pass.
+        overlappable: seconds of one micro-batch's (backward pass, both passes). The reduction hides behind the last
+            backward pass; ZeRO-3's traffic behind all of every pass.
     """
     runtime, fabric = machine.runtime, machine.fabric
     stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
@@ -56,9 +55,9 @@ def gradient_sync_seconds(
 
 
 def gradient_sync_bytes(work: Workload, choices: Strategy, runtime: Framework, stages: Stages) -> float:
-    """Bytes that the rank with most parameters sends in one step to reduce gradients and to gather parameters."""
+    """Bytes that the rank with the most parameters sends in one step to reduce gradients and gather parameters."""
     stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
-    # Around a ring an all-reduce is a scatter and a gather; under ZeRO the gather is of parameters, half the bytes.
+    # In a ring an all-reduce is a scatter and a gather. With ZeRO the gather is of parameters, half the bytes.
     sent = stage_params.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
     if choices.zero_stage == 3:
         size = matmul_bytes(choices)
@@ -67,7 +66,7 @@ def gradient_sync_bytes(work: Workload, choices: Strategy, runtime: Framework, s
 
 
 def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
-    """Gradients scattered and parameters, in half the bytes, gathered."""
+    """Seconds to scatter gradients, and to gather parameters in half the bytes."""
     return all_gather(size, span, fabric) + all_gather(size / 2, span, fabric)
 
 
@@ -88,7 +87,7 @@ def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> fl
 
 
 def optimizer_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
-    """Seconds of the optimizer's bytes on the device; 0 where its state is elsewhere."""
+    """Seconds of the optimizer's memory traffic on the device. 0 if its state is offloaded."""
     if choices.optimizer_offload is not OptimizerOffload.NONE:
         return 0.0
     moved = _optimizer_parameters(work, choices, stage) * OPTIMIZER_BYTES
@@ -96,10 +95,10 @@ def optimizer_seconds(work: Workload, choices: Strategy, machine: Machine, stage
 
 
 def offload_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage, busy: float) -> float:
-    """Exposed seconds of moving what is kept elsewhere.
+    """Exposed seconds of moving offloaded data.
 
-    Optimizer state: gradients out, updated parameters in, the update itself at the host's pace; with NVMe the state in
-    and out. Activations: out and in once a micro-batch, behind its `busy` seconds.
+    Optimizer state: gradients are moved out, updated parameters in, and the CPU updates. With NVMe the state is also
+    moved in and out. Activations: moved out and in once per micro-batch, hidden behind its `busy` seconds.
     """
     seconds = 0.0
     if choices.optimizer_offload is not OptimizerOffload.NONE:
@@ -115,7 +114,7 @@ def offload_seconds(work: Workload, choices: Strategy, machine: Machine, stage: 
 
 
 def _activation_bytes(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
-    """Bytes that one micro-batch leaves on a rank of a stage until its backward pass."""
+    """Bytes that one micro-batch stores on a rank of a stage until its backward pass."""
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
     rest = (
         work.sequence_length,

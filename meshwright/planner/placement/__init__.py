@@ -1,8 +1,8 @@
-"""Worker -> node, by what each group of ranks communicates.
+"""Chooses a node for every worker, by what each group of ranks communicates.
 
-A tensor-parallel group stays inside one NVLink domain (hard). All other groups pay for every further place they
-touch at each level of the fabric, weighted by what they communicate; the cheapest placement is searched for and comes
-with a lower bound, so that every answer says how far from the best it can be.
+A tensor-parallel group stays inside one NVLink domain (hard constraint). Every other group has a cost for each further
+location that it touches at each level of the fabric, weighted by its traffic. The search looks for the placement with
+the lowest cost. Each result has a lower bound, which limits how far it can be from the optimum.
 """
 
 from meshwright.planner.placement.fragmentation import NodesToFree, cost_of_fragmentation, nodes_to_free

@@ -1,8 +1,8 @@
-"""From nodes to bins and back: the step between an inventory and the arithmetic of `problem`.
+"""Converts nodes to bins and back: the step between an inventory and the arithmetic of `problem`.
 
-Domains that hold one block each and lie in the same rack are interchangeable and become one bin; where no group pays
-at the closest level, so do all domains of a rack. Levels that distinguish nothing are left out, and levels that split
-the nodes alike become one. What is left is as small as the choice really is.
+Domains of the same rack with capacity for one block each are interchangeable and become one bin. If no group has a cost
+at the closest level, all domains of a rack become one bin. Levels that distinguish nothing are left out, and levels
+that partition the nodes in the same way are merged. This makes the problem as small as possible.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from meshwright.planner.topology.location import Location
 
 
 def best_fit(size: int, free: MutableMapping[str, int]) -> list[tuple[str, int]]:
-    """Pieces of one group, as (bin, amount), taken out of `free`.
+    """Take the pieces of one group out of `free`, and return them as (bin, amount).
 
-    The tightest bin that holds it whole; where none does, the roomiest bin and then the rest in the same way. Tight
-    fits come first so that bins that are still whole stay whole. Equal bins are taken by name.
+    The tightest bin that fits the entire group is used. If there is none, the bin with the most capacity is used, and
+    then the rest is placed in the same way. Tight fits come first, so that empty bins stay empty. Bins with equal
+    capacity are used in the order of their names.
 
     Raises:
-        ValueError: there is not enough room in all bins together.
+        ValueError: all bins together have too little capacity.
     """
     if size > sum(free.values()):
         raise ValueError(f"a group of {size} does not fit")
@@ -43,11 +44,11 @@ Key = tuple[str, ...]
 
 
 class DomainBins:
-    """The bins of one problem and the domains each stands for.
+    """The bins of one problem, and the domains that each represents.
 
     Attributes:
         problem: the arithmetic.
-        constant: cost that every placement has, and that `problem` therefore leaves out.
+        constant: the cost that every placement has, and that `problem` therefore leaves out.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class DomainBins:
         levels: Sequence[str],
         weights: Weights,
     ) -> None:
-        """Builds the bins.
+        """Build the bins.
 
         Args:
-            mesh: who communicates.
-            capacity: free places by domain.
-            stays: block -> where it is, for the blocks that have a place already.
+            mesh: the communication groups.
+            capacity: free capacity for workers, by domain.
+            stays: block -> its location, for the blocks that are already placed.
             levels: the tree's levels, from the one that a tensor-parallel group must not leave.
-            weights: what groups pay.
+            weights: cost of each further location of a group.
         """
         self._capacity = capacity
         self._levels = levels
@@ -100,7 +101,7 @@ class DomainBins:
         )
 
     def _collect_bins(self, stays: Mapping[int, Location]) -> dict[int, Key]:
-        """Fills the bins; returns the bin of every block that stays."""
+        """Fill the bins, and return the bin of every block that stays."""
         blocks_held = Counter(place.at(self._levels[0]) for place in stays.values())
         keys = self._key_of
         for domain, place in self._capacity.domains.items():
@@ -117,7 +118,7 @@ class DomainBins:
         return fixed
 
     def _bin_key(self, place: Location, blocks: int) -> Key:
-        """The bin of a domain that offers or holds so many blocks."""
+        """The bin of a domain with capacity for, or already with, this number of blocks."""
         path = tuple(place.at(level) for level in self._levels)
         alone = blocks <= 1 and not self._ignores_domains
         key = ("", *path[1:]) if alone or self._ignores_domains else path
@@ -125,7 +126,7 @@ class DomainBins:
         return key
 
     def _paths(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
-        """Each bin's place at the levels that matter, as numbers; drops and merges levels, also in `_costs`."""
+        """Each bin's location at the levels that matter, as numbers. Drops and merges levels, also in `_costs`."""
         level_columns: list[list[int]] = []
         costs: list[list[float]] = [[] for _ in self._costs]
         for level in range(len(self._levels)):
@@ -151,22 +152,22 @@ class DomainBins:
         return list(zip(*level_columns, strict=True)) if level_columns else [()] * len(keys)
 
     def bin_at(self, place: Location) -> int:
-        """The bin that a node's domain is part of.
+        """The bin that contains a node's domain.
 
         Raises:
-            KeyError: no block could be placed there.
+            KeyError: the domain has no capacity for a block.
         """
         return self._number[self._key_of[place.at(self._levels[0])]]
 
     def domains_of(self, bins: Sequence[int]) -> dict[int, str]:
-        """The domain of every block that had none yet, for an assignment of blocks to bins."""
+        """The domain of every block that was not placed yet, for an assignment of blocks to bins."""
         blocks: defaultdict[int, list[int]] = defaultdict(list)
         for block in self.problem.unplaced:
             blocks[bins[block]].append(block)
         return {block: domain for j, members in blocks.items() for block, domain in self._assign_domains(j, members)}
 
     def _assign_domains(self, j: int, blocks: Sequence[int]) -> list[tuple[int, str]]:
-        """Blocks onto the domains of one bin: the fullest first, so that whole ones stay whole."""
+        """Assign blocks to the domains of one bin. The fullest domain comes first, so that empty ones stay empty."""
         names = sorted(self._domains[self._keys[j]], key=lambda name: (self._capacity.workers(name), name))
         if len(names) == len(blocks) and all(self._capacity.blocks(name) == 1 for name in names):
             return list(zip(blocks, names, strict=True))

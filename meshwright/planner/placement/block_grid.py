@@ -1,8 +1,8 @@
-"""Blocks laid out as a grid, so that a rectangle of it touches few groups.
+"""Arranges blocks as a grid, so that each rectangle of it touches few groups.
 
-The natural grid has one row for each segment (whole replicas) and the blocks of a segment as columns: rows are
-pipelines, columns data-parallel groups. Context- and expert-parallel groups that span blocks give further grids, in
-which those groups are consecutive cells of a row.
+The natural grid has one row for each segment (complete replicas), with the segment's blocks as columns: rows are
+pipelines, columns are data-parallel groups. Context- and expert-parallel groups that span blocks give further grids,
+where each such group is consecutive cells of a row.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Grid:
     Attributes:
         cells: blocks, row by row.
         columns: length of a row.
-        quantum: columns that belong together (a context- or expert-parallel group); rectangles keep to its multiples
-            where they can.
-        row_weight: what a row pays for one more place; `column_weight` likewise.
+        quantum: number of columns that belong together (a context- or expert-parallel group). Rectangles have a
+            multiple of it as their width if possible.
+        row_weight: cost of a row for each further location. `column_weight` is the same for a column.
     """
 
     cells: Sequence[int]
@@ -41,7 +41,7 @@ class Grid:
 
 
 def grids(mesh: RankBlocks, problem: Problem, segments: Sequence[int]) -> list[Grid]:
-    """The grids of these segments' blocks that are worth trying, the natural one first."""
+    """The grids of these segments' blocks to try, the natural one first."""
     width, inner = mesh.segment_blocks, mesh.context_blocks
     natural = [block for segment in segments for block in range(segment * width, (segment + 1) * width)]
     found = [_weighted(problem, natural, width, inner if width % inner == 0 else 1)]
@@ -70,9 +70,9 @@ def grids(mesh: RankBlocks, problem: Problem, segments: Sequence[int]) -> list[G
 
 
 def strips(grid: Grid) -> list[Grid]:
-    """The grid cut into vertical strips that are stacked, and turned on its side.
+    """The grid cut into vertical strips, which are stacked, and the grid transposed.
 
-    Whole rows of these are rectangles of the grid: shapes that a large grid should try before anything is searched.
+    Complete rows of these are rectangles of the grid. A large grid tries these shapes before any search.
     """
     found: list[Grid] = []
     for count in range(2, min(grid.columns, _MAX_STRIPS) + 1):
@@ -95,7 +95,7 @@ def strips(grid: Grid) -> list[Grid]:
 
 
 def _weighted(problem: Problem, cells: Sequence[int], columns: int, quantum: int) -> Grid:
-    """The grid with the weights of its rows and columns: what the groups that lie in one of either pay."""
+    """The grid with the weights of its rows and columns, from the groups that lie in one of either."""
     row_of = {block: position // columns for position, block in enumerate(cells)}
     rows = cols = 0.0
     for group in problem.undecided_groups:

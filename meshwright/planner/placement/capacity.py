@@ -1,4 +1,4 @@
-"""How many workers each node, NVLink domain and rack can still take."""
+"""How many more workers fit on each node and in each NVLink domain and rack."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from meshwright.planner.units import format_bytes
 
 
 class GangShape:
-    """How a plan's workers group.
+    """How a plan's workers form blocks and segments.
 
-    A *block* is the fewest consecutive workers that hold whole tensor-parallel groups: it must stay in one NVLink
-    domain. A *segment* is the fewest consecutive blocks that hold whole replicas: it should stay in one rack.
+    A *block* is the smallest number of consecutive workers with complete tensor-parallel groups: it must stay in one
+    NVLink domain. A *segment* is the smallest number of consecutive blocks with complete replicas: it should stay in
+    one rack.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -39,10 +40,10 @@ class GangShape:
 
 
 class FreeCapacity:
-    """Free places for workers, which shrink as they are taken. Counts are workers unless a name says blocks.
+    """Free capacity, which decreases as workers are placed. Counts are workers unless a name says blocks.
 
-    A *domain* is here the place that a tensor-parallel group must not leave: an NVLink domain, or a place of the wider
-    level `domain_level` where a job asks for that. With `product` only nodes with such GPUs count.
+    Here a *domain* is the location that a tensor-parallel group must not leave: an NVLink domain, or a location of the
+    wider level `domain_level` if a job sets it. With `product`, only nodes with such GPUs count.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FreeCapacity:
 
     @property
     def domains(self) -> Mapping[str, Location]:
-        """Every domain that had free places, and where it is."""
+        """Every domain that had free capacity, and its location."""
         return self._places
 
     @property
@@ -92,33 +93,33 @@ class FreeCapacity:
         return list(self._racks.get(rack, ()))
 
     def nodes_in(self, domain: str) -> dict[str, int]:
-        """Node -> free places, in one domain."""
+        """Node -> number of workers that fit, in one domain."""
         return {name: self._by_node[name] for name in self._nodes.get(domain, ())}
 
     def workers(self, domain: str) -> int:
-        """Workers a domain can take."""
+        """Number of workers that fit in a domain."""
         return self._free.get(domain, 0)
 
     def blocks(self, domain: str) -> int:
-        """Whole blocks a domain can take."""
+        """Number of complete blocks that fit in a domain."""
         return self.workers(domain) // self.block_workers
 
     def rack_blocks(self, rack: str) -> int:
-        """Whole blocks a rack can take."""
+        """Number of complete blocks that fit in a rack."""
         return sum(self.blocks(domain) for domain in self.domains_of(rack))
 
     def total_blocks(self) -> int:
-        """Whole blocks all domains can take together: any plan of at most so many blocks fits."""
+        """Number of complete blocks that fit in all domains together: any plan with at most this many fits."""
         return sum(self.blocks(domain) for domain in self._nodes)
 
     def use(self, domain: str, node: str, count: int) -> None:
-        """Takes places of a node."""
+        """Subtract `count` workers from a node's capacity."""
         self._by_node[node] -= count
         self._free[domain] -= count
 
 
 def why_too_small(plan: Plan, node: Node) -> str:
-    """Why the node's GPUs do not hold a rank of the plan; empty when they do or their memory is not known."""
+    """Why a rank of the plan does not fit on the node's GPUs. Empty if it fits or their memory is unknown."""
     if plan.memory is None or node.gpu_memory_bytes is None:
         return ""
     if plan.memory.total <= usable_memory(node.gpu_memory_bytes):

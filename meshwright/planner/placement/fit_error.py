@@ -1,4 +1,4 @@
-"""Saying why a plan does not fit: what is short, by how much, what was not counted, and what would fit now."""
+"""Explains why a plan does not fit: what is missing, which nodes are excluded, and how many replicas fit now."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MAX_NAMED = 8
 
 
 def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked: int) -> DoesNotFitError:
-    """The error for a plan that does not fit.
+    """Return the error for a plan that does not fit.
 
     Args:
         plan: the plan.
-        inventory: the nodes it was to be placed on.
-        kept: the workers that stay where they are.
-        blocked: workers that must join kept ones of their tensor-parallel group and cannot.
+        inventory: the nodes.
+        kept: the workers that stay on their nodes: worker index -> node.
+        blocked: number of workers that must be in the NVLink domain of a worker that stays, and do not fit there.
     """
     shape = GangShape(plan)
     capacity, capacity_without_kept = FreeCapacity(plan, inventory, kept), FreeCapacity(plan, inventory, {})
@@ -72,7 +72,7 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
 
 
 def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that_fit: int) -> list[str]:
-    """A hint when GPUs are free but CPU, memory or pod slots are not."""
+    """A hint if GPUs are free but CPU, memory or pod slots are not."""
     only_gpus = replace(plan, worker_request=Resources(gpus=plan.gpus_per_worker))
     shape = GangShape(plan)
     by_gpus = FreeCapacity(only_gpus, inventory, {}).total_blocks() * shape.block_workers

@@ -1,4 +1,4 @@
-"""What other jobs' leftovers cost: how much cheaper an empty cluster would be, and which nodes to free for room."""
+"""The cost of fragmentation: how much less an empty cluster would cost, and which nodes to free for a job."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _QUICK = PlacingOptions(effort=50_000)
 
 @dataclass(frozen=True, slots=True)
 class NodesToFree:
-    """Nodes whose pods, moved elsewhere, would make room.
+    """Nodes where workers would fit if the pods on them were moved elsewhere.
 
     Attributes:
-        nodes: the nodes, in order of their names.
-        gpus: GPUs that pods hold on them now.
-        workers: how many more workers would find a place.
+        nodes: the nodes, sorted by name.
+        gpus: number of GPUs that pods occupy on them now.
+        workers: how many more workers would fit.
     """
 
     nodes: Sequence[str]
@@ -32,15 +32,15 @@ class NodesToFree:
 
 
 def cost_of_fragmentation(placement: Placement, inventory: Inventory, options: PlacingOptions = _QUICK) -> float:
-    """What the placement costs more than one on the same nodes with nothing else on them; at least 0."""
+    """The cost of a placement minus that of a placement on the same nodes without other pods. At least 0."""
     on_empty_nodes = place(placement.plan, _emptied(inventory), options=options, previous=placement.nodes)
     return max(0.0, placement.cost - on_empty_nodes.cost)
 
 
 def nodes_to_free(plan: Plan, inventory: Inventory) -> NodesToFree | None:
-    """The nodes to free for a plan that has no room: those that give most for the fewest GPUs in use.
+    """The nodes to free for a plan that does not fit: those that add most capacity for the fewest GPUs in use.
 
-    None when it has room, and when even the empty cluster would have too little.
+    None if the plan fits, and if it would not fit on an empty cluster either.
     """
     blocks = GangShape(plan).blocks
     now, empty = FreeCapacity(plan, inventory, {}), FreeCapacity(plan, _emptied(inventory), {})

@@ -1,8 +1,9 @@
-"""Searching placements: many constructions, each improved by changing a few of its choices.
+"""Searches placements: constructs many, and improves each by changing a few of its choices.
 
-Hill climbing over the keys of `pack`, restarted from a shaken elite (iterated local search) or anew, beats annealing
-of single blocks by far: a better arrangement of rectangles is many single moves away from a good one, but only one or
-two keys. Stops at the lower bound, when restarts no longer find anything better, or when the effort is spent.
+The search is hill climbing over the keys of `pack`, restarted from a perturbed elite solution (iterated local search)
+or from new keys. It is far better than simulated annealing of single blocks, because a better arrangement of rectangles
+is many single moves away from a good one, but only one or two keys away. It stops at the lower bound, if restarts no
+longer improve the result, or if the effort is spent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Assignment:
 
 
 class LocalSearch:
-    """One problem's search. `start` is the assignment so far; the blocks of `grids` are the ones that are placed."""
+    """The search for one problem. `start` is the assignment so far. The blocks of `grids` are the ones to place."""
 
     def __init__(self, problem: Problem, start: Sequence[int], grids: Sequence[Grid], bound: float) -> None:
         self._problem = problem
@@ -49,7 +50,7 @@ class LocalSearch:
         self._elite: dict[int, tuple[float, RandomKeys]] = {}
 
     def run(self, effort: int) -> Assignment:
-        """The best placement that was found by assigning at most about `effort` blocks in all, and at least once."""
+        """Return the best placement found with about `effort` assignments of a block in total, and at least one try."""
         size = max(1, len(self._problem.unplaced))
         tries_left = max(1, effort // size)
         tries_left = min(tries_left, 40 * size * size + 40)
@@ -72,7 +73,7 @@ class LocalSearch:
         return self.best is not None and self.best.cost <= self._bound + _TOLERANCE
 
     def _seeds(self, packer: RectanglePacker) -> list[RandomKeys]:
-        """Constructions without chance: large bins first or tight places first, in whole rows or near-squares."""
+        """Deterministic constructions: large bins or tight locations first, in complete rows or near-squares."""
         capacity_by_place: list[dict[int, int]] = [{j: b.capacity for j, b in enumerate(self._problem.bins)}]
         for column in self._problem.places[1:]:
             capacity_by_place.append({})
@@ -99,7 +100,7 @@ class LocalSearch:
         ]
 
     def _evaluate(self, packer: RectanglePacker, keys: RandomKeys) -> float:
-        """The cost of one construction, which becomes the best when it is."""
+        """The cost of one construction. If it is the lowest so far, the construction becomes the best one."""
         bins = list(self._start)
         packer.pack(keys, bins)
         cost = self._problem.cost(bins)
@@ -118,7 +119,7 @@ class LocalSearch:
             self.best, self._best_tie_breaker = Assignment(bins, cost), tie_breaker
 
     def _hill_climb(self, index: int, limit: int) -> int:
-        """Changes keys while that helps; returns how many constructions it took."""
+        """Change keys while that lowers the cost. Returns the number of constructions."""
         packer, keys = self._packers[index], self._restart_keys(index)
         cost = self._evaluate(packer, keys)
         evaluations, failures = 1, 0
@@ -135,7 +136,7 @@ class LocalSearch:
         return evaluations
 
     def _restart_keys(self, index: int) -> RandomKeys:
-        """Where a climb starts: the best keys so far with a fifth of them drawn anew, or new ones."""
+        """The keys that a climb starts with: the best keys so far with a fifth of them replaced, or new ones."""
         draw, elite = self._random.random, self._elite.get(index)
         if elite is None or draw() >= _ELITE_PROBABILITY:
             return RandomKeys(self._random)

@@ -24,7 +24,7 @@ _TOLERANCE = 1e-9
 
 
 def lower_bound(problem: Problem) -> float:
-    """A cost below which no placement of all blocks can be; fixed blocks are let move, which only lowers it."""
+    """A cost that every placement of all blocks has at least. Fixed blocks may move, which only lowers the bound."""
     total = 0.0
     for level in range(problem.levels):
         families = _families(problem.groups, level)
@@ -50,7 +50,7 @@ class _Family:
 
 
 def _families(groups: Sequence[WeightedGroup], level: int) -> list[_Family]:
-    """Groups sorted into families whose groups are disjoint and pay the same; groups that overlap start another."""
+    """Groups divided into families of disjoint groups with equal weights. Groups that overlap start another family."""
     by_weight: dict[tuple[float, int], list[list[WeightedGroup]]] = {}
     taken: dict[int, set[int]] = {}
     for group in groups:
@@ -147,7 +147,7 @@ def _curve(row: _Family, column: _Family, max_overlap: int, most: int) -> list[f
 
 
 def _knapsack(curve: Sequence[float], capacities: Mapping[int, int], size: int) -> float:
-    """Exact: dynamic programming over places and blocks placed so far."""
+    """Exact: dynamic programming over locations and blocks placed so far."""
     infinite = float("inf")
     best = [0.0] + [infinite] * size
     for room, count in capacities.items():

@@ -1,8 +1,8 @@
-"""What a placement costs, exactly: every further place that a group of ranks touches, at every level of the fabric.
+"""The exact cost of a placement: each further location that a group of ranks touches, at each level of the fabric.
 
-The surrogate of a time model: the sum over groups of (places - 1), weighted by what a group of that dimension
-communicates and what the level's links cost. Tensor-parallel groups have no weight: they may not cross at all, unless
-a job explicitly lets them.
+This cost stands for communication time: the sum over groups of (locations - 1), weighted by the group's traffic and the
+cost of the level's links. Tensor-parallel groups have no weight: they must not cross locations, unless a job explicitly
+allows it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from meshwright.planner.topology.location import Location
 
 @dataclass(frozen=True, slots=True)
 class CrossingCosts:
-    """The cost of a placement and the groups that straddle.
+    """The cost of a placement, and how many groups cross locations.
 
     Attributes:
         cost: weighted crossings; lower is better.
         straddling_tensor_groups: tensor-parallel groups in more than one NVLink domain.
         straddling_replicas: replicas in more than one rack.
-        extra_places: places beyond the first, summed over a dimension's groups, by dimension and level.
+        extra_places: number of locations beyond the first, summed over a dimension's groups, by dimension and level.
     """
 
     cost: float
@@ -36,7 +36,7 @@ class CrossingCosts:
 def crossings(
     plan: Plan, places: Mapping[int, Location], weights: Weights | None = None, mesh: RankBlocks | None = None
 ) -> CrossingCosts:
-    """Counts crossings; `places` says where each worker is. Without `mesh` the groups are those of the layout."""
+    """Count crossings. `places` has each worker's location. Without `mesh` the groups are those of the layout."""
     mesh = mesh or RankBlocks.of(plan.layout, plan.gpus_per_worker)
     level_weights = weights or Weights()
     levels = places[0].levels if places else ()
@@ -60,7 +60,7 @@ def crossings(
 
 
 def _places_of_blocks(mesh: RankBlocks, names: Sequence[str]) -> list[frozenset[str]]:
-    """The places of each block's workers: one, unless another scheduler split a tensor-parallel group."""
+    """The locations of each block's workers: one, unless another scheduler split a tensor-parallel group."""
     size = mesh.block_workers
     if size == 1:
         single = {name: frozenset((name,)) for name in names}
@@ -69,7 +69,7 @@ def _places_of_blocks(mesh: RankBlocks, names: Sequence[str]) -> list[frozenset[
 
 
 def _straddling(names: Sequence[str], gpus_per_worker: int, group: int) -> int:
-    """How many runs of `group` consecutive ranks touch workers with different names."""
+    """Number of groups of `group` consecutive ranks that touch workers with different names."""
     if group <= gpus_per_worker and gpus_per_worker % group == 0:
         return 0
     total = len(names) * gpus_per_worker

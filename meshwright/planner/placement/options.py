@@ -1,4 +1,4 @@
-"""What a caller may ask of a placement beyond the plan itself."""
+"""Options of a placement beyond the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.planner.topology.levels import DOMAIN
 DEFAULT_EFFORT = 600_000
 LARGE_EFFORT = 1_200_000
 LARGE_BLOCKS = 320
-"""Above so many blocks a placement is searched in parts, which makes more of a longer search."""
+"""With more blocks than this, a placement is searched in parts, which makes better use of a long search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +20,17 @@ class PlacingOptions:
     """How to place.
 
     Attributes:
-        weights: what groups pay for touching more places; predictions of traffic make them seconds
-            (`Weights.from_traffic`).
-        tensor_within: the level that a tensor-parallel group must not leave. Naming a wider level than NVLink's is the
-            explicit way to let such groups cross the network.
-        effort: how many assignments of one block the search may try in all. More finds cheaper placements of large
-            fragmented clusters; the search stops early at its lower bound. It is a count, not a time, so that the
-            same cluster always gets the same placement. None: what is enough for a job of its size.
-        mesh: all groups, where context- or expert-parallel ones are to be placed too; else those of the plan's layout.
+        weights: cost of each further location of a group. `Weights.from_traffic` computes them in seconds from
+            predicted traffic.
+        tensor_within: the level that a tensor-parallel group must not leave. A level wider than the NVLink domain
+            explicitly allows such groups to cross the network.
+        effort: how many assignments of one block the search may try in total. A higher number lowers the cost on large
+            fragmented clusters. The search stops early at its lower bound. It is a count and not a time, so that the
+            same cluster always gets the same placement. None: a default for the size of the job.
+        mesh: all groups, if context- or expert-parallel ones are placed too. Default: the groups of the plan's layout.
 
     Raises:
-        ValueError: the effort is negative.
+        ValueError: `effort` is negative.
     """
 
     weights: Weights = field(default_factory=Weights)
@@ -43,7 +43,7 @@ class PlacingOptions:
             raise ValueError(f"`effort` is {self.effort}: it must be 0 or more")
 
     def effort_for(self, blocks: int) -> int:
-        """How many assignments of one block to try for a job of so many."""
+        """How many assignments of one block to try for a job with this number of blocks."""
         if self.effort is not None:
             return self.effort
         return LARGE_EFFORT if blocks > LARGE_BLOCKS else DEFAULT_EFFORT
@@ -52,7 +52,7 @@ class PlacingOptions:
         """The groups to place for a plan of this layout.
 
         Raises:
-            ValueError: `mesh` is of another world, tensor degree or worker size than the plan.
+            ValueError: `mesh` has another world size, tensor degree or worker size than the plan.
         """
         layout_blocks = RankBlocks.of(layout, gpus_per_worker)
         if self.mesh is None:

@@ -1,4 +1,4 @@
-"""Placing a plan on an inventory."""
+"""Places a plan on an inventory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def place_of(inventory: Inventory, node: str) -> Location:
 
 
 class _PlacementAttempt:
-    """One placement: workers that stay, then those that must be with them, then the search for all others."""
+    """One placement: workers that stay, then those that must be next to them, then the search for all others."""
 
     def __init__(
         self, plan: Plan, inventory: Inventory, kept: Mapping[int, str], options: PlacingOptions, product: str | None
@@ -86,7 +86,7 @@ class _PlacementAttempt:
         self._nodes = dict(kept)
 
     def run(self) -> Placement:
-        """Places every worker, or raises DoesNotFitError."""
+        """Place every worker. Raises DoesNotFitError if the job does not fit."""
         if self._kept:
             self._complete_blocks()
         first = self._shape.block_workers
@@ -123,7 +123,7 @@ class _PlacementAttempt:
             self._assign(missing, domain)
 
     def _assign(self, workers: Iterable[int], domain: str) -> None:
-        """Puts the workers of one block onto nodes of a domain."""
+        """Assign the workers of one block to nodes of a domain."""
         waiting = list(workers)
         for node, count in best_fit(len(waiting), self._capacity.nodes_in(domain)):
             self._capacity.use(domain, node, count)

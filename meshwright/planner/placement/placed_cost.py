@@ -1,8 +1,8 @@
-"""The price of a plan where it was really placed: the spans that its groups have on these nodes.
+"""Estimates the cost of a plan on the nodes where it was placed: the spans that its groups have there.
 
-A plan is first priced as if ranks filled domains in order. On a fragmented cluster they do not: a replica may leave its
-rack, a ring may have one rank in a domain where it was thought to have eight. Priced again, two plans that looked alike
-can be far apart.
+A plan is first estimated as if ranks filled domains in order. On a fragmented cluster they do not: a replica may leave
+its rack, or a ring may have one rank in a domain where the estimate assumed eight. Two plans with similar estimates can
+differ much on the real nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.planner.topology.location import Location
 
 
 def estimate_placed(placement: Placement, cost_model: CostModel) -> Estimate:
-    """Memory and time of the placement's plan on the nodes it got."""
+    """Estimate memory and time of the placement's plan on its nodes."""
     plan = placement.plan
     groups = placed_group_spans(plan.layout, plan.gpus_per_worker, placement.places, cost_model.machine.fabric)
     return cost_model.price(plan.strategy, groups)
@@ -32,7 +32,7 @@ def estimate_placed(placement: Placement, cost_model: CostModel) -> Estimate:
 def group_spans_of_status(
     layout: Layout, gpus_per_worker: int, placement: PlacementStatus | None, fabric: Fabric
 ) -> GroupSpans | None:
-    """The groups of a job where its status says that it runs; None where that says too little."""
+    """The group spans of a running job from its status. None if the status does not have enough information."""
     entries = in_rank_order(placement.workers) if placement is not None else []
     places = {slot: Location((entry.domain, entry.rack), (DOMAIN, RACK)) for slot, entry in enumerate(entries)}
     if not places or len(places) * gpus_per_worker != layout.world_size:
@@ -45,13 +45,13 @@ def group_spans_of_status(
 def placed_group_spans(
     layout: Layout, gpus_per_worker: int, places: Mapping[int, Location], fabric: Fabric
 ) -> GroupSpans:
-    """The groups' spans, each of the worst group of its dimension.
+    """The spans of the worst group of each dimension.
 
     Args:
         layout: the degrees.
-        gpus_per_worker: consecutive ranks of one worker.
-        places: worker index -> where it is.
-        fabric: the levels to count on: the NVLink domain, racks where it has three levels, and everything.
+        gpus_per_worker: number of consecutive ranks on one worker.
+        places: worker index -> location.
+        fabric: the levels: the NVLink domain, the rack if the fabric has three levels, and the entire cluster.
     """
     names = [_place_names(places[worker], len(fabric.levels)) for worker in range(len(places))]
     at = [names[rank // gpus_per_worker] for rank in range(layout.world_size)]
@@ -79,13 +79,13 @@ def placed_group_spans(
 
 
 def _place_names(place: Location, levels: int) -> tuple[str, ...]:
-    """The place at each level of the fabric; the last holds everything."""
+    """The location at each level of the fabric. The last level is the entire cluster."""
     inner = (place.domain, place.rack)[: levels - 1]
     return (*inner, *([""] * (levels - len(inner))))
 
 
 def _span(groups: Iterable[Sequence[int]], at: list[tuple[str, ...]], fabric: Fabric) -> Span:
-    """The span of the group with fewest ranks to a place, level by level; its thinnest place sets a ring's pace."""
+    """The span of the group with the fewest ranks per location, level by level. This location limits a ring's speed."""
     members, size = [1 << 30] * len(fabric.levels), 1
     for group in groups:
         size = len(group)
@@ -97,7 +97,7 @@ def _span(groups: Iterable[Sequence[int]], at: list[tuple[str, ...]], fabric: Fa
 
 
 def _widest_stage_gap(pipeline_groups: Iterable[range], at: list[tuple[str, ...]], fabric: Fabric) -> int:
-    """The level that the worst pair of neighbouring stages shares."""
+    """The closest level that the worst pair of neighboring stages shares."""
     widest = 0
     for pipe in pipeline_groups:
         for one, other in zip(pipe, pipe[1:], strict=False):

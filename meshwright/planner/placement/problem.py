@@ -15,7 +15,7 @@ UNPLACED = -1
 
 @dataclass(frozen=True, slots=True)
 class WeightedGroup:
-    """Blocks that communicate, and what each further place costs them, by level (closest first)."""
+    """Blocks that communicate, and the cost of each further location, by level (closest first)."""
 
     blocks: tuple[int, ...]
     weights: tuple[float, ...]
@@ -61,7 +61,7 @@ class Problem:
 
     @cached_property
     def places(self) -> list[list[int]]:
-        """Level -> bin -> place."""
+        """Level -> bin -> location."""
         return [[b.path[level] for b in self.bins] for level in range(self.levels)]
 
     @cached_property
@@ -76,7 +76,7 @@ class Problem:
 
     @cached_property
     def unplaced(self) -> list[int]:
-        """Blocks that have no place yet."""
+        """Blocks that are not placed yet."""
         return [block for block, where in enumerate(self.fixed) if where == UNPLACED]
 
     @cached_property
@@ -104,12 +104,15 @@ class Problem:
         return self._cost_of((g for g in self.groups if id(g) not in undecided), self.fixed)
 
     def cost(self, bins: Sequence[int]) -> float:
-        """What an assignment (block -> bin) costs."""
+        """The cost of an assignment (block -> bin)."""
         return self.fixed_cost + self._cost_of(self.undecided_groups, bins)
 
     @cached_property
     def _bin_readers(self) -> dict[int, Callable[[Sequence[int]], tuple[int, ...]]]:
-        """Group's id -> what reads the bins of its blocks; a C loop, since this is where a search spends its time."""
+        """Group's id -> function that reads the bins of its blocks.
+
+        A C loop, because the search spends its time there.
+        """
         return {id(group): itemgetter(*group.blocks) for group in self.groups}
 
     @cached_property
@@ -138,7 +141,7 @@ class Problem:
         return total
 
     def _closest_places(self, group: WeightedGroup, bins: Sequence[int], used: set[int]) -> int:
-        """Locations of the closest level that a group has. In some bins each block is a separate location."""
+        """Number of locations that a group has at the closest level. In some bins each block is a separate location."""
         if not self._has_isolating_bins:
             return len(used) if self._bins_are_places else len({self.places[0][j] for j in used})
         alone = self.alone
@@ -148,8 +151,8 @@ class Problem:
     def tie_breaker(self, bins: Sequence[int]) -> tuple[int, int, int]:
         """The key that decides between equal costs. Lower is better.
 
-        It has the number of units in use (so that entire racks stay free), the free capacity left in them, and their
-        imbalance (the sum of squares: 16 + 16 rather than 14 + 18).
+        It consists of the number of units in use (so that entire racks stay free), the free capacity left in them, and
+        their imbalance (the sum of squares, so that 16 + 16 is better than 14 + 18).
         """
         used: dict[int, int] = {}
         for block in self.unplaced:

@@ -18,7 +18,7 @@ from meshwright.layout import Layout
 
 
 class Dimension(StrEnum):
-    """What a group of ranks communicates for."""
+    """The parallel dimension of a group of ranks."""
 
     CONTEXT = "context"
     EXPERT = "expert"
@@ -28,12 +28,12 @@ class Dimension(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankBlocks:
-    """The degrees of a run and the size of its workers, as placement sees them.
+    """The degrees of a run and the size of its workers, for placement.
 
     `expert` divides `data * context`: experts are spread over consecutive ranks of one pipeline stage.
 
     Raises:
-        ValueError: the degrees contradict each other; the message names them.
+        ValueError: the degrees are inconsistent. The message names them.
     """
 
     tensor: int = 1
@@ -57,7 +57,7 @@ class RankBlocks:
 
     @classmethod
     def of(cls, layout: Layout, gpus_per_worker: int) -> RankBlocks:
-        """The mesh of a layout."""
+        """Return the blocks of a layout."""
         return cls(layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, gpus_per_worker)
 
     @property
@@ -103,7 +103,7 @@ class RankBlocks:
         return _groups(self)
 
     def counted_groups(self) -> Counter[tuple[Dimension, tuple[int, ...]]]:
-        """The blocks that groups touch -> how many groups touch exactly these."""
+        """The blocks of a group -> number of groups with exactly these blocks."""
         return Counter(found for dimension in Dimension for found in self._groups_of(dimension))
 
     def _groups_of(self, dimension: Dimension) -> Iterator[tuple[Dimension, tuple[int, ...]]]:
@@ -128,7 +128,7 @@ class RankBlocks:
         return degrees[dimension]
 
     def _key(self, dimension: Dimension, cell: int) -> int:
-        """Which group of a dimension a cell is in; a cell is one tensor-parallel group, counted in rank order."""
+        """The group of a dimension that contains a cell: one tensor-parallel group, numbered in rank order."""
         rest, context = divmod(cell, self.context)
         data, pipeline = divmod(rest, self.pipeline)
         if dimension is Dimension.CONTEXT:
@@ -157,5 +157,5 @@ class BlockGroup:
 
 @lru_cache(maxsize=8)
 def _groups(mesh: RankBlocks) -> tuple[BlockGroup, ...]:
-    """Placing asks for the groups of one mesh several times, and again after every fault."""
+    """Cached, because placement needs the groups of a mesh several times, and again after every failure."""
     return tuple(BlockGroup(dimension, blocks, count) for (dimension, blocks), count in mesh.counted_groups().items())

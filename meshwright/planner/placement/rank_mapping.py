@@ -30,9 +30,9 @@ def remap_ranks(
 ) -> Placement:
     """Find the best mapping of ranks onto the nodes that another scheduler (Kueue, Volcano, KAI) chose.
 
-    Every node keeps its number of workers, but which workers these are is chosen again. The given mapping is one of the
-    candidates. If a tensor-parallel group cannot stay inside an NVLink domain, the closest level that is possible is
-    used, and a note of the placement says so.
+    The number of workers on each node stays the same, but the assignment of workers to them is chosen again. The given
+    mapping is one of the candidates. If a tensor-parallel group cannot stay inside an NVLink domain, the closest
+    possible level is used, and a note of the placement says so.
 
     Args:
         plan: what runs.
@@ -81,7 +81,8 @@ def map_ranks(
         options: weights and effort.
 
     Returns:
-        The placement of the plan's workers, and pod's index -> worker of the plan. A pod is the worker with its
+        The placement of the plan's workers, and pod's index -> worker of the plan. A pod becomes the worker with its
+            own index if the cost is the same.
         own index if that is as good.
 
     Raises:

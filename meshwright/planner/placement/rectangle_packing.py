@@ -25,11 +25,11 @@ _KEYS_PER_STEP = 4
 
 
 class RandomKeys:
-    """The choices of one construction, drawn when they are first asked for.
+    """The choices of one construction. They are drawn when they are first needed.
 
     Attributes:
-        values: the numbers, in the order they are asked for.
-        used: how many of them the last construction asked for.
+        values: the numbers, in the order of their use.
+        used: how many of them the last construction used.
     """
 
     def __init__(self, random: Random, values: Sequence[float] = ()) -> None:
@@ -43,7 +43,7 @@ class RandomKeys:
         self.values += [draw() for _ in range(count - len(self.values))]
 
     def changed(self) -> RandomKeys:
-        """The same choices but for one to three of them."""
+        """Return the same choices with one to three of them changed."""
         draw = self._random.random
         values = self.values[: self.used]
         for _ in range(int(draw() * 3) + 1):
@@ -55,7 +55,7 @@ class RectanglePacker:
     """Constructs assignments of one grid's blocks into a problem's open bins."""
 
     def __init__(self, problem: Problem, grid: Grid, capacity: Sequence[int]) -> None:
-        """`capacity`: what each bin has left for the grid's blocks."""
+        """`capacity` is the number of the grid's blocks that still fit in each bin."""
         self._grid = grid
         self._capacity = capacity
         self._open = [j for j, room in enumerate(capacity) if room > 0]
@@ -67,17 +67,17 @@ class RectanglePacker:
 
     @property
     def order_keys(self) -> int:
-        """How many keys decide the order of bins: one for each place above the closest level and for each bin."""
+        """Number of keys for the order of bins: one for each location above the closest level and one for each bin."""
         return sum(len(places) for places in self._places_above) + len(self._open)
 
     def seed(self, rank: Callable[[int, int], float], shape: float) -> list[float]:
-        """Keys for a given order: `rank(level, place)` for places, level 0 for bins; and one shape for all."""
+        """Keys for a given order: `rank(level, place)` for locations, level 0 for bins, and one shape for all."""
         keys = [rank(level, place) for level, places in enumerate(self._places_above, start=1) for place in places]
         keys += [rank(0, j) for j in self._open]
         return keys + [0.0, shape, 0.0, 0.0] * (2 * len(self._open))
 
     def pack(self, keys: RandomKeys, into: list[int]) -> None:
-        """Writes the bin of each of the grid's blocks into `into`."""
+        """Write the bin of each of the grid's blocks into `into`."""
         cell_bins = self._packed(keys)
         if self._whole_grid:
             into[:] = cell_bins
@@ -124,7 +124,7 @@ class RectanglePacker:
         return cell_bins
 
     def _ordered(self, keys: RandomKeys) -> list[int]:
-        """Bins in order: places of the widest level by their keys, inside each the next level, at last the bins."""
+        """Bins in order: locations of the widest level by their keys, inside each the next level, finally the bins."""
         keys.at_least(self.order_keys)
         values = iter(keys.values)
         drawn = [dict(zip(places, values, strict=False)) for places in self._places_above]
@@ -157,7 +157,7 @@ class RectanglePacker:
         return sorted(large_enough, key=free.__getitem__)[skip]
 
     def _shape(self, key: float, rows: int, columns: int, room: int) -> tuple[int, int]:
-        """Rows and columns of the rectangle to take off a region."""
+        """Rows and columns of the rectangle to cut off a region."""
         if columns <= room and key < _ROWS:
             return min(rows, room // columns), columns
         if rows <= room and key < NEAR_SQUARE:

@@ -1,4 +1,4 @@
-"""A placement: where every worker of a plan runs, what that costs, and how far from the best it can be."""
+"""A placement: the node of every worker of a plan, its cost, and how far it can be from the optimum."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from meshwright.planner.units import GB
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every worker of a plan runs."""
+    """The node of every worker of a plan, and the cost."""
 
     plan: Plan
     nodes: dict[int, str]
     """Worker index -> node."""
     places: dict[int, Location]
-    """Worker index -> where that node is."""
+    """Worker index -> the location of its node."""
     crossings: CrossingCosts
     bound: float = 0.0
     """No placement of this plan on these nodes costs less."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing about it, in sentences."""
+    """Remarks about the placement, in sentences."""
     spares: tuple[str, ...] = ()
-    """Nodes to keep free for workers that are lost, the most useful first."""
+    """Nodes to reserve for the replacements of lost workers, the most useful first."""
 
     @property
     def cost(self) -> float:
@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """The part of the cost that the best placement might save at most, from 0 (proved best) to 1."""
+        """Largest fraction of the cost that an optimal placement might save, from 0 (proved optimal) to 1."""
         return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
     def to_status(
@@ -51,9 +51,9 @@ class Placement:
         """The placement as `status.placement`.
 
         Args:
-            job: its name.
+            job: the job's name.
             incarnations: worker -> incarnation; a worker without an entry is in its first, 0.
-            slots: worker -> which of the plan's workers it is, where that is not told by its index.
+            slots: worker -> the plan's worker that it is, if its index is another one.
         """
         given = slots or {worker: worker for worker in self.nodes}
         return PlacementStatus(
@@ -86,7 +86,7 @@ _NVLINK = 450
 def placement_notes(
     plan: Plan, inventory: Inventory, nodes: Mapping[int, str], crossings: CrossingCosts, tensor_within: str
 ) -> tuple[str, ...]:
-    """Sentences about mixed GPUs, and about tensor-parallel groups without NVLink."""
+    """Sentences about different GPU products in one job, and about tensor-parallel groups without NVLink."""
     used = (inventory.nodes[node].gpu_product for node in nodes.values() if node in inventory.nodes)
     products = Counter(used)
     sentences: list[str] = []

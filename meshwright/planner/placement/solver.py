@@ -1,12 +1,13 @@
-"""Solving one problem: partly placed replicas first, then the whole ones by search, then evening out.
+"""Solves one problem: completes partly placed replicas, then searches for the others, then balances racks.
 
-A small problem is searched as a whole. A large one is constructed in the shapes that large grids want, and in parts
-that are searched each by itself; the better of the two is taken. Single missing blocks, as after a lost node, go one
-after the other where their groups pay least, and what is already placed never moves.
+A small problem is searched as one. A large one is constructed in two ways: in the shapes that suit large grids, and in
+parts that are searched separately. The result with the lower cost is used. Single missing blocks, for example after a
+node was lost, are placed one after the other, each where it adds least to the cost of its groups. Blocks that are
+already placed never move.
 
-At equal cost racks are evened out: 16 + 16 rather than 14 + 18, since an uneven split makes the fullest rack's uplinks
-the slowest of every ring. Only whole parts of a group that lie together in one bin move, only to bins in use that have
-room, and only where nobody pays for it.
+At equal cost racks are balanced: 16 + 16 is better than 14 + 18, because in an uneven split the uplinks of the fullest
+rack are the slowest of every ring. Only all blocks that a group has in one bin, or a part of them, move together. They
+move only to bins in use that have capacity, and only if the cost stays the same.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from meshwright.planner.placement.rank_blocks import RankBlocks
 
 
 def solve(mesh: RankBlocks, problem: Problem, bound: float, effort: int) -> Assignment:
-    """A bin for every block; fixed blocks keep theirs.
+    """Return a bin for every block. Fixed blocks stay in their bins.
 
     Args:
         mesh: how blocks form replicas.
-        problem: groups and bins, which must have room for all blocks.
-        bound: a cost no placement can be below, at which the search stops.
+        problem: groups and bins. All blocks must fit in the bins.
+        bound: a lower bound on the cost, at which the search stops.
         effort: see `PlacingOptions.effort`.
     """
     bins = list(problem.fixed)
@@ -52,7 +53,7 @@ def solve(mesh: RankBlocks, problem: Problem, bound: float, effort: int) -> Assi
 
 
 def _solve_in_clusters(problem: Problem, bins: list[int], grid: Grid, effort: int) -> Assignment:
-    """Cluster by cluster, then the rows that are left over what room is left."""
+    """Solve cluster by cluster, then place the rows that fit in no cluster on the remaining capacity."""
     capacity = [b.capacity for b in problem.bins]
     for block in problem.unplaced:
         if bins[block] >= 0:
@@ -70,9 +71,9 @@ _NEAR = 1e-9
 
 
 def place_missing(problem: Problem, bins: list[int], blocks: Sequence[int]) -> None:
-    """Writes a bin for each of `blocks`, which belong together, into `bins`.
+    """Write a bin for each of `blocks`, which belong together, into `bins`.
 
-    Between equal costs: rather a unit with room for all that are left, then the tightest bin.
+    At equal cost a unit with capacity for all remaining blocks comes first, then the tightest bin.
     """
     free = [b.capacity for b in problem.bins]
     for block in problem.unplaced:
@@ -93,7 +94,7 @@ def place_missing(problem: Problem, bins: list[int], blocks: Sequence[int]) -> N
 
 
 def _added_costs(problem: Problem, bins: Sequence[int], block: int) -> list[float]:
-    """For each bin: what the block's groups pay more when it goes there."""
+    """For each bin: the cost that is added for the block's groups if the block is placed there."""
     added_costs = [0.0] * len(problem.bins)
     for index in problem.groups_of[block]:
         group = problem.groups[index]
@@ -115,7 +116,7 @@ _MAX_MOVES = 256
 
 
 def balance_racks(problem: Problem, assignment: Assignment) -> Assignment:
-    """The same or a more even placement of the same cost."""
+    """Return the assignment, or a more balanced one with the same cost."""
     bins = list(assignment.bins)
     moves_left = min(_MAX_MOVES, _MAX_WORK // max(1, problem.size))
     cost = assignment.cost
@@ -139,7 +140,7 @@ def balance_racks(problem: Problem, assignment: Assignment) -> Assignment:
 
 
 def _moves(problem: Problem, bins: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """(bin, blocks to move there) that make two bins in use more even; the widest difference first."""
+    """(bin, blocks to move there) that balance two bins in use. The largest difference comes first."""
     used = Counter(bins[block] for block in problem.unplaced)
     targets = [j for j in used if problem.bins[j].capacity > used[j]]
     if not targets or len(used) < 2:
@@ -160,7 +161,7 @@ def _moves(problem: Problem, bins: list[int]) -> list[tuple[int, tuple[int, ...]
 
 
 def _movable_chunks(problem: Problem, bins: list[int]) -> dict[int, list[tuple[int, ...]]]:
-    """For each bin: parts of groups that lie in it, one of each size."""
+    """For each bin: the parts of groups that are in it, one of each size."""
     free_to_move = set(problem.unplaced)
     sizes: defaultdict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
     for group in problem.undecided_groups:

@@ -1,6 +1,6 @@
-"""Spare nodes where they are needed: inside the closest place that also holds the workers they would replace.
+"""Chooses spare nodes where they are needed: in the closest location shared with the workers they would replace.
 
-A spare in the rack of the worker that fails keeps every group's crossings as they are; one elsewhere does not.
+A spare node in the rack of the failed worker preserves the crossings of every group. A spare elsewhere does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.planner.placement.result import Placement
 
 
 def with_spares(placement: Placement, inventory: Inventory, count: int) -> Placement:
-    """The placement with up to `count` spare nodes, and a note where there are fewer.
+    """Return the placement with up to `count` spare nodes, and with a note if there are fewer.
 
     Raises:
         ValueError: `count` is negative.
@@ -26,11 +26,11 @@ def with_spares(placement: Placement, inventory: Inventory, count: int) -> Place
 
 
 def spare_nodes(placement: Placement, inventory: Inventory, count: int) -> list[str]:
-    """Up to `count` nodes to keep free, the most useful first.
+    """Return up to `count` nodes to reserve, the most useful first.
 
-    Nodes that hold a worker of the job are none: they would be lost together. Each is the node that most workers per
-    spare share a place with, the closest level first (so racks get spares in proportion to the workers they hold);
-    between equal ones the fullest, so that whole nodes stay whole for others.
+    Nodes with a worker of the job are excluded, because spare and worker would be lost together. Each spare is the node
+    that shares a location with most workers per spare, compared at the closest level first. Racks therefore get spares
+    in proportion to their workers. Of equal nodes the fullest is chosen, so that empty nodes stay empty for other jobs.
 
     Raises:
         ValueError: `count` is negative.

@@ -1,7 +1,8 @@
-"""Placing a job that was placed before: as few workers as possible change their nodes.
+"""Places a job again after a restart or resize: as few workers as possible change their nodes.
 
-A worker that runs never moves. One that has to start anyway goes back to where it was, since its node has the image and
-its neighbours are its groups'; where the whole gang starts anew and a cheaper placement is there, it takes that.
+A running worker never moves. A worker that has to start anyway returns to its previous node, because that node has the
+image and is close to the other ranks of its groups. If all workers restart and another placement costs less, the job
+uses that one.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from meshwright.planner.plan import Plan
 
 _DEFAULT = PlacingOptions()
 _COST_TOLERANCE = 1 + 1e-9
-"""Equal costs may differ by the order in which they were added up."""
+"""Costs that differ by less are equal: the order of summation changes the rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousPlacement:
-    """Where a job ran last, and as what."""
+    """The last placement of a job, with its degrees."""
 
     tensor: int
     pipeline: int
     data: int
     gpus_per_worker: int
     nodes: Mapping[int, str]
-    """Worker of that plan, in the order of ranks -> node."""
+    """Worker of that plan, in rank order -> node."""
 
     @classmethod
     def of_status(cls, placement: PlacementStatus | None) -> PreviousPlacement | None:
-        """What `status.placement` says; None where it says nothing or contradicts itself."""
+        """Return the placement in `status.placement`. None if there is none or it contradicts itself."""
         if placement is None or not (placement.tensor and placement.pipeline and placement.data):
             return None
         workers = in_rank_order(placement.workers)
@@ -52,7 +53,7 @@ class PreviousPlacement:
         return cls(placement.tensor, placement.pipeline, placement.data, gpus, nodes)
 
     def plan_like(self, plan: Plan) -> Plan | None:
-        """The plan that ran, where it differs from `plan` in these degrees alone; None where it was another one."""
+        """The previous plan, if it differs from `plan` only in these degrees. None otherwise."""
         strategy = replace(plan.strategy, tensor=self.tensor, pipeline=self.pipeline, data=self.data)
         if strategy.world_size != len(self.nodes) * self.gpus_per_worker:
             return None
@@ -66,17 +67,17 @@ def place_near_previous(
     before: PreviousPlacement | None = None,
     options: PlacingOptions = _DEFAULT,
 ) -> Placement:
-    """A node for every worker of `plan`, near to where the job was.
+    """Choose a node for every worker of `plan`, close to the previous placement.
 
-    Beside workers that stay, and when replicas are added or taken away, every worker that can goes back to its node.
-    When the whole gang starts anew its old placement, as far as it is possible, is one candidate: it is taken unless
-    another costs less.
+    If some workers stay, or the number of replicas changes, every other worker returns to its node if possible. If all
+    workers restart, the previous placement, as far as it is possible, is one candidate. It is used unless another one
+    costs less.
 
     Args:
-        plan: what runs; of other degrees than before, nothing is brought back.
-        inventory: the nodes; it must not count this job's own pods.
-        keep: workers that run and stay.
-        before: where the job was.
+        plan: the plan. If its degrees differ from the previous ones, no worker returns to its node.
+        inventory: the nodes. It must not count this job's own pods.
+        keep: running workers that stay: worker index -> node.
+        before: the previous placement.
         options: as for `place`.
 
     Raises:
@@ -98,7 +99,7 @@ def place_near_previous(
 def _with_returning_workers(
     plan: Plan, inventory: Inventory, keep: Mapping[int, str], before: PreviousPlacement | None, options: PlacingOptions
 ) -> list[dict[int, str]]:
-    """Workers that stay or go back: all that can, and then without those whose tensor-parallel group is incomplete."""
+    """Workers that stay or return: all that can, and then without those whose tensor-parallel group is incomplete."""
     previous_plan = before.plan_like(plan) if before is not None else None
     if before is None or previous_plan is None:
         return []

@@ -1,7 +1,8 @@
-"""What each group of ranks sends per step, and what a further place therefore costs it.
+"""Bytes that each group of ranks sends per step, and the cost of a further location that follows from them.
 
-The bytes and the part of them that computation hides come from the cost model, so that a placement is judged by the
-traffic of the very job: a long pipeline of small activations may cross racks where its gradients' rings should not.
+The bytes, and the fraction of them that computation hides, come from the cost model. A placement is therefore chosen by
+the traffic of the job itself. For example, a long pipeline with small activations may cross racks if the rings of its
+gradients should not.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from meshwright.planner.placement.weights import GroupTraffic, Weights
 from meshwright.planner.topology.links import Links
 
 HIDDEN_WEIGHT = 0.05
-"""Part of hidden bytes that counts all the same: other traffic still meets them on the way."""
+"""Fraction of the hidden bytes that counts nevertheless: they still compete with other traffic."""
 MILLI = 1000.0
 
 
 def group_traffic(cost_model: CostModel, choices: Strategy, gpus_per_worker: int) -> GroupTraffic:
-    """Exposed bytes per step that one more place adds to one group of each dimension.
+    """Exposed bytes per step that one more location adds to one group of each dimension.
 
-    Stages and ring neighbours send at the same time, so the slowest link sets the pace of all of a group: what it sends
-    is spread over the places that it can touch, and a group that is wholly scattered pays for all of it.
+    Stages and ring neighbors send at the same time, so the slowest link limits the entire group. A group's bytes are
+    divided by the number of locations that it can touch. A group with all ranks in different locations has the full
+    cost.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -47,12 +49,12 @@ def group_traffic(cost_model: CostModel, choices: Strategy, gpus_per_worker: int
 
 
 def weights_for(cost_model: CostModel, choices: Strategy, gpus_per_worker: int, levels: Sequence[str]) -> Weights:
-    """Milliseconds per step that one more place of each level costs a group of each dimension of this job.
+    """Milliseconds per step that one more location of each level adds for a group of each dimension.
 
     Args:
-        cost_model: the job's work and its GPUs.
+        cost_model: the job's workload and GPUs.
         choices: what runs.
-        gpus_per_worker: consecutive ranks of one worker; the replicas it holds share their network cards' work.
+        gpus_per_worker: number of consecutive ranks on one worker. Replicas on one worker share its network cards.
         levels: the inventory's levels, closest first.
 
     Raises:
@@ -64,7 +66,10 @@ def weights_for(cost_model: CostModel, choices: Strategy, gpus_per_worker: int, 
 
 
 def _pipeline_bytes(cost_model: CostModel, choices: Strategy) -> float:
-    """Of one boundary: filling and draining wait at every boundary, the steady sends of all of them at once."""
+    """Bytes over one stage boundary.
+
+    Filling and draining wait at each boundary, steady sends overlap at all of them.
+    """
     if choices.pipeline == 1:
         return 0.0
     runtime = cost_model.machine.runtime
@@ -73,7 +78,10 @@ def _pipeline_bytes(cost_model: CostModel, choices: Strategy) -> float:
 
 
 def _data_bytes(cost_model: CostModel, choices: Strategy, exposed: float) -> float:
-    """Of one rank, to reduce gradients and gather parameters: the part that takes `exposed` seconds when scattered."""
+    """Bytes that one rank sends to reduce gradients and gather parameters.
+
+    Only those that take `exposed` seconds if scattered.
+    """
     if choices.shard_ranks == 1:
         return 0.0
     work, machine = cost_model.work, cost_model.machine
@@ -86,7 +94,7 @@ def _data_bytes(cost_model: CostModel, choices: Strategy, exposed: float) -> flo
 
 
 def _scattered_spans(cost_model: CostModel, choices: Strategy) -> GroupSpans:
-    """Groups without two ranks in one place; tensor-parallel ones stay together."""
+    """Spans of groups with every rank in a different location. Tensor-parallel groups stay together."""
     fabric = cost_model.machine.fabric
     contiguous = group_spans(choices, fabric, cost_model.machine.runtime.order)
 

@@ -1,7 +1,7 @@
-"""What it costs a group to touch one more place of a level: predicted traffic times what the level's links cost.
+"""Cost of each further location of a group, by level: predicted traffic times the cost of the level's links.
 
-Without predictions the weights are relative numbers that keep the order of what is known about traffic: context and
-expert groups talk in every layer, pipeline neighbours once per micro-batch, data-parallel groups once per step and
+Without predictions the weights are relative numbers in the order of typical traffic: context- and expert-parallel
+groups communicate in every layer, pipeline neighbors once per micro-batch, and data-parallel groups once per step,
 mostly hidden behind computation.
 """
 
@@ -18,17 +18,17 @@ _DEFAULTS: dict[Dimension, dict[str, float]] = {
     Dimension.CONTEXT: {DOMAIN: 4, RACK: 16, SPINE: 32, CORE: 32, ZONE: 64, REGION: 128},
     Dimension.EXPERT: {DOMAIN: 4, RACK: 16, SPINE: 32, CORE: 32, ZONE: 64, REGION: 128},
     Dimension.PIPELINE: {DOMAIN: 1, RACK: 4, SPINE: 8, CORE: 8, ZONE: 16, REGION: 32},
-    # Replicas meet once a step and overlap with compute; inside a rack they cost nothing extra.
+    # Replicas communicate once per step, overlapped with computation; inside a rack this has no extra cost.
     Dimension.DATA: {DOMAIN: 0, RACK: 1, SPINE: 2, CORE: 2, ZONE: 4, REGION: 8},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTraffic:
-    """Exposed bytes that one group sends per step over each further place it touches, by dimension.
+    """Exposed bytes that one group sends per step to each further location that it touches, by dimension.
 
-    Exposed: what computation does not hide. Of a pipeline group the activations and gradients of all micro-batches
-    over one stage boundary; of the others one rank's share of their collectives.
+    Exposed bytes are those that computation does not hide. For a pipeline group they are the activations and gradients
+    of all micro-batches over one stage boundary; for the other groups, one rank's share of their collectives.
     """
 
     context: float = 0.0
@@ -39,7 +39,7 @@ class GroupTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Cost of one more place, by dimension and level. A level without an entry costs what a spine does.
+    """Cost of one more location, by dimension and level. A level without an entry costs the same as a spine.
 
     Raises:
         ValueError: a weight is negative or not finite.
@@ -54,13 +54,13 @@ class Weights:
                     raise ValueError(f"the cost of {dimension} groups at level {level} is {cost}: it must be 0 or more")
 
     def of(self, dimension: Dimension, level: str) -> float:
-        """What one more place of `level` costs a group of `dimension`."""
+        """Cost of one more location of `level` for a group of `dimension`."""
         costs = self.costs.get(dimension, {})
         return costs[level] if level in costs else costs.get(SPINE, 0.0)
 
     @classmethod
     def from_traffic(cls, traffic: GroupTraffic, links: Links) -> Weights:
-        """Seconds per step that one more place of each level adds, beyond what the level below adds already."""
+        """Compute seconds per step that one more location of each level adds to those of the level below."""
         sent = {
             Dimension.CONTEXT: traffic.context,
             Dimension.EXPERT: traffic.expert,

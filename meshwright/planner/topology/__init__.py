@@ -1,4 +1,4 @@
-"""Where nodes sit in the fabric: a tree of levels read from node labels, and what crossing each level costs."""
+"""Locations of nodes in the fabric: a tree of levels from node labels, and the cost of crossing each level."""
 
 from meshwright.planner.topology.levels import DEFAULT_LEVELS, Level
 from meshwright.planner.topology.location import Location, first_meaningful_value, locate

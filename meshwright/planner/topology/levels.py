@@ -20,7 +20,7 @@ LEVELS = (DOMAIN, RACK, SPINE, CORE, ZONE, REGION)
 """NVLink domains (GPUs that reach each other without the network; a host without a label is its own domain), racks
 (nodes under one leaf switch), the switch layers above, zones and regions."""
 ALWAYS = frozenset({DOMAIN, RACK})
-"""Levels that exist even if no node names them: each place below is then a place of its own."""
+"""Levels that exist even if no node names them. Each location of the level below then counts as a separate location."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Level:
     """One level of the fabric.
 
     Attributes:
-        name: how plans and messages call it.
-        keys: label keys; on each node the first one with a meaningful value counts.
-        always: whether the level exists also when no node names it (each place below is then a place of its own).
-            A level without it is left out of a tree in which no node names it.
+        name: its name in plans and messages.
+        keys: label keys. On each node the first one with a meaningful value counts.
+        always: whether the level exists even if no node names it. Each location of the level below then counts as a
+            separate location. A level without it is left out of a tree if no node names it.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Bandwidth between places of each level, per GPU.
+"""Bandwidth between locations of each level, per GPU.
 
-Inside a place of the closest level NVLink carries traffic (or PCIe, on hosts without it); between two places the
-network cards do, and every switch layer above may be shared by more than it can carry at once.
+Inside a location of the closest level NVLink carries traffic (or PCIe, on hosts without it). Between two locations the
+network cards carry it. Switch layers above may be oversubscribed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from meshwright.planner.topology.levels import CORE, DOMAIN, RACK, REGION, SPINE, ZONE
 
 SHARE_OF_NIC: Mapping[str, float] = {DOMAIN: 1.0, RACK: 0.8, SPINE: 0.5, CORE: 1 / 7, ZONE: 0.05, REGION: 0.01}
-"""Part of its network card's bandwidth that a GPU gets between two places of a level, where none was measured. The
-1:7 of the topmost layer is Llama 3's (arXiv 2407.21783, section 3.3.1); the others are cautious guesses in between."""
+"""Fraction of its network card's bandwidth that a GPU gets between two locations of a level, if none was measured.
+
+The 1:7 of the top layer is Llama 3's (arXiv 2407.21783, section 3.3.1). The others are conservative guesses in between.
+"""
 
 MIN_EXTRA = 0.05
-"""What a byte costs more at a level whose links are as fast as those below, as part of what it costs there at all."""
+"""Additional cost of a byte at a level whose links are as fast as those below, as a fraction of its cost there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,9 @@ class Links:
 
     Attributes:
         levels: the tree's levels, closest first.
-        inside: inside a place of the closest level, in one direction.
-        nic: of the GPU's share of the node's network cards.
-        measured: between two places of a level, where it was measured; takes the place of the default share.
+        inside: bandwidth inside a location of the closest level, in one direction.
+        nic: bandwidth of the GPU's share of the node's network cards.
+        measured: measured bandwidth between two locations of a level. It replaces the default fraction.
 
     Raises:
         ValueError: a bandwidth is not above 0.
@@ -44,7 +46,7 @@ class Links:
                 raise ValueError(f"the bandwidth {name!r} is {value} bytes per second: it must be above 0")
 
     def between(self, level: str) -> float:
-        """Bandwidth between two places of a level; never more than between places of the level below."""
+        """Bandwidth between two locations of a level. Never more than between locations of the level below."""
         narrowest = self.inside
         for name in self.levels:
             bandwidth_here = self.measured.get(name) or self.nic * SHARE_OF_NIC.get(name, SHARE_OF_NIC[SPINE])
@@ -54,9 +56,9 @@ class Links:
         return narrowest
 
     def extra_seconds_per_byte(self, level: str) -> float:
-        """What a byte costs more between two places of this level than inside one.
+        """Additional seconds per byte between two locations of this level, compared with inside one.
 
-        Never nothing above the closest level: one more layer of switches has queues, whatever its bandwidth.
+        It is above 0 above the closest level, because each layer of switches has queues, whatever its bandwidth.
         """
         position = list(self.levels).index(level)
         if not position:

@@ -1,7 +1,7 @@
-"""A node's place in the fabric, by name at each level.
+"""A node's location in the fabric, by name at each level.
 
-A missing or meaningless value makes the node a group of its own, never a member of one large group of unlabelled
-nodes: a plan must not rely on a connection nobody vouched for.
+A node with a missing or meaningless label is a separate location, and not a member of one large group of unlabeled
+nodes: a plan must not rely on a connection that no label confirms.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ MEANINGLESS = frozenset({"", "unknown", "none", "no-imds-data", "n/a", "null"})
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a node sits. Names of singletons contain a `/`, which no label value can.
+    """Location of a node. Names of unlabeled locations contain a `/`, which label values cannot contain.
 
     Attributes:
-        names: the place at each level, closest first.
-        levels: the levels' names; the same for all places of one tree.
+        names: the name at each level, closest first.
+        levels: the levels' names. The same for all locations of one tree.
     """
 
     names: tuple[str, ...]
     levels: tuple[str, ...]
 
     def at(self, level: str) -> str:
-        """The name at a level; empty when the tree has no such level, which all nodes then share."""
+        """The name at a level. Empty if the tree does not have this level: then it is the same for all nodes."""
         return self.names[self.levels.index(level)] if level in self.levels else ""
 
     @property
@@ -42,12 +42,15 @@ class Location:
 
     @property
     def zone(self) -> str:
-        """The zone; empty when no node names one."""
+        """The zone. Empty if no node names one."""
         return self.at(ZONE)
 
 
 def locate(name: str, labels: Mapping[str, str], levels: Sequence[Level]) -> Location:
-    """The node's place. What no label speaks of is named after the level below: it is shared with nobody else."""
+    """Return the node's location.
+
+    A level without a label is named after the level below: no other location shares it.
+    """
     names: list[str] = []
     alone = f"host/{name}"
     for position, level in enumerate(levels):
@@ -59,14 +62,14 @@ def locate(name: str, labels: Mapping[str, str], levels: Sequence[Level]) -> Loc
 
 
 def unknown_location(node: str, levels: Sequence[str]) -> Location:
-    """The place of a node nobody knows (any more): its own at every level."""
+    """Return the location of a node that is not in the inventory: a separate one at every level."""
     alone = f"host/{node}"
     names = [alone, *[f"{levels[0]}/{alone}"] * (len(levels) - 1)] if levels else []
     return Location(tuple(names), tuple(levels))
 
 
 def first_meaningful_value(labels: Mapping[str, str], keys: Sequence[str]) -> str | None:
-    """The value of the first of `keys` that says something."""
+    """Return the value of the first of `keys` with a meaningful value."""
     for key in keys:
         value = labels.get(key)
         if isinstance(value, str) and value.strip().lower() not in MEANINGLESS:

@@ -1,7 +1,7 @@
-"""Places made a tree: every place of a level lies in one place of the level above.
+"""Makes a tree of locations: every location of a level is in exactly one location of the level above.
 
-Labels of real clusters contradict each other now and then. The closer tie wins, since it carries the most traffic,
-and each label that had to give way is named.
+Labels of real clusters sometimes contradict each other. The location of the closer level wins, because its links carry
+the most traffic. A warning names each label that is ignored.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NAMED = 8
 
 
 def as_tree(places: Mapping[str, Location], levels: Sequence[Level]) -> tuple[dict[str, Location], list[str]]:
-    """The places of nodes made a tree, and a sentence for each label that had to give way.
+    """Return the locations of nodes as a tree, and a warning for each label that is ignored.
 
-    Nodes of one domain share the commonest rack among them, nodes of one rack the commonest spine, and so on. Levels
-    that no node names are left out (unless they always exist), since they say nothing.
+    Nodes of one domain get the most common rack among them, nodes of one rack the most common spine, and so on. Levels
+    that no node names are left out, unless they always exist.
     """
     columns = {
         level.name: dict(zip(places, (place.names[i] for place in places.values()), strict=True))
@@ -49,7 +49,7 @@ def _display_name(level: str) -> str:
 
 
 def _majority(inner: str, outer: str, pairs: Iterable[tuple[str, str]], warnings: list[str]) -> dict[str, str]:
-    """For each place of the inner level, the outer place that most of its nodes name."""
+    """For each location of the inner level, the outer location that most of its nodes name."""
     counts: dict[str, Counter[str]] = {}
     for (name, above), count in Counter(pairs).items():
         counts.setdefault(name, Counter())[above] += count
