@@ -118,7 +118,7 @@ class Stage:
                 pytest.fail(f"{name}: not {what}\n{await self.story(name, status)}")
             await asyncio.sleep(0.1)
 
-    async def complete(self, name: str, seconds: float = 90) -> ParallelTrainingJobStatus:
+    async def complete(self, name: str, seconds: float = 180) -> ParallelTrainingJobStatus:
         """Wait until the job is Complete."""
         return await self.until(
             name, lambda s: conditions.is_true(s.conditions, conditions.COMPLETE), "Complete", seconds

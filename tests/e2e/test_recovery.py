@@ -69,7 +69,7 @@ async def test_an_operator_killed_midway_touches_no_worker(stage):
     await stage.start_operator()
     assert await stage.trained("steady", before + 6) < 400
     assert set(processes(uid)) == pids
-    status = await stage.complete("steady")
+    status = await stage.complete("steady", 240)
     assert status.restart_count == 0
     assert status.mesh is not None
     assert status.mesh.generation == 1
