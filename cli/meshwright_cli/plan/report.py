@@ -148,7 +148,7 @@ def _lost(
         ideal_estimate,
         cost_model.machine.gpu.node,
     )
-    request = pinned_request(spec, cost_model, plan.strategy.world_size, techniques)
+    request = pinned_request(spec, cost_model.job, cost_model.machine, techniques=techniques)
     return alternatives_of(request, chosen)
 
 

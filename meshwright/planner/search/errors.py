@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from meshwright.layout import Layout
-from meshwright.planner.cost.estimate import memory_of
-from meshwright.planner.cost.memory import Memory
+from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.candidate import Candidate, FittingLayout
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.search_space import micro_batch_sizes
+from meshwright.planner.search.search_space import layouts, request_tiers
 from meshwright.planner.units import GIB
 
 
@@ -39,18 +35,25 @@ def no_layout_message(request: SearchRequest) -> str:
     )
 
 
-def nothing_fits_error(request: SearchRequest, all_layouts: Iterable[Layout]) -> NothingFitsError:
+def closest_layout(request: SearchRequest) -> FittingLayout | None:
+    """The strategy that needs least memory of all that the request allows; None if it allows none."""
+    smallest: FittingLayout | None = None
+    for narrowed in (one for tier in request_tiers(request) for one in tier):
+        for layout in layouts(narrowed):
+            for strategy in least_memory_strategies(narrowed, layout):
+                memory = worst_stage(request.work, strategy, request.runtime)
+                if smallest is None or memory.total < smallest.memory.total:
+                    smallest = FittingLayout(strategy, memory)
+    return smallest
+
+
+def nothing_fits_error(request: SearchRequest) -> NothingFitsError:
     """The error for a model that no layout makes fit, with the layout that misses by least."""
-    smallest: tuple[float, Strategy, Memory] | None = None
-    for layout in all_layouts:
-        for choices in least_memory_strategies(request, layout, micro_batch_sizes(request, layout)[0]):
-            memory = memory_of(request.work, choices, request.machine)
-            if smallest is None or memory.total < smallest[0]:
-                smallest = (memory.total, choices, memory)
-    if smallest is None:
+    closest = closest_layout(request)
+    if closest is None:
         return NothingFitsError(no_layout_message(request))
-    total, choices, memory = smallest
-    limit = request.usable * request.machine.gpu.memory
+    choices, memory = closest.strategy, closest.memory
+    total, limit = memory.total, request.memory_limit(1)
     message = (
         f"no layout fits: the least that a rank needs is {total / GIB:.1f} GiB of {limit / GIB:.1f} GiB "
         f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
-from meshwright.planner.cost.estimate import Estimate, memory_of
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.best_first import TIE_TOLERANCE, SearchResult
 from meshwright.planner.search.candidate import OFFLOAD_MEMORY, Candidate
@@ -52,9 +53,9 @@ def reasons(result: SearchResult) -> tuple[str, ...]:
 
 def limits(result: SearchResult) -> str:
     """What bounds the step: the largest part of it beside computing, and the stage that is fullest."""
-    best, machine = result.best, result.request.machine
+    best = result.best
     memory = best.estimate.memory
-    byte_limit = machine.gpu.memory * result.request.usable
+    byte_limit = result.request.memory_limit(best.estimate.gpus)
     return (
         f"{step_text(best.estimate)}; stage {memory.stage} is fullest, {memory.total / GIB:.1f} of "
         f"{byte_limit / GIB:.1f} "
@@ -150,10 +151,10 @@ def _compare(request: SearchRequest, best: Candidate, change: str, choices: Stra
     if impossible:
         return RejectedAlternative(change, impossible, None)
     try:
-        memory = memory_of(request.work, choices, request.machine)
+        memory = worst_stage(request.work, choices, request.runtime)
     except ValueError as error:
         return RejectedAlternative(change, str(error), None)
-    byte_limit = request.machine.gpu.memory * request.usable
+    byte_limit = request.memory_limit(choices.world_size)
     if memory.total > byte_limit:
         reason = f"needs {memory.total / GIB:.1f} of {byte_limit / GIB:.1f} GiB on stage {memory.stage}"
         return RejectedAlternative(change, reason, None)

@@ -95,7 +95,7 @@ def found(asked: Asked) -> tuple[Any, Any]:
     others = rejected_alternatives(result)
     decided = {
         "best": found_record(result.best),
-        "asGood": [found_record(one) for one in result.tied[1:5]],
+        "asGood": [found_record(one) for one in result.ranked[1:5]],
         "alternatives": [found_record(one) for one in result.alternatives],
         "lost": [one.slower for one in others],
     }
